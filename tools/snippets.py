@@ -37,7 +37,7 @@ def commands(block: str) -> Iterator[list[str]]:
     for line in re.sub(r"\\\n\s*", " ", block).splitlines():
         line = line.removeprefix("$ ")
         if (
-            re.match(r"(\S*/)?(unfuse|pip|python3?|curl|make|ssh|scp|openssl|systemctl|helm|kubectl) ", line)
+            re.match(r"(\S*/)?(unfuse|pip|python3?|curl|make|ssh|scp|openssl|systemctl|helm|kubectl|ray) ", line)
             and ": `" not in line
         ):
             yield shlex.split(line, comments=True)

@@ -33,7 +33,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     WORKERS: (
         "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "serve.slots",
-        "arena.bytes", "kv.bytes", "lease.", "worker.",
+        "serve.launcher", "arena.bytes", "kv.bytes", "lease.", "worker.",
     ),
     MACHINES: (
         "serve.listen", "insecure_listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler",

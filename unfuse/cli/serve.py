@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     "serve.results_limit", "serve.retention_s", "serve.price",
     "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
-    "lease.stall_s", "serve.slots", "worker.resources", "serve.image_timeout", "serve.video_timeout",
+    "lease.stall_s", "serve.slots", "worker.resources", "serve.launcher", "serve.image_timeout", "serve.video_timeout",
     "serve.max_active", "serve.max_queue", "serve.max_cost",
     "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
     "serve.strict_params", "serve.on_disconnect", "serve.reuse_results", "serve.drain_timeout",
@@ -70,7 +70,7 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
 
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
     local = all(map(is_local, serve.models))
-    if serve.workers == "none" or not (on_cpu and local) or len(devices()) > 1:
+    if serve.workers == "none" or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return
     with closing(Forks(serve.models)) as forks:

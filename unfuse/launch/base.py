@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -36,6 +36,10 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         told = {"role": self.role, "device": self.device, **self.flags}
         models = (("model", name) for name in self.models)
         return [text for name, value in (*told.items(), *models) for text in (f"--{name}", value)]
+
+
+OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], "Launcher"]
+"""Makes a launcher of these workers, whose lines are told to that."""
 
 
 class Launcher(ABC):

@@ -114,7 +114,7 @@ class LocalLauncher(Launcher):
             if 0 < code < SIGNALLED and smaller:
                 self._shrink(number)
             deaths = 1 if lived >= SETTLED_S else deaths + 1
-            pause = min(RESTART_S * 2 ** (deaths - 1), RESTART_MOST_S)
+            pause = pause_after(deaths)
             event = f"{'a worker' if number < len(self._specs) else 'the fork server'} ended, starting it again"
             log.warning(event, pid=process.pid, code=code, lived_s=lived, pause_s=pause)
             await asyncio.sleep(pause)
@@ -156,6 +156,11 @@ class LocalLauncher(Launcher):
             if process.returncode is None and (number < len(self._specs) or sent == signal.SIGKILL):
                 with suppress(ProcessLookupError):
                     process.send_signal(sent)
+
+
+def pause_after(deaths: int) -> float:
+    """Seconds before a worker is restarted that died so many times in a row, all but the first time at once."""
+    return min(RESTART_S * 2.0 ** (deaths - 1), RESTART_MOST_S)
 
 
 def _end_computes(worker: int) -> None:

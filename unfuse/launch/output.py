@@ -57,6 +57,15 @@ class Output:
         reader.start()
         self._readers = [*(thread for thread in self._readers if thread.is_alive()), reader]
 
+    def tell(self, number: int, line: bytes) -> None:
+        """Have a line told as that of the process of this number. Never waits."""
+        with self._changed:
+            if len(self._lines) == WAITING:
+                self._lines.popleft()
+                self._lost += 1
+            self._lines.append((number, line))
+            self._changed.notify()
+
     def close(self) -> None:
         """Pass on the lines that are left, after the processes have ended."""
         for reader in self._readers:
@@ -69,12 +78,7 @@ class Output:
     def _read(self, number: int, pipe: BinaryIO) -> None:
         with pipe:
             while line := pipe.readline(PART):
-                with self._changed:
-                    if len(self._lines) == WAITING:
-                        self._lines.popleft()
-                        self._lost += 1
-                    self._lines.append((number, line.rstrip(b"\r\n")))
-                    self._changed.notify()
+                self.tell(number, line.rstrip(b"\r\n"))
 
     def _tell(self) -> None:
         while True:

@@ -39,6 +39,8 @@ def trust(settings: Settings, side: str) -> Trust:
 def listens(settings: Settings) -> tuple[str, ...]:
     """Where `serve` listens beside the unix socket; keys for that are made if there are none. Raises ConfigError."""
     addresses = tuple(_absolute(address) for address in settings.serve.listen)
+    if settings.serve.launcher != "local" and all(map(unix_path, addresses)):
+        raise ConfigError(f"--launcher {settings.serve.launcher}: workers elsewhere come to --listen tcp://HOST:PORT")
     if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
         make_once(own_keys(settings))
     return addresses
@@ -85,12 +87,13 @@ def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[s
         return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]
     return [
         f"workers elsewhere: copy {folder}/worker.key, a secret, there into a folder of its own (chmod 600), and run: "
-        f"unfuse worker --workers auto --keys FOLDER --scheduler {_from_elsewhere(address)}"
+        f"unfuse worker --workers auto --keys FOLDER --scheduler {from_elsewhere(address)}"
         for address in open_to
     ]
 
 
-def _from_elsewhere(address: str) -> str:
+def from_elsewhere(address: str) -> str:
+    """A TCP address as other machines reach it."""
     with suppress(ConfigError):
         return address.replace("0.0.0.0", host_towards(address))
     return address.replace("0.0.0.0", "HOST")

@@ -114,6 +114,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         says("DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free."),
     ] = ()
+    launcher: Annotated[str, says("Where workers run: local, ray:HOST:PORT, or ray, a Ray of its own.")] = "local"
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
     denoisers: Annotated[int, says("Denoiser workers to start; others than 1 take models apart.", ge=0, le=1024)] = 1
     decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1

@@ -61,13 +61,16 @@ def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup")) -> Machin
     )
 
 
-def devices(caps: Mapping[str, int] = MappingProxyType({})) -> tuple[Device, ...]:
+def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False) -> tuple[Device, ...]:
     """The devices that workers may use on this machine: no GPU if torch is built without CUDA.
 
-    Of a device in `caps` at most so many bytes. Raises ConfigError for one that is not there.
+    Of a device in `caps` at most so many bytes. Raises ConfigError for one that is not there. Workers `elsewhere` have
+    what `caps` says, and what is here of others.
     """
     usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
     free = {CPU: available_memory(), **{f"cuda:{n}": gpu.free for n, gpu in enumerate(usable)}}
+    if elsewhere:
+        free |= caps
     if unknown := sorted(caps.keys() - free):
         raise ConfigError(f"--device-memory {unknown[0]}: there is no such device; there are {', '.join(free)}")
     return tuple(Device(name, min(size, caps.get(name, size))) for name, size in free.items())

@@ -7,6 +7,7 @@ from pathlib import Path
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
+from unfuse.launch import opener
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
@@ -35,6 +36,7 @@ def options(loaded: Loaded) -> ServeOptions:
         places=places(settings),
         run_dir=settings.run_dir,
         listen=listens(settings),
+        launcher=opener(serve.launcher),
         trust=trust(settings, "scheduler"),
         worker_environment=environment_of(settings),
         worker_flags=flags_of(settings),

@@ -18,7 +18,7 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
-from unfuse.launch.base import WorkerSpec
+from unfuse.launch.base import Launcher, OpenLauncher, WorkerSpec
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted
@@ -34,6 +34,7 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
+from unfuse.service.addresses import from_elsewhere
 from unfuse.service.crews import Crews
 from unfuse.service.groups import Serve
 from unfuse.service.layout import Means
@@ -42,6 +43,7 @@ from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
+from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, forked, specs_of
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
@@ -77,7 +79,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     in `run_dir`. `worker_flags` are what the workers it starts are told beside how to compute, by flag;
     `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
     there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
-    remembers what stages take.
+    remembers what stages take. Workers are started elsewhere by the `launcher`, else here.
     """
 
     serve: Serve
@@ -102,11 +104,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     costs: Path | None
     lease_ttl: float
     standard: Params
+    launcher: OpenLauncher | None = None
 
 
 def plan(options: ServeOptions) -> Plan:
     """The plan for these options. Raises ConfigError for models that cannot be served, or do not fit."""
-    found = devices(options.device_memory)
+    found = devices(options.device_memory, elsewhere=options.launcher is not None)
     for kind in options.prices.unseen([device.name for device in found]):
         log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
     serve = options.serve
@@ -232,18 +235,22 @@ class Service:
         `coming`. Raises ConfigError.
         """
         options = self._options
-        left = {device.name: max(0, device.free - coming[device.name]) for device in devices()}
+        found = devices(options.device_memory, elsewhere=options.launcher is not None)
+        left = {device.name: max(0, device.free - coming[device.name]) for device in found}
         left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
         revision = options.serve.revision if {*models} <= {*options.serve.models} else ""
         serve = msgspec.structs.replace(options.serve, models=tuple(models), revision=revision)
         return plan(msgspec.structs.replace(options, serve=serve, device_memory=left))
 
-    def _launch(self, planned: Plan, first: int) -> LocalLauncher:
+    def _launch(self, planned: Plan, first: int) -> Launcher:
         """Start the workers of a plan; the first of them goes by this number."""
-        forks, self._forks = forked(planned, self._forks), None
-        launcher = LocalLauncher(self._specs(planned), lambda at, line: self._logs.relay(first + at, line), forks=forks)
-        launcher.start()
-        return launcher
+        specs, launcher = self._specs(planned), self._options.launcher
+        if launcher is None:
+            forks, self._forks = forked(planned, self._forks), None
+            launcher = partial(LocalLauncher, forks=forks)
+        opened = launcher(specs, lambda at, line: self._logs.relay(first + at, line))
+        opened.start()
+        return opened
 
     def _specs(self, planned: Plan) -> list[WorkerSpec]:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
@@ -251,6 +258,10 @@ class Service:
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
         told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
         environment = {**options.worker_environment, **self._logs.environment}
+        if options.launcher:  # each goes by the address that schedulers see, and has the run folder of its own machine
+            told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
+            told |= options.worker_flags
+            del environment[FIELDS["run_dir"].variable]
         models = tuple(model.card.name for model in planned.models)
         return specs_of(planned, options.means.cores, options.slots, told, environment, models)
 

@@ -1,0 +1,181 @@
+"""Workers on a real Ray: the launcher's contract, and a service over several nodes of one machine."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import psutil
+import pytest
+
+from tools.server import Server, all_gone, family_of, own_run_folder, serving, until
+from unfuse.client import connect
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is installed by `make nightly`"),
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+]
+
+CHECK = """
+import asyncio
+from unfuse.launch import opener
+from unfuse.testing import check_launcher
+asyncio.run(check_launcher(opener("ray")))
+"""
+REACHED = """
+import psutil
+from unfuse.launch.ray_nodes import Nodes
+
+Nodes("")
+us = psutil.Process()
+listening = [at for one in (us, *us.children(recursive=True)) for at in one.net_connections() if at.status == "LISTEN"]
+print(*{at.laddr.ip for at in listening})
+"""
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What has Ray write into a folder of its own, and stay on this machine."""
+    folder = mkdtemp(prefix="ray-", dir="/tmp")  # its sockets' paths are long
+    own = {"RAY_TMPDIR": folder, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    yield own
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def program(text: str) -> str:
+    """What a program prints that uses Ray, which is one to a process."""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_workers_on_ray_are_what_the_port_says(variables: dict[str, str]) -> None:
+    program(CHECK)
+
+
+def test_a_ray_of_our_own_is_reached_by_this_machine_alone(variables: dict[str, str]) -> None:
+    assert {*program(REACHED).split()} == {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+class Cluster:
+    """Nodes of a Ray on this machine, each with a run folder of its own, so that their workers share no memory."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster as RayCluster
+
+        self._ray = RayCluster()
+        self._ray.add_node(num_cpus=0, include_dashboard=False)
+        self.address = self._ray.address
+        self._nodes: dict[str, Any] = {}
+
+    def add(self, name: str) -> None:
+        """A node with room for one worker; its workers are of that node by name, too."""
+        own = own_run_folder(name) | {"UNFUSE_WORKER__NODE": name}
+        self._nodes[name] = self._ray.add_node(num_cpus=1, env_vars=own)
+
+    def kill(self, name: str) -> None:
+        """The node is gone, and nobody of it has a last word."""
+        self._ray.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def drain(self, name: str) -> None:
+        """As an administrator does, or a cloud that takes a machine back."""
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address,
+                "--node-id", self._nodes[name].node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+                "--reason-message", "a test", "--deadline-remaining-seconds", "600",
+            ],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    def close(self) -> None:
+        self._ray.shutdown()
+        gc.collect()  # Ray leaves a socket open, which is none of another test's business
+
+
+@pytest.fixture
+def cluster(variables: dict[str, str]) -> Iterator[Cluster]:
+    made = Cluster()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def nodes(server: Server) -> set[str]:
+    """Where there are healthy workers."""
+    return {worker["node"] for worker in server.get("/v1/workers")["data"] if worker["healthy"]}
+
+
+def made(server: Server, asked: list[str]) -> tuple[set[bytes], set[str]]:
+    """The pictures of requests, and the nodes that made them. None is lost."""
+    views = [server.finished(request) for request in asked]
+    assert [view["status"] for view in views] == ["completed"] * len(asked)
+    where = {worker["id"]: worker["node"] for worker in server.get("/v1/workers")["data"]}
+    by = {where.get(stage["worker"], "gone") for view in views for stage in view["stages"]}
+    return {server.result(request) for request in asked}, by
+
+
+def submit(server: Server, count: int, steps: int = 60) -> list[str]:
+    return [server.submit("a red circle on white", seed=7, num_inference_steps=steps) for _ in range(count)]
+
+
+def running(server: Server, request: str) -> dict[str, Any]:
+    """The worker that runs a request, in its midst."""
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"] == "denoise.0" and event["step"] >= 3:
+            break
+    (name,) = (one["worker"] for one in server.get(f"/v1/requests/{request}")["stages"] if one["name"] == "denoise.0")
+    found: dict[str, Any] = next(one for one in server.get("/v1/workers")["data"] if one["id"] == name)
+    return found
+
+
+def test_nodes_of_ray_serve_and_no_picture_is_lost_with_an_actor_or_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    """Given two nodes with a worker each, when an actor is killed amid a request, a node is drained, and one is killed,
+    then every picture is made, all have the same bytes, and a worker starts wherever there is room."""
+    cluster.add("a")
+    cluster.add("b")
+    arguments = ["--workers", "all=2", "--threads", "1", "--arena", "64MiB", "--launcher", f"ray:{cluster.address}"]
+    with serving(tmp_path, *arguments, at="127.0.0.1") as server:
+        until(lambda: server.get("/ready") and nodes(server) == {"a", "b"}, "workers on both nodes", server.process)
+        same = {*connect(server.url).generate("a red circle on white", seed=7, num_inference_steps=60).data}
+        assert made(server, submit(server, 6)) == (same, {"a", "b"})
+
+        asked = submit(server, 4)
+        killed = running(server, asked[0])
+        family = family_of(killed["pid"])
+        psutil.Process(killed["pid"]).parent().kill()
+        until(lambda: all_gone(family), "a worker to end with its actor")
+        assert made(server, asked)[0] == same
+        until(lambda: nodes(server) == {"a", "b"}, "a worker in the place of the one that was killed", server.process)
+
+        cluster.add("c")
+        asked = submit(server, 4)
+        cluster.drain(running(server, asked[0])["node"])
+        until(lambda: "c" in nodes(server) and len(nodes(server)) == 2, "a worker to change its node", server.process)
+        assert made(server, [*asked, *submit(server, 6)])[0] == same
+        (left,) = nodes(server) - {"c"}
+
+        asked = submit(server, 4)
+        cluster.kill(left)
+        cluster.add("d")
+        assert made(server, asked)[0] == same
+        until(lambda: nodes(server) == {"c", "d"}, "a worker elsewhere", server.process)
+        assert made(server, submit(server, 6)) == (same, {"c", "d"})
+
+        everyone = [one for worker in server.get("/v1/workers")["data"] for one in family_of(worker["pid"])]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(600) == 0
+        assert all_gone(everyone)

@@ -1,0 +1,210 @@
+"""What the launcher for Ray does with actors that come and go, over nodes that are a stand-in's: no Ray is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog
+
+from unfuse.core.errors import ConfigError, TransientError
+from unfuse.launch import opener
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.ray import RayLauncher, renumbered, takes
+from unfuse.launch.ray_worker import RayWorker
+
+SPEC = WorkerSpec("encoder", flags={"threads": "2"})
+
+
+class Place:
+    """A place on a node: what the actor there says is put into `says`, lines and why it is over, or an error."""
+
+    def __init__(self, node: str) -> None:
+        self.given, self.node = node, ""
+        self.leaves: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.says: asyncio.Queue[tuple[list[bytes], str | None] | Exception] = asyncio.Queue()
+        self.spec: WorkerSpec | None = None
+        self.stopped: list[float] = []
+        self.may_end, self.released = asyncio.Event(), False
+        self.may_end.set()
+
+    async def begin(self, spec: WorkerSpec) -> None:
+        if not self.given:
+            await asyncio.Event().wait()
+        self.node, self.spec = self.given, spec
+
+    async def heard(self) -> tuple[list[bytes], str | None]:
+        said = await self.says.get()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def stop(self, drain_timeout: float) -> None:
+        self.stopped.append(drain_timeout)
+        await self.may_end.wait()
+        self.says.put_nowait(([b"its last words"], ""))
+
+    async def release(self) -> None:
+        self.released = True
+
+
+class Few:
+    """Nodes that are given out in that order; "" has no room, and so has whatever comes after them."""
+
+    def __init__(self, *nodes: str) -> None:
+        self._nodes = iter(nodes)
+        self.places: list[Place] = []
+        self.ends: dict[str, float] = {}
+
+    def hold(self, cpus: int, gpus: int) -> Place:
+        self.places.append(Place(next(self._nodes, "")))
+        return self.places[-1]
+
+    async def draining(self) -> dict[str, float]:
+        return self.ends
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("unfuse.launch.local.RESTART_S", "unfuse.launch.ray.LOOK_S"):
+        monkeypatch.setattr(name, 0.01)
+    monkeypatch.setattr("unfuse.launch.local.RESTART_MOST_S", 0.04)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def launched(nodes: Few) -> tuple[RayLauncher, list[tuple[int, bytes]]]:
+    lines: list[tuple[int, bytes]] = []
+    launcher = RayLauncher(nodes, [SPEC], lambda number, line: lines.append((number, line)))  # type: ignore[arg-type]
+    launcher.start()
+    return launcher, lines
+
+
+async def test_an_actor_that_is_lost_is_followed_by_others_ever_more_slowly() -> None:
+    nodes = Few("a", "b", "c", "d", "e")
+    with structlog.testing.capture_logs() as logs:
+        launcher, lines = launched(nodes)
+        for number in range(4):
+            await until(lambda number=number: len(nodes.places) == number + 1 and nodes.places[number].spec)
+            nodes.places[number].says.put_nowait(([b"hello"], None))
+            nodes.places[number].says.put_nowait(TransientError("the node died"))
+        await until(lambda: len(nodes.places) == 5 and nodes.places[4].spec)
+        await launcher.stop(7)
+    assert [line["pause_s"] for line in logs if "pause_s" in line] == [0.01, 0.02, 0.04, 0.04]
+    assert {line["reason"] for line in logs if "pause_s" in line} == {"the node died"}
+    assert lines == [(0, b"hello")] * 4 + [(0, b"its last words")]
+    assert [place.released for place in nodes.places] == [True] * 5
+    assert nodes.places[4].stopped == [7]
+
+
+async def test_a_worker_whose_node_is_drained_begins_elsewhere_before_it_has_ended() -> None:
+    nodes = Few("a", "b")
+    launcher, lines = launched(nodes)
+    await until(lambda: nodes.places and nodes.places[0].spec)
+    nodes.places[0].may_end.clear()
+    nodes.ends = {"a": 300.0, "z": 1.0}
+    await until(lambda: len(nodes.places) == 2 and nodes.places[1].spec)
+    assert (nodes.places[0].stopped, nodes.places[0].released, lines) == ([300.0], False, [])
+
+    nodes.places[0].may_end.set()
+    await until(lambda: nodes.places[0].released)
+    await until(lambda: lines == [(0, b"its last words")])
+    assert (nodes.places[1].stopped, launcher.failed.done()) == ([], False)
+    await launcher.stop(0)
+    assert (len(nodes.places), nodes.places[1].released) == (2, True)
+
+
+async def test_only_the_first_actor_s_worker_that_cannot_start_is_a_failure() -> None:
+    nodes = Few("a")
+    launcher, _ = launched(nodes)
+    await until(lambda: nodes.places and nodes.places[0].spec)
+    nodes.places[0].says.put_nowait(([], "exit code 1"))
+    with pytest.raises(ConfigError, match="exit code 1"):
+        await asyncio.shield(launcher.failed)
+    await launcher.stop(0)
+    assert (len(nodes.places), nodes.places[0].released) == (1, True)
+
+    nodes = Few("a", "b", "c")
+    launcher, _ = launched(nodes)
+    for number, over in enumerate((TransientError("gone"), ([], "exit code 1"))):
+        await until(lambda number=number: len(nodes.places) == number + 1 and nodes.places[number].spec)
+        nodes.places[number].says.put_nowait(over)
+    await until(lambda: len(nodes.places) == 3 and nodes.places[2].spec)
+    await launcher.stop(0)
+    assert launcher.failed.cancelled()
+
+
+async def test_a_worker_that_waits_for_room_is_said_to_and_is_given_up_at_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("unfuse.launch.ray.ROOM_S", 0.01)
+    nodes = Few()
+    with structlog.testing.capture_logs() as logs:
+        launcher, _ = launched(nodes)
+        await until(lambda: any("with room" in line["event"] for line in logs))
+        await launcher.stop(5)
+    assert [line["cpus_and_gpus"] for line in logs] == [(2, 0)]
+    assert (nodes.places[0].stopped, nodes.places[0].released) == ([], True)
+
+
+def test_a_worker_takes_cpus_by_threads_and_a_gpu_for_each_rank() -> None:
+    assert takes(WorkerSpec("encoder")) == (1, 0)
+    assert takes(WorkerSpec("denoiser", "cpu+cpu", {"threads": "3"})) == (6, 0)
+    assert takes(WorkerSpec("denoiser", "cuda:4+cuda:5", {"threads": "3"})) == (2, 2)
+
+
+def test_gpus_are_numbered_as_the_worker_sees_them() -> None:
+    smaller = (WorkerSpec("denoiser", "cuda:2"), WorkerSpec("denoiser", "cuda:5"))
+    seen = renumbered(WorkerSpec("denoiser", "cuda:2+cuda:5", smaller=smaller))
+    assert [one.device for one in (seen, *seen.smaller)] == ["cuda:0+cuda:1", "cuda:0", "cuda:1"]
+    assert renumbered(SPEC) == SPEC
+
+
+def test_what_is_not_installed_and_what_is_no_address_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("unfuse.launch.ray_nodes.find_spec", lambda name: None)
+    for url, said in (
+        ("ray", "pip install 'unfuse\\[ray\\]'"),
+        ("ray:10.0.0.1:6379", "pip install 'unfuse\\[ray\\]'"),
+        ("ray:10.0.0.1", "write ray:HOST:PORT"),
+        ("ray::6379", "write ray:HOST:PORT"),
+        ("ray:host:port", "write ray:HOST:PORT"),
+        ("rya", "unknown launcher 'rya': did you mean ray"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            opener(url)
+    assert opener("local") is None
+
+
+def test_a_launcher_of_another_package_is_found_by_its_name() -> None:
+    assert opener(f"{__name__}:outside") == ("opened at", "")
+
+
+def outside(address: str) -> tuple[str, str]:
+    return "opened at", address
+
+
+@pytest.mark.slow
+async def test_the_actor_tells_what_its_worker_and_itself_write_and_why_it_could_not_start() -> None:
+    """Without Ray an actor is an object like others."""
+    actor, said = RayWorker(), list[bytes]()
+    try:
+        await actor.begin(WorkerSpec("encoder+", flags={"scheduler": "unix:/nobody/there"}))
+        structlog.get_logger().warning("of the actor itself")
+        over = None
+        while over is None:
+            lines, over = await actor.heard()
+            said += lines
+        assert "exit code 1" in over
+        assert any(b"of the actor itself" in line for line in said)
+        assert any(b"encoder+" in line for line in said)
+        await actor.stop(0)
+    finally:
+        structlog.reset_defaults()
