@@ -7,7 +7,7 @@ RUN pip install --index-url https://download.pytorch.org/whl/cpu --extra-index-u
     --constraint /tmp/constraints.txt torch
 COPY pyproject.toml README.md LICENSE /src/
 COPY unfuse /src/unfuse
-RUN pip install --constraint /tmp/constraints.txt "/src[serve,redis,s3,lora]" && rm -r /src /tmp/constraints.txt \
+RUN pip install --constraint /tmp/constraints.txt "/src[serve,redis,s3,lora,operator]" && rm -r /src /tmp/constraints.txt \
     && useradd --create-home --uid 10001 unfuse && install -d -o unfuse -g unfuse -m 700 /data /run/unfuse
 
 USER unfuse

@@ -156,10 +156,13 @@ def test_what_is_left_out_has_its_default() -> None:
     stored = completed({"spec": PIPELINE | {"stages": [{"name": "s", "pool": "p"}]}}, schema("DiffusionPipeline"))
     assert stored["spec"]["scheduler"] == {
         "redis": {"host": "r", "port": 6379, "database": 0}, "replicas": 1, "queueBackend": "redis",
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
     }  # fmt: skip
+    assert stored["spec"]["modelCache"] == {"size": "100Gi"}
     assert stored["spec"]["stages"] == [{"name": "s", "pool": "p", "replicas": 1}]
     assert completed({"spec": POOL}, schema("DiffusionPool"))["spec"] == {
-        "role": "denoiser", "replicas": 1, "min": 0, "device": "auto",
+        "role": "denoiser", "replicas": 1, "min": 0, "device": "auto", "stepSeconds": 2, "startSeconds": 3600,
+        "sharedMemory": "1Gi",
     }  # fmt: skip
 
 
@@ -168,6 +171,7 @@ def stages(*pools: tuple[str, int]) -> list[Object]:
 
 
 REDIS = {"redis": {"host": "r"}}
+STAGE = {"name": "s", "pool": "p"}
 RULED: list[tuple[str, Object, str]] = [
     ("DiffusionPipeline", {"scheduler": REDIS}, "either model or models"),
     ("DiffusionPipeline", PIPELINE | {"models": ["a"]}, "either model or models"),
@@ -199,6 +203,13 @@ def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, s
         ("DiffusionPipeline", {"models": ["a", "b"], "scheduler": {"queue": {"url": "redis://r:6379/0"}}}),
         ("DiffusionPipeline", PIPELINE | {"scheduler": {"queueBackend": "memory"}}),
         ("DiffusionPipeline", PIPELINE | {"autoscaling": {"enabled": False}}),
+        ("DiffusionPipeline", PIPELINE | {"image": "r.example/unfuse@sha256:0", "imagePullSecrets": ["r"]}),
+        ("DiffusionPipeline", PIPELINE | {"envSecrets": ["s3", "hub"], "modelCache": {"claim": "c"}}),
+        ("DiffusionPipeline", PIPELINE | {"apiKeysSecret": "a", "stages": [STAGE | {"role": "encoder+decoder"}]}),
+        ("DiffusionPipeline", PIPELINE | {"stages": [STAGE | {"stepSeconds": 30, "sharedMemory": "16Gi"}]}),
+        ("DiffusionPool", POOL | {"stepSeconds": 30, "startSeconds": 60, "sharedMemory": "1Gi", "args": ["--slots=3"]}),
+        ("DiffusionPool", POOL | {"nodeSelector": {"gpu": "h100"}, "runtimeClassName": "nvidia"}),
+        ("DiffusionPool", POOL | {"tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]}),
         ("DiffusionPool", POOL | {"replicas": 0, "max": 1}),
         ("DiffusionPool", POOL | {"parallel": "denoiser=ulysses:2+cfg:2,decoder=tiles:2", "device": "cuda:0+cuda:1"}),
         ("DiffusionPool", {"role": "all", "model": {"path": "unfuse/shapes"}}),
@@ -212,7 +223,8 @@ def test_names_and_roles_are_ruled_too_and_no_rule_is_left_out() -> None:
     """A pool keeps its role; `kubectl scale` changes replicas, as anything else may change."""
     for kind, spec in (("DiffusionPipeline", PIPELINE), ("DiffusionPool", POOL)):
         assert wrong(kind, spec, name="a" * 40) == []
-        assert "at most 40" in wrong(kind, spec, name="a" * 41)[0]
+        for name in ("a" * 41, "a" * 64, "a.b", "1a", "a-"):
+            assert "at most 40" in wrong(kind, spec, name=name)[0]
     assert wrong("DiffusionPool", POOL | {"role": "encoder"}, old=POOL) == ["a pool keeps its role: make another one"]
     assert wrong("DiffusionPool", POOL | {"replicas": 0}, old=POOL | {"replicas": 5}) == []
     rules = {rule["message"] for kind in DEFINED for _, part in parts(schema(kind))
@@ -224,7 +236,10 @@ def test_names_and_roles_are_ruled_too_and_no_rule_is_left_out() -> None:
 NASTY: Sequence[Any] = ("", "a b", 'a"b', "a\nb", "a\n", "-a", "A" * 600, 7, None, ["a"], {"a": 1})
 
 
-@pytest.mark.parametrize("place", ["keysSecret", "stages", "autoscaling", "results", "scheduler", "modle"])
+PLACES = ["keysSecret", "stages", "autoscaling", "results", "scheduler", "modle", "apiKeysSecret", "modelCache"]
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("value", NASTY, ids=repr)
 def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
     assert wrong("DiffusionPipeline", PIPELINE | {place: value})
@@ -236,7 +251,9 @@ def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
         {"role": "a+"}, {"role": "Encoder"}, {"role": "x", "parallel": "denoiser"}, {"role": "x", "device": "cuda:x"},
         {"role": "x", "replicas": -1}, {"role": "x", "replicas": "1"}, {"role": "x", "max": 0}, {"replicas": 1},
         {"role": "x", "resources": {"limits": {"memory": "much"}}}, {"role": "x", "resources": {"limit": {}}},
-        {"role": "x", "model": {"component": "a b"}}, {"role": "x", "colour": "red"},
+        {"role": "x", "model": {"component": "a b"}}, {"role": "x", "colour": "red"}, {"role": "x", "stepSeconds": 0},
+        {"role": "x", "stepSeconds": 901}, {"role": "x", "startSeconds": 4}, {"role": "x", "sharedMemory": "much"},
+        {"role": "x", "args": [""]}, {"role": "x", "tolerations": [{"operator": "Never"}]},
     ],
 )  # fmt: skip
 def test_a_malformed_pool_is_refused(spec: Object) -> None:

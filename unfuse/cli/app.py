@@ -12,6 +12,7 @@ from unfuse.cli import (
     generate,
     keys,
     models,
+    operator,
     pull,
     requests,
     serve,
@@ -35,6 +36,7 @@ app.verb()(workers.pools)
 app.verb(server=True)(doctor.doctor)
 app.verb(server=True)(compare.compare)
 app.verb(server=True)(disk.disk)
+app.verb("info", server=True)(operator.operator)
 app.add_typer(keys.app, name="keys")
 app.add_typer(config.app, name="config")
 app.verb()(version.version)

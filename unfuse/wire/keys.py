@@ -62,20 +62,26 @@ class Keys(msgspec.Struct, frozen=True):
         return door
 
 
+def new() -> dict[str, str]:
+    """What a new file of keys holds for each side."""
+    pairs = [zmq.curve_keypair() for _ in SIDES]
+    ends = zip(SIDES, pairs, pairs[::-1], strict=True)
+    return {side: f"secret {secret.decode()}\npeer {peer.decode()}\n" for side, (_, secret), (peer, _) in ends}
+
+
 def make(folder: Path) -> None:
     """Write a new pair of keys for each side into a folder that only its owner may read.
 
     Raises ConfigError if the folder has keys already.
     """
-    pairs = [zmq.curve_keypair() for _ in SIDES]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         if existing := [path for side in SIDES if (path := _file(folder, side)).exists()]:
             raise ConfigError(f"{existing[0]} is there already, and is not overwritten: name another folder")
-        for side, (_, secret), (peer, _) in zip(SIDES, pairs, pairs[::-1], strict=True):
+        for side, text in new().items():
             with open(os.open(_file(folder, side), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(f"secret {secret.decode()}\npeer {peer.decode()}\n")
+                file.write(text)
     except OSError as error:
         raise ConfigError(f"keys cannot be written to {folder} ({error.strerror}): name another folder") from error
 

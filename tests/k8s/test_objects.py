@@ -1,0 +1,348 @@
+"""What a pipeline and a pool become, without any cluster: objects that Kubernetes takes, commands that parse."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.integration.test_deploy import known, parsed
+from tests.k8s.server import SCHEMAS, completed
+from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
+from unfuse.k8s.spec import Object, Wrong, read
+from unfuse.service.machine_workers import LEAVING_S
+from unfuse.wire.keys import read as read_keys
+from unfuse.worker.worker import SAVING
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
+SEED, VAE = yaml.safe_load_all((DEPLOY / "examples" / "wan.yaml").read_text())
+VERSIONS = ("1.30.0", "1.34.0", "1.37.0")
+EVERY = frozenset({MONITORING, KEDA})
+NASTY = 'it\'s "quoted"\n- $name ${x} {{ .Values }}\n---\nkind: Pod #: &a *b %s \\ \t日本'
+LEAST: Object = {"model": "unfuse/shapes", "scheduler": {"redis": {"host": "r"}}}
+KEYED = LEAST | {"keysSecret": "wire"}
+FULL: Object = {
+    "models": ["a", "b"], "image": "registry.example/unfuse:2", "imagePullSecrets": ["registry"],
+    "envSecrets": ["s3", "hub"], "modelCache": {"claim": "models"}, "keysSecret": "wire", "apiKeysSecret": "api",
+    "scheduler": {"replicas": 3, "queue": {"secret": "redis"}, "args": ["--order=fair"],
+                  "resources": {"limits": {"memory": "4Gi"}}},
+    "stages": [
+        {"name": "text-encoding", "pool": "enc", "replicas": 2, "model": {"component": "text_encoder"}},
+        {"name": "denoising", "pool": "dit", "stepSeconds": 30, "sharedMemory": "16Gi",
+         "resources": {"limits": {"nvidia.com/gpu": 8}}},
+        {"name": "vae-decoding", "pool": "dit"},
+    ],
+    "results": {"url": "s3://b/p"},
+    "autoscaling": {"maxReplicas": 8},
+}  # fmt: skip
+POOL: Object = {"role": "denoiser"}
+PLACED: Object = POOL | {
+    "parallel": "denoiser=ulysses:2", "device": "cuda:0+cuda:1", "stepSeconds": 30, "args": ["--max-batch=2"],
+    "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}], "min": 1, "max": 4,
+    "runtimeClassName": "nvidia", "model": {"path": "a", "component": "transformer"},
+}  # fmt: skip
+
+
+def pipeline(spec: Object, name: str = "p") -> Object:
+    """The spec, as the server has it, and as it is read."""
+    body = {"metadata": {"name": name}, "spec": spec}
+    return {"image": "unfuse:1"} | read(completed(body, SCHEMAS["diffusionpipelines"]))
+
+
+def pool(spec: Object) -> Object:
+    return read(completed({"metadata": {"name": "w"}, "spec": spec}, SCHEMAS["diffusionpools"]))
+
+
+def made(spec: Object, name: str = "p") -> list[Object]:
+    return of_pipeline(name, pipeline(spec, name), EVERY)
+
+
+def workers(spec: Object, serves: Object = LEAST, **more: Object) -> list[Object]:
+    users = {"p": pipeline(serves)} | {name: pipeline(one) for name, one in more.items()}
+    return of_pool("w", "ns", pool(spec), users, EVERY)
+
+
+CASES = {"least": [*made(LEAST), *workers(POOL)], "full": [*made(FULL), *workers(PLACED, FULL)]}
+CASES["example"] = [*made(SEED["spec"]), *workers(VAE["spec"], SEED["spec"])]
+CASES["example"] += secrets_of("p", pipeline(LEAST))
+
+
+def pods(objects: list[Object]) -> list[Object]:
+    return [one["spec"]["template"]["spec"] for one in objects if one["kind"] in {"Deployment", "StatefulSet"}]
+
+
+def arguments(objects: list[Object]) -> list[str]:
+    (container,) = pods(objects)[-1]["containers"]
+    return list(container["args"])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_the_objects(case: str, version: str) -> None:
+    kinds = {one["kind"] for one in CASES[case]}
+    assert kinds >= {"Deployment", "StatefulSet", "Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy"}
+    for one in CASES[case]:
+        if one["apiVersion"] not in EVERY:
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_commands_parse_variables_are_settings_and_pods_may_do_little(case: str) -> None:
+    (settings,) = (one["data"] for one in CASES[case] if one["kind"] == "ConfigMap")
+    assert known([*settings])
+    for spec in pods(CASES[case]):
+        assert spec["automountServiceAccountToken"] is spec["enableServiceLinks"] is False
+        assert "serviceAccountName" not in spec and spec["securityContext"]["runAsNonRoot"]
+        for container in chain(spec["initContainers"], spec["containers"]):
+            own = container["securityContext"]
+            assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= {one["name"] for one in spec["volumes"]}
+        for container in spec["containers"]:
+            assert known([variable["name"] for variable in container["env"]])
+            parsed(container["args"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_is_selected_is_there(case: str) -> None:
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"] for one in CASES[case]
+        if one["kind"] in {"Deployment", "StatefulSet"}
+    ]  # fmt: skip
+    for one in CASES[case]:
+        spec = one.get("spec", {})
+        by = spec.get("podSelector") or (spec.get("selector") if one["kind"] != "ServiceMonitor" else None)
+        if by:
+            assert sum(by.get("matchLabels", by).items() <= its.items() for its in labels) == 1, one["kind"]
+    (monitor,) = (one for one in CASES[case] if one["kind"] == "ServiceMonitor")
+    chosen = monitor["spec"]["selector"]["matchLabels"]
+    (gateway,) = (
+        one for one in CASES[case] if one["kind"] == "Service" and chosen.items() <= one["metadata"]["labels"].items()
+    )
+    assert gateway["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "unfuse"
+
+
+def test_what_a_cluster_does_not_know_is_left_out() -> None:
+    assert not {KEDA, MONITORING} & {one["apiVersion"] for one in of_pipeline("p", pipeline(FULL), frozenset())}
+    kinds = {one["kind"] for one in of_pool("w", "ns", pool(POOL), {"p": pipeline(FULL)}, frozenset())}
+    assert "ScaledObject" not in kinds and "StatefulSet" in kinds
+
+
+def test_values_stay_values_whatever_is_in_them() -> None:
+    spec = LEAST | {"model": NASTY, "scheduler": LEAST["scheduler"] | {"args": [NASTY, "$name"]}, "envSecrets": ["$x"]}
+    objects = [
+        *made(spec),
+        *workers(POOL | {"model": {"path": NASTY}, "args": ["$drain"], "runtimeClassName": "$a"}, spec),
+    ]
+    assert [one["kind"] for one in objects if one["kind"] != "ScaledObject"] == [one["kind"] for one in CASES["least"]]
+    scheduler, worker = (one["containers"][0] for one in pods(objects))
+    assert scheduler["args"][1] == NASTY and scheduler["args"][-2:] == [NASTY, "$name"]
+    assert f"--model={NASTY}" in worker["args"] and worker["args"][-1] == "$drain"
+    assert scheduler["envFrom"][1] == {"secretRef": {"name": "$x"}}
+    assert not [text for text in strings(CASES["full"]) if "$" in text]
+
+
+def strings(value: Any) -> list[str]:
+    if isinstance(value, dict | list):
+        return [text for one in (value.values() if isinstance(value, dict) else value) for text in strings(one)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "queue", "strategy"),
+    [
+        ({"redis": {"host": "r", "port": 1, "database": 2}}, {"value": "redis://r:1/2"}, None),
+        ({"queue": {"url": "rediss://r:6380/0"}}, {"value": "rediss://r:6380/0"}, None),
+        ({"queue": {"secret": "s"}}, {"valueFrom": {"secretKeyRef": {"name": "s", "key": "url"}}}, None),
+        ({"queueBackend": "sqlite"}, {"value": "sqlite:/data/queue.db"}, "Recreate"),
+        ({"queueBackend": "memory"}, {"value": "memory"}, "Recreate"),
+    ],
+)
+def test_tasks_wait_where_it_is_said(scheduler: Object, queue: Object, strategy: str | None) -> None:
+    """Two schedulers at one time would each have a queue of its own, where it is no Redis."""
+    deployment = made(LEAST | {"scheduler": scheduler})[-1]["spec"]
+    (variable,) = deployment["template"]["spec"]["containers"][0]["env"]
+    assert variable == {"name": "UNFUSE_SERVE__QUEUE"} | queue
+    assert deployment["strategy"].get("type") == strategy
+
+
+@pytest.mark.parametrize(
+    ("results", "kept"), [(None, "p-results"), ({"claim": "mine"}, "mine"), ({"url": "s3://b"}, "")]
+)
+def test_results_are_where_all_pods_see_them(results: Object | None, kept: str) -> None:
+    spec = LEAST | ({"results": results} if results else {})
+    objects = [*made(spec), *workers(POOL, spec)]
+    (settings,) = (one["data"] for one in objects if one["kind"] == "ConfigMap")
+    assert settings["UNFUSE_SERVE__RESULTS"] == ("disk:/results" if kept else "s3://b")
+    assert [one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"] == [
+        "p-results" for _ in range(results is None)
+    ]
+    for one in pods(objects):
+        claims = [
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in one["volumes"]
+            if "persistentVolumeClaim" in volume
+        ]
+        assert claims == [kept] * bool(kept)
+
+
+def test_pods_start_again_when_their_settings_change() -> None:
+    for before, after in zip((made(LEAST), workers(POOL)), (made(FULL), workers(POOL, FULL)), strict=True):
+        notes = [one[-1]["spec"]["template"]["metadata"]["annotations"] for one in (before, after)]
+        assert notes[0] != notes[1]
+
+
+@pytest.mark.parametrize(("step", "drain"), [(1, 20), (5, 20), (6, 24), (30, 120)])
+def test_a_worker_has_the_time_to_save_a_step_that_runs(step: int, drain: int) -> None:
+    objects = workers(POOL | {"stepSeconds": step})
+    assert f"--drain-timeout={drain}" in arguments(objects)
+    assert pods(objects)[0]["terminationGracePeriodSeconds"] == drain + LEAVING_S
+    assert SAVING * drain >= step
+
+
+def test_a_pool_has_as_many_workers_as_its_bounds_allow() -> None:
+    for said, count in (
+        ({}, 5),
+        ({"max": 3}, 3),
+        ({"replicas": 0}, 0),
+        ({"replicas": 0, "min": 2}, 2),
+        ({"max": 9}, 5),
+    ):
+        assert workers(POOL | {"replicas": 5} | said)[-1]["spec"]["replicas"] == count
+
+
+def test_a_worker_knows_what_it_runs_and_for_whom() -> None:
+    said = arguments(workers(PLACED, KEYED, q=KEYED))
+    assert said[1:8] == [
+        "--role=denoiser", "--component=transformer", "--model=a", "--device=cuda:0+cuda:1",
+        "--parallel=denoiser=ulysses:2", "--scheduler=tcp://p-scheduler:8001", "--scheduler=tcp://q-scheduler:8001",
+    ]  # fmt: skip
+    assert said[-1] == "--max-batch=2"
+    spec = pods(workers(PLACED))[0]
+    assert (spec["nodeSelector"], spec["runtimeClassName"]) == ({"gpu": "h100"}, "nvidia")
+    assert (
+        "tolerations" in spec
+        and not {"nodeSelector", "tolerations", "runtimeClassName"} & pods(workers(POOL))[0].keys()
+    )
+
+
+def test_the_seeds_example_makes_pools_by_its_words() -> None:
+    """Its stages have names and no roles."""
+    spec = pipeline(SEED["spec"])
+    found = {one["metadata"]["name"]: one["spec"] for one in pools_of("p", spec)}
+    assert [(name, one["role"], one["replicas"]) for name, one in found.items()] == [
+        ("wan-t5-encoder-pool", "encoder", 2), ("wan-14b-t2v-dit-pool", "denoiser", 4), ("wan-vae-pool", "decoder", 2),
+    ]  # fmt: skip
+    assert found["wan-vae-pool"]["model"] == {"component": "vae"} and "model" not in found["wan-t5-encoder-pool"]
+    assert found["wan-14b-t2v-dit-pool"]["resources"] == {"limits": {"nvidia.com/gpu": 8, "memory": "320Gi"}}
+    (trigger,) = next(one for one in CASES["example"] if one["kind"] == "ScaledObject")["spec"]["triggers"]
+    assert trigger["metricType"] == "Value" and trigger["metadata"]["threshold"] == "100"
+    assert trigger["metadata"]["query"] == 'sum(max by (pool, outcome) (unfuse_queue_size{namespace="ns",service="p"}))'
+
+
+def test_stages_of_one_pool_are_of_one_pool() -> None:
+    whole, encoder = (
+        {one["metadata"]["name"]: one["spec"] for one in pools_of("p", pipeline(spec))} for spec in (LEAST, FULL)
+    )
+    assert whole == {"p": {"role": "all", "replicas": 1}}
+    assert encoder["dit"] == {
+        "role": "denoiser+decoder", "replicas": 1, "stepSeconds": 30, "sharedMemory": "16Gi",
+        "resources": {"limits": {"nvidia.com/gpu": 8}},
+    }  # fmt: skip
+    assert encoder["enc"]["model"] == {"component": "text_encoder"}
+
+
+def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_pipelines() -> None:
+    def scaled(spec: Object, serves: Object = FULL) -> Object:
+        (found,) = (one["spec"] for one in workers(spec, serves) if one["kind"] == "ScaledObject")
+        return dict(found)
+
+    one = scaled(POOL | {"role": "language+vision", "model": {"component": "text_model"}})
+    assert one["triggers"][0]["metadata"]["query"] == (
+        'sum(max by (role, component) (unfuse_role_predicted_seconds{namespace="ns",service="p",'
+        'role=~"decode|prefill|vision",component=~"text_model"}))'
+    )
+    assert one["triggers"][0]["metadata"]["threshold"] == "30"
+    assert (one["minReplicaCount"], one["maxReplicaCount"]) == (1, 8)
+    own = scaled(POOL | {"max": 3})
+    assert (own["minReplicaCount"], own["maxReplicaCount"]) == (0, 3)
+    assert 'role=~".+"' in scaled({"role": "all"})["triggers"][0]["metadata"]["query"]
+    assert one["scaleTargetRef"] == {"apiVersion": "unfuse.dev/v1alpha1", "kind": "DiffusionPool", "name": "w"}
+    off = FULL | {"autoscaling": {"enabled": False}}
+    assert "ScaledObject" not in {one["kind"] for one in workers(POOL, off)}
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"image": "x:2"}, "image"), ({"results": {"url": "s3://c"}}, "results"), ({"keysSecret": "k"}, "keysSecret"),
+        ({"scheduler": {"redis": {"host": "s"}}}, "redis"), ({"scheduler": {"queue": {"url": "redis://r"}}}, "queue"),
+        ({"envSecrets": ["s"]}, "envSecrets"), ({"modelCache": {"claim": "c"}}, "modelCache"),
+    ],
+)  # fmt: skip
+def test_pipelines_that_share_workers_agree_in_what_their_pods_have(other: Object, says: str) -> None:
+    assert len(workers(POOL, KEYED, q=KEYED | {"model": "another"})) == 4
+    with pytest.raises(Wrong, match=f"p and q cannot share workers: they differ in .*{says}"):
+        workers(POOL, KEYED, q=KEYED | other)
+    with pytest.raises(Wrong, match="keysSecret, which both have to name"):
+        workers(POOL, LEAST, q=LEAST)
+
+
+def test_only_workers_of_the_same_pipelines_reach_each_other() -> None:
+    def let_in(objects: list[Object], port: int) -> list[str]:
+        (policy,) = (one["spec"]["ingress"] for one in objects if one["kind"] == "NetworkPolicy")
+        return list(policy[port]["from"][0]["podSelector"]["matchExpressions"][0]["values"])
+
+    assert let_in(made(FULL), 1) == ["enc", "dit"] and let_in(workers(POOL, FULL), 0) == ["dit", "enc"]
+    near = {"q": KEYED | {"stages": [{"name": "all", "pool": "z"}]}}
+    assert let_in(workers(POOL, KEYED, **near), 0) == ["p", "z"]
+
+
+def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
+    wire, api = secrets_of("p", pipeline(LEAST))
+    assert secrets_of("p", pipeline(FULL)) == []
+    for name, text in wire["stringData"].items():
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(text)
+    sides = [read_keys(str(tmp_path), side) for side in ("scheduler", "worker")]
+    assert all(sides) and sides[0] != sides[1]
+    assert api["stringData"]["keys"] == f"operator {api['stringData']['key']} admin=yes\n"
+    assert secrets_of("p", pipeline(LEAST))[0] != wire
+
+
+@pytest.mark.parametrize("name", ["a" * 41, "A", "a.b", "1a", "a\n", 'a"', "-a", "a-", "x" * 64, ""])
+def test_names_of_which_no_others_can_be_made_are_refused(name: str) -> None:
+    with pytest.raises(Wrong, match="at most 40"):
+        pipeline(LEAST, name)
+    with pytest.raises(Wrong, match="at most 40"):
+        pipeline(LEAST | {"stages": [{"name": "all", "pool": name}]})
+
+
+def test_names_are_short_enough_for_everything_that_is_made_of_them() -> None:
+    name = "n" * 40
+    objects = [*made(LEAST, name), *of_pool(name, "ns", pool(POOL), {name: pipeline(LEAST, name)}, EVERY)]
+    objects += [*secrets_of(name, pipeline(LEAST)), *pools_of(name, pipeline(LEAST, name))]
+    assert max(len(one["metadata"]["name"]) for one in objects) <= 52
+    named = [(one["kind"], one["metadata"]["name"]) for one in objects]
+    assert len({*named}) == len(named), "a pool may have its pipeline's name"
+
+
+def test_what_is_asked_for_in_vain_is_said() -> None:
+    spec = pipeline(FULL | {"stages": [*FULL["stages"], {"name": "all", "pool": "enc", "model": {"path": "c"}}]})
+    assert unmet("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
+        "workers of pool enc do not run all, which stage all needs",
+        "stage all is of what is served, not of c",
+        "nothing scales its pools: that takes KEDA, which this cluster does not have",
+    ]
+    assert unmet("p", pipeline(LEAST), {}, frozenset()) == []
+    assert unmet("p", pipeline(FULL), {"dit": "decoder"}, EVERY) == [
+        "workers of pool dit do not run denoiser, which stage denoising needs"
+    ]
+
+
+def test_ranks_that_no_worker_takes_are_refused() -> None:
+    with pytest.raises(Exception, match="nonsense"):
+        pool(POOL | {"parallel": "denoiser=nonsense:2"})

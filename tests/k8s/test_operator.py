@@ -1,0 +1,304 @@
+"""The operator against an API server in memory: what it makes, changes, says, and leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import kmock
+import kopf
+import pytest
+
+from tests.k8s.server import KINDS, MORE, Server
+from unfuse.core.errors import UsageError
+from unfuse.k8s.operator import operate
+from unfuse.k8s.spec import Object
+
+SERVED: Object = {"model": "unfuse/shapes", "scheduler": {"redis": {"host": "r"}}, "results": {"url": "s3://b"}}
+KEYED = SERVED | {"keysSecret": "wire"}
+SPLIT = KEYED | {"stages": [{"name": "encoding", "pool": "enc"}, {"name": "denoising", "pool": "dit", "replicas": 2}]}
+PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
+PEERING = {"kopf.dev/v1": ["ClusterKopfPeering"]}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async with Server() as found, kmock.Server(found):
+        found.knows(KINDS)
+        yield found
+
+
+async def until(seen: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(60):
+        while not (found := seen()):
+            await asyncio.sleep(0.01)
+    return found
+
+
+@asynccontextmanager
+async def operating(server: Server) -> AsyncIterator[None]:
+    ready, stop = asyncio.Event(), asyncio.Event()
+    login = lambda **_: kopf.ConnectionInfo(server=str(server.url))  # noqa: E731
+    task = asyncio.create_task(operate("unfuse:1", [], login, ready_flag=ready, stop_flag=stop))
+    try:
+        await ready.wait()
+        yield
+    finally:
+        stop.set()
+        await task
+
+
+def told(server: Server, kind: str, name: str, which: str = "Ready") -> tuple[str, str, str]:
+    """Status, reason and message of a condition."""
+    status = (server.get(kind, name) or {}).get("status", {})
+    one: Object = next((one for one in status.get("conditions", []) if one["type"] == which), {})
+    return one.get("status", ""), one.get("reason", ""), one.get("message", "")
+
+
+def is_told(server: Server, kind: str, name: str, which: str, reason: str) -> Callable[[], bool]:
+    return lambda: told(server, kind, name, which)[:2] == ("False" if which == "Ready" else "True", reason)
+
+
+async def ready(server: Server, pipeline: str, *pools: str) -> None:
+    """Have all pods come."""
+    for kind, name in (("Deployment", f"{pipeline}-scheduler"), *(("StatefulSet", pool) for pool in pools)):
+        await until(lambda kind=kind, name=name: server.get(kind, name))
+        await server.run(kind, name)
+    await until(lambda: told(server, PIPELINE, pipeline)[:2] == ("True", "AsWanted"))
+
+
+def made(server: Server) -> dict[tuple[str, str], Object]:
+    """Specs and data of all that there is but events."""
+    kinds = [kind for kinds in KINDS.values() for kind in kinds if kind != "Event"]
+    return {
+        (kind, name): {key: one.get(key) for key in ("spec", "data", "stringData")}
+        for kind in kinds for name, one in server.every(kind).items()
+    }  # fmt: skip
+
+
+async def quiet(server: Server) -> None:
+    """Until nothing is written any more."""
+    while (before := len(server.asked)) >= 0:
+        await asyncio.sleep(0.3)
+        if len(server.asked) == before:
+            break
+    await server.collect()
+
+
+async def test_a_pipeline_becomes_objects_changes_and_leaves_nothing(server: Server) -> None:
+    """It is ready when its pods are, and says so; a second look changes nothing; a change reaches all that was made."""
+    async with operating(server):
+        await server.put(PIPELINE, "p", SERVED)
+        await until(is_told(server, PIPELINE, "p", "Ready", "Starting"))
+        await until(lambda: told(server, PIPELINE, "p", "Progressing")[2] == "0 of 2 schedulers and pools are ready")
+        await ready(server, "p", "p")
+        pipeline = server.get(PIPELINE, "p") or {}
+        assert pipeline["status"]["url"] == "http://p.ns.svc:8000"
+        assert pipeline["status"]["observedGeneration"] == pipeline["metadata"]["generation"] == 1
+        pool = server.get(POOL, "p") or {}
+        assert (pool["status"]["replicas"], pool["status"]["readyReplicas"]) == (1, 1)
+        labels = server.get("StatefulSet", "p")["spec"]["template"]["metadata"]["labels"]
+        assert dict(pair.split("=") for pair in pool["status"]["selector"].split(",")).items() <= labels.items()
+        assert {*server.every("Secret")} == {"p-wire", "p-api"}
+        keys = made(server)["Secret", "p-wire"]
+        before, server.asked = made(server), []
+        await server.put(PIPELINE, "p", metadata=pipeline["metadata"] | {"labels": {"a": "b"}})
+        await quiet(server)
+        assert made(server) == before and "status" not in str(server.asked)
+
+        await server.put(
+            PIPELINE, "p", SERVED | {"image": "unfuse:2", "scheduler": SERVED["scheduler"] | {"replicas": 2}}
+        )
+        for kind, name in (("Deployment", "p-scheduler"), ("StatefulSet", "p")):
+            await until(lambda kind=kind, name=name: "unfuse:2" in str(server.get(kind, name)))
+        assert (server.get("Deployment", "p-scheduler") or {})["spec"]["replicas"] == 2
+        assert made(server)["Secret", "p-wire"] == keys
+        await ready(server, "p", "p")
+
+        await server.delete(PIPELINE, "p")
+        await quiet(server)
+        assert made(server) == {}
+
+
+async def test_a_pool_is_scaled_by_whoever_writes_its_number(server: Server) -> None:
+    """And is not fought over; what others change in what was made here is put right."""
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT)
+        await ready(server, "p", "enc", "dit")
+        pool = server.get(POOL, "dit") or {}
+        assert pool["spec"]["replicas"] == 2 and pool["spec"]["role"] == "denoiser"
+        await server.put(POOL, "dit", pool["spec"] | {"replicas": 5})
+        await until(lambda: server.get("StatefulSet", "dit")["spec"]["replicas"] == 5)
+        await until(lambda: told(server, POOL, "dit")[2] == "0 of 5 workers are ready")
+        await ready(server, "p", "dit")
+        await server.put(POOL, "dit", pool["spec"] | {"replicas": 0})
+        await until(lambda: server.get("StatefulSet", "dit")["spec"]["replicas"] == 0)
+        await server.run("StatefulSet", "dit")
+        await until(lambda: told(server, POOL, "dit")[:2] == ("True", "Asleep"))
+        await server.put(PIPELINE, "p", SPLIT | {"image": "unfuse:2"})
+        await until(lambda: "unfuse:2" in str(server.get("StatefulSet", "dit")))
+        assert server.get("StatefulSet", "dit")["spec"]["replicas"] == server.get(POOL, "dit")["spec"]["replicas"] == 0
+        service = server.get("Service", "p")["spec"]
+        await server.put("Service", "p", service | {"ports": []})
+        await until(lambda: server.get("Service", "p")["spec"] == service)
+        await server.delete("NetworkPolicy", "dit-pool")
+        await until(lambda: server.get("NetworkPolicy", "dit-pool"))
+
+
+async def test_pipelines_share_a_pool_and_it_goes_with_the_last(server: Server) -> None:
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT)
+        await server.put(PIPELINE, "q", SPLIT | {"model": "another", "stages": [{"name": "denoising", "pool": "dit"}]})
+        both = ["--scheduler=tcp://p-scheduler:8001", "--scheduler=tcp://q-scheduler:8001"]
+        await until(lambda: all(one in str(server.get("StatefulSet", "dit")) for one in both))
+        await until(lambda: len(server.get(POOL, "dit")["metadata"]["ownerReferences"]) == 2)
+        assert not any(owner.get("controller") for owner in server.get(POOL, "dit")["metadata"]["ownerReferences"])
+        await server.put(PIPELINE, "q", SPLIT | {"image": "unfuse:9", "stages": [{"name": "denoising", "pool": "dit"}]})
+        await until(is_told(server, POOL, "dit", "Degraded", "PipelinesDiffer"))
+        await until(lambda: "differ in image" in told(server, PIPELINE, "p", "Degraded")[2])
+        assert both[1] in str(server.get("StatefulSet", "dit")), "what serves goes on as it was"
+        await server.delete(PIPELINE, "q")
+        await until(lambda: server.get("StatefulSet", "dit") and both[1] not in str(server.get("StatefulSet", "dit")))
+        await server.put(PIPELINE, "p", SPLIT | {"stages": SPLIT["stages"][:1]})
+        await until(lambda: not server.get(POOL, "dit") and not server.get("StatefulSet", "dit"))
+        assert server.get("StatefulSet", "enc")
+
+
+async def test_a_pool_that_a_person_made_stays_and_is_without_workers_while_nobody_names_it(server: Server) -> None:
+    async with operating(server):
+        await server.put("StatefulSet", "db", {"replicas": 3})
+        await server.put(POOL, "db", {"role": "denoiser"})
+        await server.put(POOL, "dit", {"role": "denoiser", "replicas": 3})
+        await until(is_told(server, POOL, "dit", "Ready", "NotUsed"))
+        await until(is_told(server, POOL, "db", "Ready", "NotUsed"))
+        assert server.get("StatefulSet", "db")["spec"] == {"replicas": 3}, "it is somebody else's"
+        await server.put(PIPELINE, "p", SPLIT | {"stages": SPLIT["stages"][1:]})
+        await ready(server, "p", "dit")
+        assert "ownerReferences" not in server.get(POOL, "dit")["metadata"]
+        await server.delete(PIPELINE, "p")
+        await until(lambda: server.get("StatefulSet", "dit")["spec"]["replicas"] == 0)
+        assert server.get(POOL, "dit")["spec"]["replicas"] == 3
+
+
+BAD: list[tuple[Object, str, str]] = [
+    (SPLIT | {"scheduler": {"queueBackend": "redis"}}, "InvalidSpec", "KeyError('queue')"),
+    ({"scheduler": SPLIT["scheduler"]}, "InvalidSpec", "KeyError('model')"),
+    (SPLIT | {"stages": [{"name": "encoding", "pool": "a.b" * 30}]}, "InvalidName", "at most 40"),
+    (SPLIT | {"stages": [{"pool": "enc"}]}, "InvalidSpec", "KeyError('name')"),
+    (SPLIT | {"stages": "encoder"}, "InvalidSpec", "TypeError"),
+    (SPLIT | {"stages": [{"name": "a+", "pool": "enc"}]}, "InvalidSpec", "is not a role"),
+]
+
+
+async def test_a_bad_spec_is_a_condition_and_what_serves_goes_on(server: Server) -> None:
+    """Also what a definition would have refused. It is told once, as an event too, and put right it is ready again."""
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT)
+        await ready(server, "p", "enc", "dit")
+        served = {key: one for key, one in made(server).items() if key[0] not in {PIPELINE, POOL}}
+        for spec, reason, says in BAD:
+            await server.put(PIPELINE, "p", spec)
+            await until(lambda says=says: says in told(server, PIPELINE, "p", "Degraded")[2])
+            assert told(server, PIPELINE, "p")[:2] == ("False", reason)
+            generation = server.get(PIPELINE, "p")["metadata"]["generation"]
+            assert server.get(PIPELINE, "p")["status"]["observedGeneration"] == generation
+        await until(is_told(server, POOL, "enc", "Degraded", "PipelineNotUnderstood"))
+        await quiet(server)
+        assert {key: one for key, one in made(server).items() if key[0] not in {PIPELINE, POOL}} == served
+        await until(lambda: {"InvalidSpec", "InvalidName"} <= {one["reason"] for one in server.every("Event").values()})
+        await server.put(PIPELINE, "p", SPLIT)
+        await until(lambda: told(server, PIPELINE, "p")[:2] == ("True", "AsWanted"))
+        assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
+
+
+async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(server: Server) -> None:
+    async with operating(server):
+        await server.put("ConfigMap", "p", data={"mine": "yes"})
+        server.refuses = {"statefulsets": (403, "Forbidden", "exceeded quota: gpus")}
+        await server.put(PIPELINE, "p", SPLIT)
+        await until(is_told(server, PIPELINE, "p", "Degraded", "NameTaken"))
+        assert told(server, PIPELINE, "p")[2] == "ConfigMap p is there already, and not of this DiffusionPipeline"
+        assert server.get("ConfigMap", "p")["data"] == {"mine": "yes"}
+        await until(lambda: told(server, POOL, "enc", "Degraded") == ("True", "Forbidden", "exceeded quota: gpus"))
+        server.refuses = {}
+        await server.delete("ConfigMap", "p")
+        await ready(server, "p", "enc", "dit")
+
+
+async def test_why_pods_do_not_run_is_said(server: Server) -> None:
+    """Such as of a model that is not there: the last line that a scheduler wrote."""
+    async with operating(server):
+        wrote = 'a log line\nunfuse: there is no model "nope": say one of …\n'
+        waiting = {
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"message": wrote}},
+        }
+        await server.put(PIPELINE, "p", SPLIT)
+        await server.put("Pod", "p-scheduler-1", status={"containerStatuses": [waiting]})
+        await until(is_told(server, PIPELINE, "p", "Degraded", "CrashLoopBackOff"))
+        assert 'there is no model "nope"' in told(server, PIPELINE, "p", "Degraded")[2]
+        await server.delete("Pod", "p-scheduler-1")
+        await ready(server, "p", "enc", "dit")
+        assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
+
+
+async def test_an_operator_that_is_killed_in_the_middle_is_followed_by_another(server: Server) -> None:
+    """Also while the server is away: whatever was begun is ended, and no key is made twice."""
+    server.stuck_at = "deployments"
+    async with operating(server):
+        await server.put(PIPELINE, "p", SERVED)
+        await server.stuck.wait()
+    assert server.get("Secret", "p-wire") and not server.get("Deployment", "p-scheduler")
+    keys, server.stuck_at = made(server)["Secret", "p-wire"], ""
+    async with operating(server):
+        await ready(server, "p", "p")
+        server.down = True
+        await server.put(PIPELINE, "p", SERVED | {"image": "unfuse:2"})
+        await asyncio.sleep(0.2)
+        assert "unfuse:2" not in str(server.get("Deployment", "p-scheduler"))
+        server.down = False
+        await until(lambda: "unfuse:2" in str(server.get("Deployment", "p-scheduler")))
+    assert made(server)["Secret", "p-wire"] == keys
+    before = made(server)
+    async with operating(server):
+        await quiet(server)
+    assert made(server) == before
+
+
+async def test_of_two_operators_that_know_of_each_other_one_works(server: Server) -> None:
+    """And two that do not are no worse: they write the same."""
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(operating(server))
+        await server.put(PIPELINE, "p", SERVED)
+        await ready(server, "p", "p")
+        await quiet(server)
+        assert told(server, PIPELINE, "p")[0] == "True" and len(server.every("Secret")) == 2
+
+
+async def test_what_a_cluster_may_lack_is_made_where_it_is_known(server: Server) -> None:
+    """And goes when it is not asked for any more."""
+    server.knows(MORE)
+    scaled = SPLIT | {"autoscaling": {"maxReplicas": 3}}
+    async with operating(server):
+        await server.put(PIPELINE, "p", scaled)
+        await ready(server, "p", "enc", "dit")
+        assert {*server.every("ServiceMonitor")} == {"p"} and {*server.every("ScaledObject")} == {"enc", "dit"}
+        await server.put(PIPELINE, "p", SPLIT)
+        await until(lambda: not server.every("ScaledObject"))
+        assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
+
+
+async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Server) -> None:
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT | {"autoscaling": {"maxReplicas": 3}})
+        await ready(server, "p", "enc", "dit")
+        status, reason, message = told(server, PIPELINE, "p", "Degraded")
+        assert (status, reason) == ("True", "NotAsAsked") and "takes KEDA" in message
+
+
+async def test_without_a_cluster_it_says_what_to_do() -> None:
+    with pytest.raises(UsageError, match="set KUBECONFIG"):
+        await operate("unfuse:1", [], lambda **_: None)

@@ -1,0 +1,123 @@
+"""The operator: kopf hears what changes in a cluster, and one task for each pipeline and pool has it be as it says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import kopf
+import structlog
+
+from unfuse.core.errors import TransientError, UsageError
+from unfuse.k8s.cluster import Cluster
+from unfuse.k8s.objects import MADE, VERSION
+from unfuse.k8s.reconcile import PIPELINE, POOL, Reconciler
+
+OWNED = ("configmaps", "services", "poddisruptionbudgets", "networkpolicies", "deployments", "statefulsets")
+"""Kinds whose objects are put right when somebody changes or deletes them."""
+
+LONGEST_S = 30
+"""The longest time after which what is not ready yet, or was refused, is looked at again."""
+
+Login = Callable[..., kopf.ConnectionInfo | None]
+
+log = structlog.get_logger(__name__)
+
+
+class Tasks:
+    """A task for each object, which is woken when anything changed, and by itself until all is as wanted."""
+
+    def __init__(self, reconciler: Reconciler) -> None:
+        self._reconciler = reconciler
+        self._tasks: dict[tuple[str, str, str], tuple[asyncio.Event, asyncio.Task[None]]] = {}
+
+    def wake(self, kind: str, namespace: str, name: str | None = None) -> None:
+        """Look at an object, or again at all of a kind in a namespace."""
+        if name and (kind, namespace, name) not in self._tasks:
+            woken = asyncio.Event()
+            task = asyncio.create_task(self._keep(woken, kind, namespace, name))
+            self._tasks[kind, namespace, name] = woken, task
+        for key, (woken, _) in self._tasks.items():
+            if key[:2] == (kind, namespace) and name in {None, key[2]}:
+                woken.set()
+
+    async def close(self, **_: Any) -> None:
+        """Stop, in the middle of whatever is done."""
+        running = [task for _, task in self._tasks.values()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _keep(self, woken: asyncio.Event, kind: str, namespace: str, name: str) -> None:
+        pause: float | None = None
+        done: bool | None = True
+        while done is not None or woken.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(woken.wait(), pause)
+            woken.clear()
+            try:
+                done = await self._reconciler.reconcile(kind, namespace, name)
+            except Exception as error:  # others go on, and so does this one
+                is_bug = not isinstance(error, TransientError)
+                log.warning("tried in vain, and will again", kind=kind, name=name, error=str(error), exc_info=is_bug)
+                done = False
+            pause = None if done else min(LONGEST_S, 2 * (pause or 0.5))
+        del self._tasks[kind, namespace, name]
+
+
+def credentials(**given: Any) -> kopf.ConnectionInfo | None:
+    """Those of the pod's own account; else those of the person who is here."""
+    return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
+
+
+async def operate(image: str, namespaces: Sequence[str] = (), login: Login = credentials, **flags: Any) -> None:
+    """Work for these namespaces (none: for all) until it is told to end; `flags` are kopf's. Raises UsageError.
+
+    Pods are of `image` where their pipeline names none.
+    """
+    settings = kopf.OperatorSettings()
+    settings.scanning.disabled = True
+    settings.peering.name = settings.posting.reporting_component = "unfuse"
+    settings.peering.priority = random.randrange(1, 1 << 30)  # of two one works, whichever
+    settings.peering.lifetime = 20
+    settings.queueing.idle_timeout = 0.1  # of kopf's own queues: to wake a task takes no time
+
+    def found() -> kopf.ConnectionInfo:
+        if (known := login(settings=settings)) is None:
+            raise UsageError("no cluster is known here: run it in a pod that has an account, or set KUBECONFIG")
+        return known
+
+    found()
+    cluster = Cluster(found)
+    registry = _registry(Tasks(Reconciler(cluster, image, kopf.warn)), login)
+    try:
+        await kopf.operator(
+            registry=registry, settings=settings, clusterwide=not namespaces, namespaces=namespaces, **flags
+        )
+    finally:
+        await cluster.close()
+
+
+def _registry(tasks: Tasks, login: Login) -> kopf.OperatorRegistry:
+    """What kopf calls."""
+    made = kopf.OperatorRegistry()
+    kopf.on.login(registry=made)(login)
+    kopf.on.cleanup(registry=made)(tasks.close)
+
+    async def changed(body: kopf.Body, **_: Any) -> None:
+        kind, where = body["kind"], body["metadata"]["namespace"]
+        tasks.wake(kind, where, body["metadata"]["name"])
+        tasks.wake(POOL if kind == PIPELINE else PIPELINE, where)
+
+    async def owned(body: kopf.Body, **_: Any) -> None:
+        for owner in body["metadata"].get("ownerReferences", []):
+            tasks.wake(owner["kind"], body["metadata"]["namespace"], owner["name"])
+
+    for plural in ("diffusionpipelines", "diffusionpools"):
+        kopf.on.event(VERSION, plural, registry=made)(changed)
+    for plural in OWNED:
+        kopf.on.event(plural, labels=MADE, registry=made)(owned)
+    return made

@@ -1,0 +1,123 @@
+"""Has pipelines and pools be as they say, and says how they are. A pass reads all it needs anew, and may be cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from unfuse.core.errors import ConfigError
+from unfuse.k8s import objects
+from unfuse.k8s.cluster import MERGE, Cluster, owns, place
+from unfuse.k8s.objects import KEDA, MADE, MONITORING, VERSION
+from unfuse.k8s.spec import Object, Wrong, pools as pools_in, read
+from unfuse.k8s.status import Found, condition, conditions, of_workload
+
+PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
+
+NOT_AS_DEFINED = (ConfigError, LookupError, TypeError, AttributeError)
+"""What comes of objects that a server let in against their definition."""
+
+Tell = Callable[..., None]
+"""Called with an object, and a reason and a message by name, when something is newly wrong with it."""
+
+
+class Reconciler:
+    """What is done about one object at a time."""
+
+    def __init__(self, cluster: Cluster, image: str, tell: Tell) -> None:
+        self._cluster, self._usual, self._tell = cluster, {"image": image}, tell
+
+    async def reconcile(self, kind: str, namespace: str, name: str) -> bool | None:
+        """Do it. Returns whether all is as wanted, None if there is no such object. Raises TransientError."""
+        path = place(VERSION, kind, namespace, name)
+        body = await self._cluster.ask("GET", path)
+        if body is None or "deletionTimestamp" in body["metadata"]:
+            return None
+        more: Object = {}
+        try:
+            found, more = await (self._pipeline if kind == PIPELINE else self._pool)(body, namespace)
+        except Wrong as error:
+            found = Found(refused=error)
+        except NOT_AS_DEFINED as error:
+            found = Found(refused=Wrong("InvalidSpec", f"its definition does not allow this: {error!r}"))
+        what = "schedulers and pools" if kind == PIPELINE else "workers"
+        said = more | {"observedGeneration": body["metadata"].get("generation", 0)}
+        said["conditions"] = conditions(body, found, what, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        if body.get("status", {}) | said != body.get("status", {}):
+            degraded = condition({"status": said}, "Degraded")
+            if degraded["status"] == "True" and degraded["reason"] != condition(body, "Degraded").get("reason"):
+                self._tell(body, reason=degraded["reason"], message=degraded["message"])
+            await self._cluster.ask("PATCH", f"{path}/status", {"status": said}, MERGE)
+        return found.ready >= found.wanted and not found.refused
+
+    async def _pipeline(self, body: Object, namespace: str) -> tuple[Found, Object]:
+        name, asked, apis = body["metadata"]["name"], self._usual | read(body), await self._apis()
+        pools, owner = pools_in(name, asked), owner_of(body)
+        for made in (*objects.secrets_of(name, asked), *objects.pools_of(name, asked)):
+            controls = made["kind"] == "Secret"
+            await self._cluster.create(made, namespace, owner | ({"controller": True} if controls else {}))
+        found = await self._applied(objects.of_pipeline(name, asked, apis), body, namespace)
+        there = await self._cluster.every(VERSION, POOL, namespace)
+        roles = {pool: one["spec"]["role"] for pool, one in there.items()}
+        troubles = [Wrong("NotAsAsked", said) for said in objects.unmet(name, asked, roles, apis)]
+        ready = found.ready
+        for pool in pools:
+            ready += condition(there.get(pool, {}), "Ready").get("status") == "True"
+            its = condition(there.get(pool, {}), "Degraded")
+            troubles += [Wrong(its["reason"], f"pool {pool}: {its['message']}")] * (its.get("status") == "True")
+        whole = Found(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
+        return whole, {"url": f"http://{name}.{namespace}.svc:8000"}
+
+    async def _pool(self, body: Object, namespace: str) -> tuple[Found, Object]:
+        name, asked = body["metadata"]["name"], read(body)
+        users: dict[str, Object] = {}
+        pipelines = await self._cluster.every(VERSION, PIPELINE, namespace)
+        for user, one in pipelines.items():
+            try:
+                if name in pools_in(user, its := self._usual | read(one)):
+                    users[user] = its
+            except NOT_AS_DEFINED as error:  # which may mean this pool: what serves goes on
+                raise Wrong("PipelineNotUnderstood", f"it stays as it is until {user} is understood") from error
+        if MADE.items() <= body["metadata"].get("labels", {}).items():
+            await self._keep(body, namespace, [pipelines[user] for user in users])
+        if not users:
+            path = place("apps/v1", "StatefulSet", namespace, name)
+            if (there := await self._cluster.ask("GET", path)) and owns(owner_of(body), there):
+                await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
+            raise Wrong("NotUsed", "no pipeline names it, so it has no workers")
+        made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
+        if KEDA in apis and KEDA not in {one["apiVersion"] for one in made}:
+            await self._cluster.delete(KEDA, "ScaledObject", namespace, name, owner_of(body))
+        found = await self._applied(made, body, namespace)
+        told = {"replicas": found.there, "readyReplicas": found.ready}
+        return found, told | {"selector": chosen(made[-1])}
+
+    async def _applied(self, made: list[Object], body: Object, namespace: str) -> Found:
+        """Apply objects of which the last is a workload, and see how that is."""
+        owner, workload = owner_of(body) | {"controller": True}, made[-1]
+        for one in made:
+            workload = await self._cluster.apply(one, namespace, owner)
+        pods = await self._cluster.every("v1", "Pod", namespace, f"?labelSelector={chosen(made[-1])}")
+        return of_workload(workload, pods.values())
+
+    async def _keep(self, body: Object, namespace: str, users: list[Object]) -> None:
+        """Have a pool that was made here be owned by those that name it; it goes with the last of them."""
+        path, owners = place(VERSION, POOL, namespace, body["metadata"]["name"]), [*map(owner_of, users)]
+        if not owners:
+            await self._cluster.ask("DELETE", path)
+        elif owners != body["metadata"].get("ownerReferences"):
+            await self._cluster.ask("PATCH", path, {"metadata": {"ownerReferences": owners}}, MERGE)
+
+    async def _apis(self) -> frozenset[str]:
+        return frozenset([api for api in (MONITORING, KEDA) if await self._cluster.ask("GET", f"/apis/{api}")])
+
+
+def owner_of(body: Object) -> Object:
+    """What says that an object is owned by this one."""
+    kind = POOL if "role" in body["spec"] else PIPELINE  # lists leave it out
+    return {"apiVersion": VERSION, "kind": kind, "name": body["metadata"]["name"], "uid": body["metadata"]["uid"]}
+
+
+def chosen(workload: Object) -> str:
+    """The labels by which the pods of a workload are found."""
+    return ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())

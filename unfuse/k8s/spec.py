@@ -1,0 +1,69 @@
+"""What custom resources say. The API server has checked and completed it, by the definitions in deploy/kubernetes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import roles_of
+from unfuse.core.spread import parse_parallel
+
+Object = dict[str, Any]
+"""An object of Kubernetes, or a part of one, as JSON has it."""
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""Names of which those of pods and Services can be made."""
+
+
+class Wrong(ConfigError):
+    """An object asks for what cannot be; `reason` is a word for programs, the message a sentence for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def read(body: Object) -> Object:
+    """What a pipeline or a pool asks for. Raises ConfigError or LookupError where more was let in than is defined."""
+    spec = dict(body["spec"])
+    for name in (body["metadata"]["name"], *(stage["pool"] for stage in spec.get("stages", []))):
+        if not NAME.fullmatch(name):
+            raise Wrong("InvalidName", f"{name!r} is not at most 40 of a-z, 0-9 and -, beginning with a letter")
+    if "role" not in spec:
+        roles_of("+".join(role(stage) for stage in spec.get("stages") or [{"role": "all"}]))
+        queue(spec["scheduler"])
+        models(spec)
+    if "parallel" in spec:
+        parse_parallel(spec["parallel"])
+    return spec
+
+
+def models(pipeline: Object) -> Sequence[str]:
+    """What a pipeline serves."""
+    return pipeline.get("models") or [pipeline["model"]]
+
+
+def pools(name: str, pipeline: Object) -> dict[str, list[Object]]:
+    """The stages of each pool; without any, all of them are in a pool of the pipeline's own name."""
+    found: dict[str, list[Object]] = {}
+    for stage in pipeline.get("stages") or [{"name": "all", "pool": name, "replicas": 1}]:
+        found.setdefault(stage["pool"], []).append(stage)
+    return found
+
+
+def role(stage: Object) -> str:
+    """The role of a stage: what it says, or what the last word of its name does, as in text-encoding."""
+    return str(stage.get("role") or re.sub("ing$", "er", re.split("[-_]", stage["name"])[-1]))
+
+
+def queue(own: Object) -> Object:
+    """The value of the variable that says where tasks wait."""
+    if own["queueBackend"] != "redis":
+        return {"value": {"memory": "memory", "sqlite": "sqlite:/data/queue.db"}[own["queueBackend"]]}
+    if "redis" in own:
+        return {"value": "redis://{host}:{port}/{database}".format_map(own["redis"])}
+    if "secret" in own["queue"]:
+        return {"valueFrom": {"secretKeyRef": {"name": own["queue"]["secret"], "key": "url"}}}
+    return {"value": own["queue"]["url"]}
