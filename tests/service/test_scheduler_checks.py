@@ -134,6 +134,13 @@ def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: 
     assert "copy worker.key again" in only_failing(wrong, "key")
 
 
+@pytest.mark.parametrize("which", [("--workers", "auto"), ("--role", "all")])
+def test_workers_that_were_given_no_key_say_which_to_copy(which: tuple[str, str], unfuse: Run, tmp_path: Path) -> None:
+    code, _, said = unfuse("worker", *which, "--scheduler", "tcp://10.0.0.1:8001")
+    assert code == 1
+    assert f"copy worker.key from the scheduler's machine, which says where it is when it starts, to {tmp_path}" in said
+
+
 def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     with scheduler(keys, offer(version="9.9.9")) as address:
         newer = checked(unfuse, address, keys)[1]

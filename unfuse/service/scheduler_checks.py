@@ -16,12 +16,12 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Refused, Welcome
 from unfuse.models import card_of
 from unfuse.models.source import is_local, resolve_source
-from unfuse.service.addresses import own_keys, schedulers, trust
+from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import Settings
 from unfuse.service.machine_workers import STRANGER
 from unfuse.service.plan import roles_apart
 from unfuse.stores.results import sees
-from unfuse.wire.address import Trust, keys_for, unix_path
+from unfuse.wire.address import Trust, unix_path
 from unfuse.wire.dealer import Dealer
 
 ANSWER_S = 6.0
@@ -49,7 +49,7 @@ async def checks(settings: Settings) -> list[Check]:
             continue
         began = time.time()
         try:
-            welcome = await _welcome(address, _trust(settings, address))
+            welcome = await _welcome(address, worker_trust(settings, [address]))
         except (ConfigError, ConnectionError) as error:
             found.append(Check("key", False, str(error)))
             continue
@@ -79,18 +79,6 @@ async def _port(address: str) -> Check:
         return Check("port", False, f"{host} cannot be reached ({reason}): {advice}")
     writer.close()
     return Check("port", True, f"{host}:{port} can be reached")
-
-
-def _trust(settings: Settings, address: str) -> Trust:
-    """Raises ConfigError where the key is missing or cannot be used."""
-    found = trust(settings, "worker")
-    if found is None and not unix_path(address):
-        raise ConfigError(
-            f"this machine has no key: copy worker.key from the scheduler's machine, which says where it is when it "
-            f"starts, to {own_keys(settings)}/worker.key (chmod 600)"
-        )
-    keys_for(address, found)
-    return found
 
 
 async def _welcome(address: str, trusted: Trust) -> Welcome | str:
