@@ -11,7 +11,7 @@ COPY unfuse /src/unfuse
 RUN pip install --constraint /tmp/constraints.txt "/src[serve,redis,s3,lora,operator]" && rm -r /src /tmp/constraints.txt \
     && useradd --create-home --uid 10001 unfuse && install -d -o unfuse -g unfuse -m 700 /data /run/unfuse
 
-USER unfuse
+USER 10001:10001
 ENV UNFUSE_DATA_DIR=/data UNFUSE_RUN_DIR=/run/unfuse HF_HOME=/data/models UNFUSE_LOG__FORMAT=json
 VOLUME /data
 EXPOSE 8000 8001

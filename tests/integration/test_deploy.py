@@ -58,6 +58,7 @@ def test_a_unit_is_one_for_systemd(unit: Path, tmp_path: Path) -> None:
     assert program == "/opt/unfuse/bin/unfuse"
     parsed(arguments)
     assert known([setting.partition("=")[0] for setting in of_unit(unit, "Environment").split()])
+    assert not re.search(r"^(PrivateDevices|ProtectClock|Device\w+)=", unit.read_text(), re.MULTILINE), "no GPU is left"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed here")
     (copied := tmp_path / unit.name).write_text(unit.read_text().replace(program, "/bin/true"))
@@ -132,7 +133,8 @@ def test_an_image_is_made_of_files_that_are_there_and_its_command_parses(dockerf
     assert known([setting.partition("=")[0] for line in does["ENV"] for setting in line.split()])
     assert json.loads(does["ENTRYPOINT"][0]) == ["unfuse"]
     parsed(json.loads(does["CMD"][0]))
-    assert does["USER"] == ["unfuse"]
+    (uid, gid) = does["USER"][0].split(":")  # numbers, so that Kubernetes sees that they are not root's
+    assert int(uid) == int(gid) == int(re.search(r"useradd .*--uid (\d+) unfuse", text)[1]) > 0  # type: ignore[index]
 
 
 def test_what_compose_starts_is_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -90,6 +91,7 @@ class TwoMachines:
     get = Server.get
     post = Server.post
     submit = Server.submit
+    result = Server.result
     events = Server.events
     finished = Server.finished
 
@@ -131,7 +133,7 @@ def test_the_page_is_followed_then_a_machine_is_killed_and_brought_back(machines
         assert re.findall(r"^(\w+) +(\w+)", told, re.MULTILINE) == [
             (what, "ok") for what in ("port", "key", "version", "clock", "models", "results")
         ]
-        assert "stages that need it stay on the scheduler's machine" in told
+        assert "stages of the roles encoder, denoiser run here, the others stay on the scheduler's machine" in told
 
         second = machines.start(1, "unfuse worker --")
         until(lambda: len(machines.nodes()) == 2, "the second machine", second)
@@ -144,6 +146,8 @@ def test_the_page_is_followed_then_a_machine_is_killed_and_brought_back(machines
         asked = [machines.submit("a red circle on white", seed=seed) for seed in range(12)]
         seen = [of_node(machines, machines.finished(request)) for request in asked]
         assert any(len(nodes) == 2 for nodes in seen), "the second machine was given nothing"
+        results = [machines.result(request) for request in asked]
+        assert len({hashlib.sha256(result).digest() for result in results if result.startswith(b"\x89PNG")}) == 12
 
         asked = [machines.submit("a green ring on gray", seed=seed, num_inference_steps=50) for seed in range(6)]
         ended(second, signal.SIGKILL)

@@ -368,6 +368,18 @@ def test_a_reply_is_sent_as_it_is_written(loop: ModuleType) -> None:
     assert loop.run(delays()) == [1]
 
 
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_a_server_that_is_told_to_end_while_it_starts_leaves_no_socket_open(loop: ModuleType) -> None:
+    async def left() -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(FastAPI(), Bounds(8192, 2048), Access())
+        server.should_exit = True
+        await server.serve([listener])
+        return listener.fileno()
+
+    assert loop.run(left()) == -1
+
+
 def test_who_comes_at_once_is_taken_at_once(tmp_path: Path) -> None:
     """Given many that wait to be taken, when the event loop turns, then it takes some of them each time, not one."""
 

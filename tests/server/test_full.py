@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import random
 from pathlib import Path
 
 import httpx2
@@ -10,9 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.disks import fill, small_disk
-from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve
+from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve, until
 from unfuse.core.messages import Beat, Failed, Hello, Places
 from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.service import service
 from unfuse.testing.queue_samples import wanted
 
 EDITS, MADE = "/v1/images/edits", "/v1/images/generations"
@@ -87,3 +90,60 @@ def test_what_a_worker_says_of_a_failure_names_no_path(
         answers = "".join(http.get(path).text for path in paths)
         assert "vae.bin" in answers and "line 3" in answers
         assert not [place for place in ("/srv", "/var", "/opt") if place in answers]
+
+
+def finished(http: httpx2.Client, seed: int) -> str:
+    """The id of a picture that is made."""
+    asked = http.post(MADE, json={"prompt": "a circle", "seed": seed}, headers=ASYNC).json()["id"]
+    until(lambda: http.get(f"/v1/requests/{asked}").json()["status"] == "completed")
+    return str(asked)
+
+
+def test_a_result_that_is_read_while_it_goes_over_the_limit_comes_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given two pictures and a limit that one of them fits, when the older one is being sent, then it goes and comes
+    whole all the same; whoever asks for it later is told that it is gone, and the newer one is there."""
+    monkeypatch.setattr(service, "BOUND_S", 0.0)
+    large = random.Random(0).randbytes(16 << 20)  # more than sockets hold
+    with serve(tmp_path, idle=False) as served, client(served) as http:
+        old, new = (finished(http, seed) for seed in (1, 2))
+        served.results.put(old, 0, "image/png", large)
+        os.utime(tmp_path / old / "0", (1, 1))
+        with http.stream("GET", f"/v1/requests/{old}/result/0") as answer:
+            parts = answer.iter_bytes()
+            came = [next(parts)]
+            served.run(service._bound(served.queue, served.results, 1 << 20))
+            assert not (tmp_path / old).exists(), "it is gone while it is sent"
+            came += parts
+        assert b"".join(came) == large
+        assert (
+            http.get(f"/v1/requests/{old}/result/0").status_code == http.get(f"/v1/requests/{old}").status_code == 404
+        )
+        assert http.get(f"/v1/requests/{new}/result/0").content == picture(2, 64)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_when_what_is_old_is_forgotten_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given queue and results on a disk that fills up before the round that forgets them, then results go though the
+    queue cannot say so, the next round has it forget them, and pictures are made again."""
+    monkeypatch.setattr(service, "FORGET_S", 0.0)
+    with (
+        small_disk(tmp_path, 8192) as disk,
+        serve(disk, idle=False, queue=f"sqlite:{disk}/queue.db") as served,
+        client(served) as http,
+    ):
+        old = [finished(http, seed) for seed in range(3)]
+        for request in old:
+            served.results.put(request, 0, "image/png", bytes(1 << 20))
+        fill(disk)
+        assert http.get("/ready").status_code == 503
+        served.run(service._forget(served.queue, served.results, 0.0))
+        assert [http.get(f"/v1/requests/{request}/result/0").status_code for request in old] == [404] * 3
+        until(lambda: http.get("/ready").status_code == 200)
+        served.run(service._forget(served.queue, served.results, 0.0))
+        assert [http.get(f"/v1/requests/{request}").status_code for request in old] == [404] * 3
+        made = finished(http, 9)
+        assert http.get(f"/v1/requests/{made}/result/0").content == picture(9, 64)

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cli.conftest import Run
+from tools.cards import PICTURES
 from unfuse import __version__
 from unfuse.core.messages import Places, Refused, ToScheduler, ToWorker, Welcome
+from unfuse.core.plan import Pipeline
+from unfuse.stages.specs import WHOLE
 from unfuse.stores.results import MARK, mark_of
 from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
@@ -130,6 +134,13 @@ def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: 
     assert "copy worker.key again" in only_failing(wrong, "key")
 
 
+@pytest.mark.parametrize("which", [("--workers", "auto"), ("--role", "all")])
+def test_workers_that_were_given_no_key_say_which_to_copy(which: tuple[str, str], unfuse: Run, tmp_path: Path) -> None:
+    code, _, said = unfuse("worker", *which, "--scheduler", "tcp://10.0.0.1:8001")
+    assert code == 1
+    assert f"copy worker.key from the scheduler's machine, which says where it is when it starts, to {tmp_path}" in said
+
+
 def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     with scheduler(keys, offer(version="9.9.9")) as address:
         newer = checked(unfuse, address, keys)[1]
@@ -159,11 +170,34 @@ def test_a_model_is_not_here(unfuse: Run, keys: Path, tmp_path: Path, monkeypatc
     assert "the scheduler serves no model yet" in only_failing(nothing, "models")
 
 
+def elsewhere(folder: Path) -> Places:
+    """Results in a folder that the scheduler's machine has, and this one does not."""
+    mark = mark_of(results := f"disk:{folder}")
+    (folder / MARK).write_text("of another folder")
+    return Places(results, mark=mark)
+
+
 def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: Path, tmp_path: Path) -> None:
-    results = f"disk:{tmp_path / 'results'}"
-    mark = mark_of(results)
-    (tmp_path / "results" / MARK).write_text("of another folder")
-    with scheduler(keys, offer(places=Places(results, mark=mark))) as address:
+    with scheduler(keys, offer(places=elsewhere(tmp_path / "results"))) as address:
         code, found = checked(unfuse, address, keys)
     assert code == 0
+    said = found["results"][1]
+    assert "stages of the roles encoder, denoiser run here, the others stay on the scheduler's machine" in said
+
+
+def test_a_machine_that_could_run_no_stage_without_the_results_is_told(
+    unfuse: Run, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a model of which every stage needs results, as undivided ones are, and then one that is not here."""
+    places = elsewhere(tmp_path / "results")
+    whole = msgspec.structs.replace(PICTURES, pipeline=Pipeline((WHOLE,)))
+    with monkeypatch.context() as patch, scheduler(keys, offer(places=places)) as address:
+        patch.setattr("unfuse.service.scheduler_checks.card_of", lambda *_: whole)
+        code, found = checked(unfuse, address, keys)
+    assert code == 1
+    assert "every stage of these models needs it: a shared folder" in only_failing(found, "results")
+    missing = (("mine", f"{tmp_path}/models/mine", "float32"),)
+    with scheduler(tmp_path / "missing", offer(places=places, models=missing)) as address:
+        found = checked(unfuse, address, tmp_path / "missing")[1]
+    only_failing(found, "models")
     assert "stages that need it stay on the scheduler's machine" in found["results"][1]

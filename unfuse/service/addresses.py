@@ -10,7 +10,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service.groups import Settings
-from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, unix_path
+from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, unix_path
 from unfuse.wire.keys import make_once, read
 from unfuse.wire.unix_socket import server_socket, servers
 
@@ -34,6 +34,19 @@ def keys_folder(settings: Settings, side: str) -> str:
 def trust(settings: Settings, side: str) -> Trust:
     """Whom this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
     return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
+
+
+def worker_trust(settings: Settings, addresses: Iterable[str]) -> Trust:
+    """Whom workers for these schedulers trust. Raises ConfigError where the key is missing or cannot be used."""
+    found = trust(settings, "worker")
+    for address in addresses:
+        if found is None and not unix_path(address):
+            raise ConfigError(
+                f"this machine has no key: copy worker.key from the scheduler's machine, which says where it is when "
+                f"it starts, to {own_keys(settings)}/worker.key (chmod 600)"
+            )
+        keys_for(address, found)
+    return found
 
 
 def listens(settings: Settings) -> tuple[str, ...]:

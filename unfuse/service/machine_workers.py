@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Welcome, WorkerInfo
 from unfuse.launch.local import LocalLauncher
-from unfuse.service.addresses import schedulers, trust
+from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import Settings
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
@@ -71,7 +71,7 @@ class MachineWorkers:
 
 async def offered(settings: Settings) -> Welcome:
     """What the schedulers offer to workers that come; asked until one answers."""
-    link = Link(schedulers(settings), trust(settings, "worker"), lambda: None)
+    link = Link(addresses := schedulers(settings), worker_trust(settings, addresses), lambda: None)
     try:
         return await link.hello(STRANGER)
     finally:

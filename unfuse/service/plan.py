@@ -154,13 +154,19 @@ def plan_for(
         return Plan(models, needed, wanted, devices, (), str(error), looked)
 
 
+def roles_apart(cards: Iterable[ModelCard]) -> tuple[str, ...]:
+    """The roles of which no stage needs the result store, so that they may run where it is not seen."""
+    stages = [stage for card in cards for stage in card.pipeline.stages]
+    needing = {stage.role for stage in stages if stage.needs_results}
+    return tuple(dict.fromkeys(stage.role for stage in stages if stage.role not in needing))
+
+
 def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
     """What is left of models without the roles that need the result store. Raises ConfigError if nothing is."""
-    models = tuple(models)
-    needing = {stage.role for model in models for stage in model.card.pipeline.stages if stage.needs_results}
-    left = []
+    models, left = tuple(models), []
+    apart = roles_apart(model.card for model in models)
     for model in models:
-        stages = tuple(stage for stage in model.card.pipeline.stages if stage.role not in needing)
+        stages = tuple(stage for stage in model.card.pipeline.stages if stage.role in apart)
         left.append(replace(model, card=replace(model.card, pipeline=Pipeline(stages))))
     found = tuple(model for model in left if model.card.pipeline.stages)
     if not found:

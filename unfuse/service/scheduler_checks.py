@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import msgspec
 
 from unfuse import __version__
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Refused, Welcome
+from unfuse.models import card_of
 from unfuse.models.source import is_local, resolve_source
-from unfuse.service.addresses import own_keys, schedulers, trust
+from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import Settings
 from unfuse.service.machine_workers import STRANGER
+from unfuse.service.plan import roles_apart
 from unfuse.stores.results import sees
-from unfuse.wire.address import Trust, keys_for, unix_path
+from unfuse.wire.address import Trust, unix_path
 from unfuse.wire.dealer import Dealer
 
 ANSWER_S = 6.0
@@ -45,7 +49,7 @@ async def checks(settings: Settings) -> list[Check]:
             continue
         began = time.time()
         try:
-            welcome = await _welcome(address, _trust(settings, address))
+            welcome = await _welcome(address, worker_trust(settings, [address]))
         except (ConfigError, ConnectionError) as error:
             found.append(Check("key", False, str(error)))
             continue
@@ -75,18 +79,6 @@ async def _port(address: str) -> Check:
         return Check("port", False, f"{host} cannot be reached ({reason}): {advice}")
     writer.close()
     return Check("port", True, f"{host}:{port} can be reached")
-
-
-def _trust(settings: Settings, address: str) -> Trust:
-    """Raises ConfigError where the key is missing or cannot be used."""
-    found = trust(settings, "worker")
-    if found is None and not unix_path(address):
-        raise ConfigError(
-            f"this machine has no key: copy worker.key from the scheduler's machine, which says where it is when it "
-            f"starts, to {own_keys(settings)}/worker.key (chmod 600)"
-        )
-    keys_for(address, found)
-    return found
 
 
 async def _welcome(address: str, trusted: Trust) -> Welcome | str:
@@ -145,11 +137,20 @@ def _models(welcome: Welcome) -> Iterator[Check]:
 
 
 def _results(welcome: Welcome) -> Check:
-    places = welcome.places
+    places, cards = welcome.places, list[ModelCard]()
     if sees(places.results, places.mark):
         return Check("results", True, "this machine can run all stages")
+    for _, source, _ in welcome.models:
+        with suppress(ConfigError):  # which the check of models says
+            cards.append(card_of(source, resolve_source(source, None, ())))
+    apart = roles_apart(cards)
+    advice = "a shared folder at the same path, or --results s3://BUCKET/PREFIX there, would let this one run them"
+    if cards and not apart:
+        says = f"{places.results} is not seen here, and every stage of these models needs it: {advice}"
+        return Check("results", False, says)
+    runs = f" of the roles {', '.join(apart)} run here, the others" if apart else " that need it"
     return Check(
         "results", True,
-        f"{places.results} is not seen here: stages that need it stay on the scheduler's machine; a shared folder at "
-        "the same path, or --results s3://BUCKET/PREFIX there, would let this one run them too",
+        f"{places.results} is not seen here: stages{runs} stay on the scheduler's machine, which has to have workers "
+        f"for them; {advice} too",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import asdict
 
-from unfuse.service.addresses import schedulers, trust
+from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.resources import resources
 from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -25,9 +25,10 @@ from unfuse.worker.worker import Worker
 
 def worker_options(settings: Settings) -> WorkerOptions:
     """The options of a worker. Raises ConfigError, and InvalidParameter if several servers run and none is named."""
-    trusted, run_folder = trust(settings, "worker"), open_run_folder(settings.run_dir)
-    wanted, compute = settings.worker, settings.compute
-    addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
+    wanted, compute, run_folder = settings.worker, settings.compute, open_run_folder(settings.run_dir)
+    addresses = schedulers(settings)
+    trusted = worker_trust(settings, addresses)
+    secret = trusted.secret if isinstance(trusted, Keys) else ""
     return WorkerOptions(
         role=wanted.role,
         hold=wanted.hold,
