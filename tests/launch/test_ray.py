@@ -8,16 +8,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from tools.server import Server, all_gone, family_of, own_run_folder, serving, until
+from tools.snippets import ROOT, blocks, commands
 from unfuse.client import connect
+from unfuse.testing.launcher_suite import WITHIN_S, meeting, until as until_so
+
+PAGE = ROOT / "docs" / "howto" / "ray.md"
 
 pytestmark = [
     pytest.mark.nightly,
@@ -39,6 +45,19 @@ Nodes("")
 us = psutil.Process()
 listening = [at for one in (us, *us.children(recursive=True)) for at in one.net_connections() if at.status == "LISTEN"]
 print(*{at.laddr.ip for at in listening})
+"""
+STARTER = """
+import asyncio, msgspec, sys
+from unfuse.launch import opener
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.output import pass_on
+
+async def main():
+    opened(specs, pass_on).start()
+    await asyncio.sleep(3600)
+
+opened, specs = opener("ray"), [msgspec.json.decode(sys.argv[1], type=WorkerSpec)]
+asyncio.run(main())
 """
 
 
@@ -68,6 +87,25 @@ def test_a_ray_of_our_own_is_reached_by_this_machine_alone(variables: dict[str, 
     assert {*program(REACHED).split()} == {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
+async def test_neither_a_worker_nor_a_ray_of_our_own_outlives_its_starter_that_is_killed(
+    variables: dict[str, str],
+) -> None:
+    async with meeting() as place:
+        with subprocess.Popen([sys.executable, "-c", STARTER, msgspec.json.encode(place.spec())]) as starter:
+            await until_so(partial(place.came, 1), "no worker came", WITHIN_S)
+            everyone = family_of(starter.pid)
+            starter.kill()
+        await until_so(lambda: not place.living, "the worker lives on", WITHIN_S)
+        await until_so(lambda: all_gone(everyone), "Ray lives on", WITHIN_S)
+
+
+def typed(*beginning: str, **places: str) -> list[str]:
+    """The rest of the command of the page that begins so, with this machine's addresses."""
+    found = [words for block in blocks(PAGE) for words in commands(block) if words[: len(beginning)] == [*beginning]]
+    (words,) = found
+    return [places.get(word, word) for word in words[1:]]
+
+
 class Cluster:
     """Nodes of a Ray on this machine, each with a run folder of its own, so that their workers share no memory."""
 
@@ -89,15 +127,9 @@ class Cluster:
         self._ray.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def drain(self, name: str) -> None:
-        """As an administrator does, or a cloud that takes a machine back."""
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address,
-                "--node-id", self._nodes[name].node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION",
-                "--reason-message", "a test", "--deadline-remaining-seconds", "600",
-            ],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        """As the page says."""
+        words = typed("ray", "drain-node", **{"10.0.0.1:6379": self.address, "NODE": self._nodes[name].node_id})
+        done = subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     def close(self) -> None:
@@ -147,8 +179,9 @@ def test_nodes_of_ray_serve_and_no_picture_is_lost_with_an_actor_or_a_node(clust
     then every picture is made, all have the same bytes, and a worker starts wherever there is room."""
     cluster.add("a")
     cluster.add("b")
-    arguments = ["--workers", "all=2", "--threads", "1", "--arena", "64MiB", "--launcher", f"ray:{cluster.address}"]
-    with serving(tmp_path, *arguments, at="127.0.0.1") as server:
+    words = typed("unfuse", "serve", **{"ray:10.0.0.1:6379": f"ray:{cluster.address}"})[1:]
+    at = words.index("--listen")
+    with serving(tmp_path, *words[:at], *words[at + 2 :], at="127.0.0.1") as server:
         until(lambda: server.get("/ready") and nodes(server) == {"a", "b"}, "workers on both nodes", server.process)
         same = {*connect(server.url).generate("a red circle on white", seed=7, num_inference_steps=60).data}
         assert made(server, submit(server, 6)) == (same, {"a", "b"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +169,40 @@ def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dic
 def test_a_spread_that_cannot_be_is_refused_before_anything_is_started(spread: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(options(load({"serve.models": ["unfuse/shapes"], "compute.parallel": spread}, None, {})))
+
+
+def opened_elsewhere(address: str) -> Any:
+    """A launcher that is named in the settings; what it is to launch is of no interest here."""
+    del address
+    return lambda specs, hear: None
+
+
+def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from all addresses; where theirs are they say themselves, and their run folders are their own."""
+    monkeypatch.setattr("unfuse.wire.address.OUTSIDE", "127.0.0.1")
+    environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_RUN_DIR": "/r", "UNFUSE_SERVE__WORKERS": "all=2"}
+    environment |= {
+        "UNFUSE_SERVE__LAUNCHER": f"{__name__}:opened_elsewhere", "UNFUSE_SERVE__LISTEN": "tcp://0.0.0.0:7",
+        "UNFUSE_SERVE__DEVICE_MEMORY": "cpu=900GiB,cuda:0=80GiB",
+    }  # fmt: skip
+    chosen = options(load({}, None, environment))
+    service = Service(chosen, planned := plan(chosen), Logs())
+    service.addresses = ["unix:/r/7.sock", "tcp://0.0.0.0:7"]
+
+    one, _ = service._specs(planned)
+
+    assert {device.name: device.free for device in planned.devices} == {"cpu": 900 << 30, "cuda:0": 80 << 30}
+    assert (one.flags["scheduler"], one.flags["keys"]) == ("tcp://127.0.0.1:7", str(tmp_path / "keys"))
+    assert "listen" not in one.flags
+    assert "UNFUSE_RUN_DIR" not in one.environment
+    assert "UNFUSE_STORE__ORPHAN_S" in one.environment
+    secret = (tmp_path / "keys" / "worker.key").read_text().split()[1]
+    assert secret not in repr(one)
+
+
+def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
+    environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_SERVE__LAUNCHER": "ray"}
+    with pytest.raises(ConfigError, match="--launcher ray: workers elsewhere come to --listen tcp://HOST:PORT"):
+        options(load({}, None, environment))
