@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.integration.test_costs import counted
-from tools.server import Server, environment, serving
+from tools.server import Server, environment, serving, unfuse
 from tools.snippets import ROOT, blocks, is_python
 from tools.tiny import build
 from unfuse.client import connect
@@ -114,3 +114,23 @@ def test_the_readme_s_programs(server: Server, tmp_path: Path) -> None:
     assert "True" in program(f"{asked}\nprint(len(picture.data[0].b64_json) > 100)", tmp_path)
     program(local, tmp_path)
     assert pixels(tmp_path / "cross.png")
+
+
+@pytest.mark.nightly
+def test_a_transformer_is_quantised_by_the_page_s_program(tmp_path: Path) -> None:
+    """Of what it saves `doctor` says that it takes less."""
+    (text,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("import diffusers as d")]
+    model, mine = build("flux", tmp_path / "flux"), tmp_path / "mine"
+    program(text.replace("/data/FLUX.1-dev", str(model)).replace("/data/mine", str(mine)), tmp_path, "-W", "ignore")
+    for other in model.iterdir():
+        if not (mine / other.name).exists():
+            (mine / other.name).symlink_to(other)
+    assert takes(mine) < takes(model)
+
+
+def takes(model: Path) -> int:
+    """Bytes of the transformer of a model in bfloat16, as far as it is not quantised."""
+    command = unfuse("doctor", str(model), "--workers", "all=1", "--dtype", "bfloat16,vae=float32", "--json")
+    done = subprocess.run(command, cwd=ROOT, env=environment(model.parent), capture_output=True, text=True, check=True)
+    (found,) = [one["memory"] for one in json.loads(done.stdout)["placement"] if one["component"] == "transformer"]
+    return int(found)

@@ -21,7 +21,7 @@ from tools.server import Server, all_gone, environment, family_of, until
 PAGE = (ROOT / "docs" / "howto" / "two-machines.md").read_text()
 COMMANDS = re.findall(r"^    (\S.*)$", PAGE, re.MULTILINE)
 PROGRAMS = {
-    "unfuse": f'exec {sys.executable} -m unfuse "$@"',
+    "unfuse": f'export PYTHONPATH="$BEFORE$PYTHONPATH"; exec {sys.executable} -m unfuse "$@"',
     "ssh": 'shift; cd "$SECOND" && exec "$@"',
     "scp": 'exec cp "$1" "$2" "$SECOND/${3#*:}"',
 }
@@ -187,6 +187,41 @@ def test_a_machine_that_sees_the_results_runs_all_stages_and_a_worker_that_dies_
         os.kill(min(pids), signal.SIGKILL)
         until(lambda: {w["pid"] for w in machines.get("/v1/workers")["data"] if w["healthy"]} - pids, "a new worker")
         assert machines.finished(machines.submit("a red circle on white"))["status"] == "completed"
+    finally:
+        for process in filter(None, (second, first)):
+            ended(process)
+
+
+AHEAD = """
+import time
+now, now_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: now() + 172_800, lambda: now_ns() + 172_800 * 10**9
+"""
+
+
+@pytest.mark.nightly
+def test_a_machine_whose_clock_is_two_days_ahead_is_told_and_serves_all_the_same(machines: TwoMachines) -> None:
+    """Given such a second machine, then `doctor` says so, and requests with a timeout are completed by it in time."""
+    (machines.homes[1] / "sitecustomize.py").write_text(AHEAD)
+    ahead = {"BEFORE": f"{machines.homes[1]}:"}
+    first = machines.start(0, "unfuse serve", UNFUSE_SERVE__WORKERS="decoder=1")
+    second = None
+    try:
+        until(lambda: machines.get("/health"), "the first machine", first)
+        machines.run(0, "ssh")
+        machines.run(0, "scp")
+        told = machines.start(1, "unfuse doctor", subprocess.PIPE, **ahead)
+        said = told.communicate()[0].decode()
+        assert told.returncode == 1 and re.search(
+            r"^clock +FAILS +the clock here is 17\d{4} s ahead", said, re.MULTILINE
+        )
+        second = machines.start(1, "unfuse worker --", **ahead)
+        until(lambda: machines.get("/ready"), "the second machine", second)
+        asked = [machines.submit("a red circle on white", seed=seed, timeout=3600) for seed in range(4)]
+        shown = [machines.finished(request) for request in asked]
+        assert {one["status"] for one in shown} == {"completed"}
+        assert all(0 < one["completed_at"] - one["created_at"] < 3600 for one in shown)
+        assert all(stage["queued_s"] < 3600 for one in shown for stage in one["stages"])
     finally:
         for process in filter(None, (second, first)):
             ended(process)

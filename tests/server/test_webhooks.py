@@ -15,6 +15,7 @@ from tests.server.served import BROKEN, SECRET, Served, serve, until
 from tools.cards import IDLE, PICTURES
 from tools.receiver import Receiver, saying
 from tools.redis_server import RedisServer
+from tools.snippets import ROOT, blocks
 from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
 from unfuse.server.targets import Targets
 from unfuse.server.webhooks import Webhooks
@@ -70,6 +71,19 @@ def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, rece
         assert all(headers["webhook-id"] in told for headers, _ in receiver.calls)
         page = httpx2.get(f"{served.url}/metrics", trust_env=False).text
         assert 'unfuse_webhooks_total{state="heard"} 3.0' in page
+
+
+def test_the_page_s_program_checks_a_message(tmp_path: Path, receiver: Receiver) -> None:
+    (lines,) = [one for one in blocks(ROOT / "docs" / "serving.md") if one.startswith("from standardwebhooks")]
+    with serve(tmp_path, webhook_hosts=HERE) as served:
+        request = asked(served, receiver.url).json()["id"]
+        ended(served, request, "heard")
+    ((headers, body),) = receiver.calls
+    names: dict[str, Any] = {"secret": SECRET, "headers": headers, "body": body}
+    exec(compile(lines, "serving.md", "exec"), names)
+    assert (names["message"]["type"], names["message"]["data"]["id"]) == ("request.completed", request)
+    with pytest.raises(WebhookVerificationError):
+        exec(compile(lines, "serving.md", "exec"), names | {"body": body.replace(b"completed", b"cancelled")})
 
 
 def test_what_fails_is_told_again_with_the_same_id(tmp_path: Path, receiver: Receiver) -> None:
