@@ -28,6 +28,7 @@ KINDS = {
     "networking.k8s.io/v1": ["NetworkPolicy"],
     "apiextensions.k8s.io/v1": ["CustomResourceDefinition"],
 }
+PEERING = {"kopf.dev/v1": ["ClusterKopfPeering"]}
 MORE = {"monitoring.coreos.com/v1": ["ServiceMonitor"], "keda.sh/v1alpha1": ["ScaledObject"]}
 
 
@@ -76,8 +77,8 @@ class Server(kmock.KubernetesEmulator):
             for kind in names:
                 key = kmock.resource(group=group, version=version, plural=plural(kind))
                 self.resources[key] = kmock.ResourceInfo(
-                    kind=kind, singular=kind.lower(), namespaced=True, subresources={"status"},
-                    verbs={"get", "list", "watch", "create", "update", "patch", "delete"},
+                    kind=kind, singular=kind.lower(), namespaced=not kind.startswith("Cluster"),
+                    subresources={"status"}, verbs={"get", "list", "watch", "create", "update", "patch", "delete"},
                 )  # fmt: skip
 
     async def _handle(self, request: kmock.Request) -> aiohttp.web.StreamResponse:
@@ -90,7 +91,8 @@ class Server(kmock.KubernetesEmulator):
             return aiohttp.web.json_response({"reason": reason, "message": message, "code": code}, status=code)
         if writes and its == self.stuck_at:
             self.stuck.set()
-            await asyncio.Event().wait()
+            while (pipe := request._raw_request.transport) is not None and not pipe.is_closing():
+                await asyncio.sleep(0.01)
         if request.action == kmock.action.FETCH or request.url.path in {f"/apis/{api}" for api in MORE}:
             answer = self._fetch(request)
         elif request.action == kmock.action.LIST and its:
@@ -184,9 +186,13 @@ class Server(kmock.KubernetesEmulator):
     # what a person, or a controller of Kubernetes, does
 
     def key(self, kind: str, name: str) -> Any:
-        (api,) = (api for api, kinds in (KINDS | MORE).items() if kind in kinds)
+        (api,) = (api for api, kinds in (KINDS | MORE | PEERING).items() if kind in kinds)
         group, _, version = api.rpartition("/")
-        return kmock.resource(group=group, version=version, plural=plural(kind)), "ns", name
+        return (
+            kmock.resource(group=group, version=version, plural=plural(kind)),
+            None if kind.startswith("Cluster") else "ns",
+            name,
+        )
 
     def get_at(self, key: Any) -> Object | None:
         return dict(self._objects[key].raw) if key in self._objects and not self._objects[key].deleted else None

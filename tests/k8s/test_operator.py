@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import kmock
 import kopf
 import pytest
 
-from tests.k8s.server import KINDS, MORE, Server
+from tests.k8s.server import KINDS, MORE, PEERING, Server
 from unfuse.core.errors import UsageError
 from unfuse.k8s.operator import operate
 from unfuse.k8s.spec import Object
@@ -20,7 +20,6 @@ SERVED: Object = {"model": "unfuse/shapes", "scheduler": {"redis": {"host": "r"}
 KEYED = SERVED | {"keysSecret": "wire"}
 SPLIT = KEYED | {"stages": [{"name": "encoding", "pool": "enc"}, {"name": "denoising", "pool": "dit", "replicas": 2}]}
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
-PEERING = {"kopf.dev/v1": ["ClusterKopfPeering"]}
 
 
 @pytest.fixture
@@ -38,16 +37,21 @@ async def until(seen: Callable[[], Any]) -> Any:
 
 
 @asynccontextmanager
-async def operating(server: Server) -> AsyncIterator[None]:
-    ready, stop = asyncio.Event(), asyncio.Event()
+async def operating(server: Server, count: int = 1) -> AsyncIterator[None]:
+    """So many operators, which end together: kopf waits for whatever was begun after it, such as another one."""
+    stop = asyncio.Event()
     login = lambda **_: kopf.ConnectionInfo(server=str(server.url))  # noqa: E731
-    task = asyncio.create_task(operate("unfuse:1", [], login, ready_flag=ready, stop_flag=stop))
+    flags = [asyncio.Event() for _ in range(count)]
+    tasks = [
+        asyncio.create_task(operate(f"unfuse:{number}", [], login, ready_flag=one, stop_flag=stop))
+        for number, one in enumerate(flags)
+    ]
     try:
-        await ready.wait()
+        await asyncio.gather(*(one.wait() for one in flags))
         yield
     finally:
         stop.set()
-        await task
+        await asyncio.gather(*tasks)
 
 
 def told(server: Server, kind: str, name: str, which: str = "Ready") -> tuple[str, str, str]:
@@ -117,6 +121,10 @@ async def test_a_pipeline_becomes_objects_changes_and_leaves_nothing(server: Ser
         assert made(server)["Secret", "p-wire"] == keys
         await ready(server, "p", "p")
 
+        ending = (server.get(PIPELINE, "p") or {})["metadata"] | {"deletionTimestamp": "now"}
+        await server.put(PIPELINE, "p", SERVED | {"image": "unfuse:3"}, metadata=ending)
+        await quiet(server)
+        assert "unfuse:3" not in str(server.get("Deployment", "p-scheduler"))
         await server.delete(PIPELINE, "p")
         await quiet(server)
         assert made(server) == {}
@@ -260,6 +268,12 @@ async def test_an_operator_that_is_killed_in_the_middle_is_followed_by_another(s
         assert "unfuse:2" not in str(server.get("Deployment", "p-scheduler"))
         server.down = False
         await until(lambda: "unfuse:2" in str(server.get("Deployment", "p-scheduler")))
+        server.refuses = {"services": (503, "Down", "not now")}
+        await server.put(PIPELINE, "p", SERVED | {"image": "unfuse:3"})
+        await asyncio.sleep(0.2)
+        server.refuses = {}
+        await until(lambda: "unfuse:3" in str(server.get("Deployment", "p-scheduler")))
+        assert not server.every("Event"), "it is no fault of what was asked for"
     assert made(server)["Secret", "p-wire"] == keys
     before = made(server)
     async with operating(server):
@@ -268,14 +282,24 @@ async def test_an_operator_that_is_killed_in_the_middle_is_followed_by_another(s
 
 
 async def test_of_two_operators_that_know_of_each_other_one_works(server: Server) -> None:
-    """And two that do not are no worse: they write the same."""
-    async with AsyncExitStack() as stack:
-        for _ in range(2):
-            await stack.enter_async_context(operating(server))
+    """Each would have another image: who works is one of them, and remains it."""
+    server.knows(PEERING)
+    await server.put("ClusterKopfPeering", "unfuse")
+    async with operating(server, 2):
+        peers = await until(
+            lambda: len(found := server.get("ClusterKopfPeering", "unfuse").get("status", {})) == 2 and found
+        )
+        assert len({peer["priority"] for peer in peers.values()}) == 2
+        await quiet(server)
         await server.put(PIPELINE, "p", SERVED)
         await ready(server, "p", "p")
-        await quiet(server)
-        assert told(server, PIPELINE, "p")[0] == "True" and len(server.every("Secret")) == 2
+        image = server.get("StatefulSet", "p")["spec"]["template"]["spec"]["containers"][0]["image"]
+        for count in (2, 3):
+            await server.put(PIPELINE, "p", SERVED | {"scheduler": SERVED["scheduler"] | {"replicas": count}})
+            await until(lambda count=count: server.get("Deployment", "p-scheduler")["spec"]["replicas"] == count)
+            await quiet(server)
+            for kind, name in (("Deployment", "p-scheduler"), ("StatefulSet", "p")):
+                assert image in str(server.get(kind, name))
 
 
 async def test_what_a_cluster_may_lack_is_made_where_it_is_known(server: Server) -> None:
@@ -301,4 +325,4 @@ async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Serv
 
 async def test_without_a_cluster_it_says_what_to_do() -> None:
     with pytest.raises(UsageError, match="set KUBECONFIG"):
-        await operate("unfuse:1", [], lambda **_: None)
+        await operate("unfuse:0", [], lambda **_: None)

@@ -30,8 +30,8 @@ log = structlog.get_logger(__name__)
 class Tasks:
     """A task for each object, which is woken when anything changed, and by itself until all is as wanted."""
 
-    def __init__(self, reconciler: Reconciler) -> None:
-        self._reconciler = reconciler
+    def __init__(self, cluster: Cluster, reconciler: Reconciler) -> None:
+        self._cluster, self._reconciler = cluster, reconciler
         self._tasks: dict[tuple[str, str, str], tuple[asyncio.Event, asyncio.Task[None]]] = {}
 
     def wake(self, kind: str, namespace: str, name: str | None = None) -> None:
@@ -50,6 +50,7 @@ class Tasks:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self._cluster.close()
 
     async def _keep(self, woken: asyncio.Event, kind: str, namespace: str, name: str) -> None:
         pause: float | None = None
@@ -57,6 +58,7 @@ class Tasks:
         while done is not None or woken.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(woken.wait(), pause)
+                pause = None
             woken.clear()
             try:
                 done = await self._reconciler.reconcile(kind, namespace, name)
@@ -92,13 +94,9 @@ async def operate(image: str, namespaces: Sequence[str] = (), login: Login = cre
 
     found()
     cluster = Cluster(found)
-    registry = _registry(Tasks(Reconciler(cluster, image, kopf.warn)), login)
-    try:
-        await kopf.operator(
-            registry=registry, settings=settings, clusterwide=not namespaces, namespaces=namespaces, **flags
-        )
-    finally:
-        await cluster.close()
+    registry = _registry(Tasks(cluster, Reconciler(cluster, image, kopf.warn)), login)
+    flags |= {"clusterwide": not namespaces, "namespaces": namespaces}
+    await kopf.operator(registry=registry, settings=settings, **flags)
 
 
 def _registry(tasks: Tasks, login: Login) -> kopf.OperatorRegistry:
