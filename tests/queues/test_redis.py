@@ -83,9 +83,9 @@ async def opened(server: Address) -> AsyncIterator[TaskQueue]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-async def test_a_rule_of_the_port(rule: Rule, server: Server) -> None:
+async def test_a_rule_of_the_port(rule: Rule, least: Address) -> None:
     clock = ManualClock()
-    await check_rule(rule, queues.open(server.url, clock), clock)
+    await check_rule(rule, queues.open(least.url, clock), clock)
 
 
 def test_random_histories(server: Server) -> None:
