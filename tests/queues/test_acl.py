@@ -15,7 +15,7 @@ from unfuse.queues.base import Filter, TaskQueue
 from unfuse.stores.redis import RedisBlobs
 from unfuse.testing.queue_samples import TTL, drained, leased, started, submitted, wanted, worker
 
-OUTSIDE = {"evalsha", "script|load", "subscribe", "unsubscribe"}
+OUTSIDE = {"evalsha", "script|load", "subscribe", "unsubscribe", "ping", "wait"}
 """What is sent by the queue itself, not by its script."""
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from redis.exceptions import (
     AuthenticationError,
@@ -17,27 +16,10 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from unfuse.core.errors import ConfigError
-
 TRIES, PAUSE_S, ANSWER_S = 3, 0.2, 3.0
 """A server that hangs up TRIES times in a row is not Redis; one that is just shutting down does not do so."""
 
 HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss:// (TLS)"
-
-ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
-
-
-def parse_address(url: str) -> tuple[str, str]:
-    """The URL of the server, and the prefix of the queue's keys. Raises ConfigError for a malformed address."""
-    try:
-        parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        prefix = options.pop("prefix", "unfuse")
-        if options or parts.port == 0 or not re.fullmatch(r"/?\d* [\w.-]{1,64}", f"{parts.path} {prefix}"):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
-    return parts._replace(query="").geturl(), prefix
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
