@@ -31,9 +31,9 @@ class Address:
 class RedisServer(Address):
     """A server that keeps what it holds in its folder, on a port that was free; raises Missing where there is none."""
 
-    def __init__(self, folder: Path, kind: str = "redis", host: str = "127.0.0.1") -> None:
+    def __init__(self, folder: Path, kind: str = "redis", host: str = "127.0.0.1", *options: str) -> None:
         self._program, self._folder, self.name, self._host = program(f"{kind}-server"), folder, kind, host
-        self.port = free_port()
+        self.port, self._options = free_port(), options
         self.url = f"redis://{host}:{self.port}/0"
         self.client = redis.Redis(host, self.port, retry=Retry(NoBackoff(), 0))
         self.start()
@@ -56,7 +56,7 @@ class RedisServer(Address):
     def start(self) -> None:
         where = ["--port", str(self.port), "--bind", self._host, "--protected-mode", "no", "--dir", str(self._folder)]
         log = ["--save", "", "--appendonly", "yes", "--appendfsync", "everysec", "--repl-diskless-sync-delay", "0"]
-        self._process = subprocess.Popen([self._program, *where, *log], stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen([self._program, *where, *log, *self._options], stdout=subprocess.DEVNULL)
         until = time.monotonic() + START_S
         while not self._answers():
             assert self.running, f"{self._program} ended with {self._process.returncode}"

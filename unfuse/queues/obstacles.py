@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import (
     AuthenticationError,
     InvalidResponse,
+    MovedError,
     NoPermissionError,
     RedisError,
     ResponseError,
@@ -51,6 +52,8 @@ def _permanent_reason(error: RedisError) -> str:
             return f"it has no database of that number ({error}): the number is what stands behind the last /"
         case ResponseError() if "unknown command" in str(error):
             return f"it is no Redis of 6.2 or later ({error})"
+        case MovedError():
+            return f"it is of a Redis Cluster, where this prefix is at {error.host}:{error.port}: name that server"
         case InvalidResponse():
             return f"something else than Redis answers there ({error})"
     causes = list(_chain(error))
