@@ -316,6 +316,8 @@ def scaled(schedulers: int, servers: Sequence[RedisServer], seconds: float, fold
         urls = [servers[number % len(servers)].url for number in range(schedulers)]
         running = [stack.enter_context(started(ours(url, watched=True), url, folder)) for url in urls]
         together = stack.enter_context(ThreadPoolExecutor(schedulers))
+        while sum(int(server.client.hlen("{unfuse}:workers")) for server in servers) < schedulers:
+            time.sleep(0.1)
         list(together.map(lambda one: one.measure(min(0.5, seconds), 32), running))
         pids = [one.pid for one in servers]
         before = [one.cpu(None) for one in running], sum(_seconds(psutil.Process(pid)) for pid in pids)
