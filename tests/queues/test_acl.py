@@ -45,7 +45,7 @@ def test_it_may_do_nothing_else(server: Server, command: str) -> None:
             client.execute_command(*command.split())
         words = ", ".join(repr(word) for word in command.split())
         ours = client.script_load(f"return redis.call({words})")
-        with pytest.raises(Exception, match="can't|not allowed"):
+        with pytest.raises(Exception, match="can't|not allowed|ACL failure"):
             client.evalsha(ours, 1, "{unfuse}")
 
 
@@ -72,7 +72,7 @@ async def test_what_is_not_allowed_is_said(server: Server) -> None:
     server.client.execute_command("ACL", "SETUSER", "unfuse", "-zadd")
     queue = queues.open(mine)
     await queue.reach()
-    with pytest.raises(TransientError, match="can't run this command"):
+    with pytest.raises(TransientError, match="can't run this command|'zadd'"):
         await submitted(queue, "a")
     assert server.client.acl_log()[0]["object"] == "zadd"
     await queue.close()
