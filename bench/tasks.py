@@ -9,6 +9,9 @@ that ends its request is acknowledged, for the others when their worker has stor
 The others are installed where `--peers` says, once, each for itself; `--peers none` leaves them out. Their settings are
 in `bench/peers/`; with `--defaults` arq is measured as it comes, too.
 `python -m bench.tasks [--rounds N] [--seconds S] [--peers FOLDER] [--defaults]`
+
+With `--scaling`: 1, 2 and 4 schedulers, each with clients that watch and a worker of its own, over one Redis, and over
+a Redis each, which is the most that shards of a queue could give.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -105,7 +109,9 @@ async def schedule(url: str, stages: int, watched: bool) -> None:
 async def work(address: str, stages: int) -> None:
     """A worker that computes nothing. It asks for more while it reports what it has, as a real one does."""
     served = card(stages)
-    dealer = await worker(address, "w", served, *(stage.name for stage in served.pipeline.stages), slots=LEASES)
+    dealer = await worker(
+        address, f"w{os.getpid()}", served, *(stage.name for stage in served.pipeline.stages), slots=LEASES
+    )
     beats = asyncio.create_task(beat(dealer))
     reports: set[asyncio.Task[None]] = set()
     while not beats.done():
@@ -302,6 +308,55 @@ def measure(rounds: int, seconds: float, others: dict[str, Side], only: Sequence
     return {name: row(found, runs.get("arq", [])) for name, found in runs.items()}
 
 
+def scaled(schedulers: int, servers: Sequence[RedisServer], seconds: float, folder: Path) -> dict[str, Any]:
+    """Schedulers at work at one time, spread over these servers: tasks a second of all together."""
+    with ExitStack() as stack:
+        for server in servers:
+            server.client.flushall()
+        urls = [servers[number % len(servers)].url for number in range(schedulers)]
+        running = [stack.enter_context(started(ours(url, watched=True), url, folder)) for url in urls]
+        together = stack.enter_context(ThreadPoolExecutor(schedulers))
+        while sum(int(server.client.hlen("{unfuse}:workers")) for server in servers) < schedulers:
+            time.sleep(0.1)
+        list(together.map(lambda one: one.measure(min(0.5, seconds), 32), running))
+        pids = [one.pid for one in servers]
+        before = [one.cpu(None) for one in running], sum(_seconds(psutil.Process(pid)) for pid in pids)
+        found = list(together.map(lambda one: one.measure(seconds, CALLERS // schedulers), running))
+        after = [one.cpu(None) for one in running], sum(_seconds(psutil.Process(pid)) for pid in pids)
+    done = sum(len(one["each"]) for one in found)
+    used = {part: sum(a[part] - b[part] for a, b in zip(after[0], before[0], strict=True)) for part in after[0][0]}
+    used["redis"] = after[1] - before[1]
+    return {
+        "tasks_per_s": done / max(one["wall"] for one in found),
+        "cpu_ms_per_task": {part: spent * 1e3 / done for part, spent in used.items()},
+        "redis_busy": used["redis"] / len(servers) / max(one["wall"] for one in found),
+    }
+
+
+def scaling(rounds: int, seconds: float, counts: Sequence[int] = (1, 2, 4)) -> dict[str, Any]:
+    """For each number of schedulers: over one Redis, and over as many."""
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server()) for _ in range(max(counts))]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".")))
+        for _ in range(rounds):
+            for schedulers in counts:
+                for shards in sorted({1, schedulers}):
+                    name = f"{schedulers} schedulers, {shards} Redis"
+                    runs[name].append(scaled(schedulers, servers[:shards], seconds, folder))
+    return {
+        name: {
+            "tasks_per_s": [round(one["tasks_per_s"], 1) for one in found],
+            "redis_busy": round(median(one["redis_busy"] for one in found), 2),
+            "cpu_ms_per_task": {
+                part: round(median(one["cpu_ms_per_task"][part] for one in found), 3)
+                for part in found[0]["cpu_ms_per_task"]
+            },
+        }
+        for name, found in runs.items()
+    }
+
+
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["schedule"]:
@@ -315,7 +370,12 @@ def main() -> None:
         options.add_argument("--peers", default=str(PEERS))
         options.add_argument("--only", action="append", default=[], help="a side, by name: leave out the others")
         options.add_argument("--defaults", action="store_true")
+        options.add_argument("--scaling", action="store_true")
         given = options.parse_args()
+        if given.scaling:
+            found = scaling(given.rounds, given.seconds)
+            show("tasks, scaling", rounds=given.rounds, seconds=given.seconds, callers=CALLERS, sides=found)
+            return
         peers = Path(given.peers).expanduser().absolute()
         others = {} if given.peers == "none" else theirs(peers, given.defaults)
         found = measure(given.rounds, given.seconds, others, given.only)

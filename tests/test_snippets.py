@@ -17,7 +17,7 @@ from unfuse.cli.app import app
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 OTHERWISE = (
-    "models: [Wan-AI", "server {", "sum by (tenant)",
+    "models: [Wan-AI", "server {", "redis-cli ACL", "sum by (tenant)",
     "NAME KEY [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 from tests.chaos.history import TERMINAL, Final, Leaks, Operation, Told
 
 TERMINAL_EVENTS = ("completed", "failed", "cancelled")
-CONTROL = ("kill scheduler", "kill redis")
+CONTROL = ("kill scheduler", "kill redis", "kill primary", "freeze primary")
 BESIDE = ", control plane away"
 AWAY_S = 4.0
 """A fault of the control plane so close to another one may delay what is done about it."""

@@ -20,6 +20,7 @@ import psutil
 
 from tools.addresses import address_of_server, free_port
 from tools.programs import program
+from tools.redis_server import Service
 from unfuse.wire.keys import make as make_keys
 
 START_S = 120.0
@@ -179,7 +180,8 @@ class Redis(Process):
 
 
 class Cluster:
-    """`schedulers` gateways over Redis, or one over SQLite, and workers that know all of them.
+    """`schedulers` gateways over Redis, or over a service of several ("sentinel"), or one over SQLite, and workers that
+    know all of them.
 
     `workers` is how many of each role; those `apart` have run folders of their own, so that tensors move
     between them as between machines.
@@ -206,6 +208,7 @@ class Cluster:
             "UNFUSE_LEASE__TTL_S": str(LEASE_S), **variables,
         }  # fmt: skip
         self.redis: Redis | None = None
+        self.service: Service | None = None
         self.gateways: list[Gateway] = []
         self.workers: list[Process] = []
         self._arena, self._worker_arguments, self._numbers = arena, worker, 0
@@ -216,7 +219,10 @@ class Cluster:
         try:
             if queue == "redis":
                 self.redis = Redis(folder, self._environment)
-            address = self.redis.url if self.redis else f"sqlite:{folder}/queue.db"
+            elif queue == "sentinel":
+                self.service = Service(folder)
+            replicated = f"{self.service.url}?replicas=1" if self.service else f"sqlite:{folder}/queue.db"
+            address = self.redis.url if self.redis else replicated
             arguments = [
                 str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", address,
                 "--results", f"disk:{folder}/results", "--device", "cpu", "--checkpoint", "1", *self._keys, *serve,
@@ -287,6 +293,8 @@ class Cluster:
     def close(self) -> None:
         for process in self._everyone():
             process.close()
+        if self.service:
+            self.service.stop()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from tests.chaos.checker import Fault, Held
 from tests.chaos.cluster import LEASE_S, ROLES, Cluster, Gateway, Process, until
@@ -48,7 +49,9 @@ class Monkey:
         """So many faults of each kind in random order; ends early when nobody is at work any more."""
         deeds = {
             "kill compute": self._kill_compute, "kill worker": self._kill_worker, "kill scheduler": self._kill_gateway,
-            "kill redis": self._kill_redis, "freeze worker": self._freeze, QUIETLY: self._kill_one,
+            "kill redis": self._kill_redis, "kill primary": partial(self._fail_over, "kill primary"),
+            "freeze primary": partial(self._fail_over, "freeze primary"),
+            "freeze worker": self._freeze, QUIETLY: self._kill_one,
         }  # fmt: skip
         todo = [kind for kind, count in plan.items() for _ in range(count)]
         self._rng.shuffle(todo)
@@ -145,6 +148,16 @@ class Monkey:
         time.sleep(self._rng.uniform(0, 0.5))
         redis.start()
         redis.ready()
+        self._settled_at = time.monotonic() + SETTLE_S
+        return True
+
+    def _fail_over(self, kind: str) -> bool:
+        """Have another server of the service become its primary."""
+        service = self._cluster.service
+        if service is None or not self._control_is_up(settled=True):
+            return False
+        self._note(kind, f"redis at {service.primary.port}", (), True)
+        service.fail_over(freeze=kind.startswith("freeze"))
         self._settled_at = time.monotonic() + SETTLE_S
         return True
 

@@ -67,6 +67,17 @@ def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, recor
     assert verdict.faults == faults
 
 
+@pytest.mark.nightly
+def test_redis_fails_over(tmp_path: Path, seed: int, record_property: Record) -> None:
+    """Given a Redis of three servers that Sentinels watch, and a queue that waits for one replica, when its primary is
+    killed or stopped, workers and schedulers beside it, then nothing that was accepted is lost or done twice."""
+    faults = {"kill primary": 3, "freeze primary": 2, "kill compute": 5, "kill worker": 5, "kill scheduler": 2}
+    with running_cluster(tmp_path, queue="sentinel") as cluster:
+        verdict = drill("failover", cluster, 200, seed, faults)
+        say(verdict, record_property)
+    assert verdict.faults == faults
+
+
 POISON = {
     "crash@text_encode": "SIGKILL", "crash@denoise": "SIGKILL", "crash@vae_decode": "SIGKILL",
     "hang@denoise": "no progress", "eat@vae_decode": "of memory", "fail@denoise": "wants to be tried again",

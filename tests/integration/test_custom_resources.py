@@ -201,6 +201,10 @@ def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, s
     [
         ("DiffusionPipeline", PIPELINE | {"stages": stages(("p", 1), ("q", 2), ("p", 1))}),
         ("DiffusionPipeline", {"models": ["a", "b"], "scheduler": {"queue": {"url": "redis://r:6379/0"}}}),
+        (
+            "DiffusionPipeline",
+            PIPELINE | {"scheduler": {"queue": {"url": "redis+sentinel://a:1,b:2/tasks?replicas=1"}}},
+        ),
         ("DiffusionPipeline", PIPELINE | {"scheduler": {"queueBackend": "memory"}}),
         ("DiffusionPipeline", PIPELINE | {"autoscaling": {"enabled": False}}),
         ("DiffusionPipeline", PIPELINE | {"image": "r.example/unfuse@sha256:0", "imagePullSecrets": ["r"]}),

@@ -1,12 +1,20 @@
 """Real servers for the queues that need one, started when a test first asks and empty for each."""
 
+import shlex
 from collections.abc import Iterator
 
 import pytest
 
 from tools.redis_server import KINDS, Address, RedisServer as Server
+from tools.snippets import ROOT, blocks
 
 __all__ = ["Address", "Server"]
+
+
+def users() -> list[list[str]]:
+    """What `docs/howto/choose-a-queue.md` has people type to make a user of Redis: of a queue, and more for a store."""
+    page = "\n".join(blocks(ROOT / "docs" / "howto" / "choose-a-queue.md")).replace("\\\n", "")
+    return [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("redis-cli ")]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -28,3 +36,12 @@ def server(shared_server: Server) -> Server:
     """An empty Redis, then an empty Valkey."""
     shared_server.client.flushall()
     return shared_server
+
+
+@pytest.fixture
+def least(server: Server) -> Iterator[Address]:
+    """An empty server, for a user who has the rights that the documents give it; the server has refused it nothing."""
+    server.client.execute_command(*users()[0])
+    server.client.acl_log_reset()
+    yield server.as_user("unfuse", "SECRET")
+    assert {refused["object"] for refused in server.client.acl_log()} <= {"client|setinfo"}  # a library's name

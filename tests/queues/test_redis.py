@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from redis.asyncio.connection import SSLConnection
 from tests.examples import examples
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
+from tools.addresses import free_port
 from unfuse import queues
 from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
@@ -83,9 +85,9 @@ async def opened(server: Address) -> AsyncIterator[TaskQueue]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-async def test_a_rule_of_the_port(rule: Rule, server: Server) -> None:
+async def test_a_rule_of_the_port(rule: Rule, least: Address) -> None:
     clock = ManualClock()
-    await check_rule(rule, queues.open(server.url, clock), clock)
+    await check_rule(rule, queues.open(least.url, clock), clock)
 
 
 def test_random_histories(server: Server) -> None:
@@ -392,6 +394,48 @@ async def test_who_watches_a_closed_queue_keeps_nobody_busy(queue: RedisQueue, m
     assert [event async for event in queue.watch("a")] == []
     await asyncio.sleep(0.01)
     assert heard == []
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Three servers of a Redis Cluster, each with a third of the slots."""
+    buses = [free_port() for _ in range(3)]
+    options = ("redis", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-port")
+    found = [Server(tmp_path_factory.mktemp(f"master-{bus}"), *options, str(bus)) for bus in buses]
+    for number, one in enumerate(found):
+        one.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 5462 * number, min(5462 * number + 5461, 16383))
+        one.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    for one in found[1:]:
+        one.client.execute_command("CLUSTER", "MEET", "127.0.0.1", found[0].port, buses[0])
+    while not all(knows_all(one) for one in found):
+        time.sleep(0.05)
+    yield found
+    for one in found:
+        one.stop()
+
+
+def knows_all(server: Server) -> bool:
+    told = server.client.execute_command("CLUSTER INFO")
+    return (told["cluster_state"], told["cluster_known_nodes"]) == ("ok", "3")
+
+
+@pytest.mark.nightly
+async def test_in_a_redis_cluster_a_prefix_is_at_home_on_one_server(masters: list[Server]) -> None:
+    """Given three servers, then the one that has a prefix serves every rule; the others name it."""
+    homes = {}
+    for prefix in ("unfuse", "blue", "green", "red"):
+        slot = masters[0].client.execute_command("CLUSTER", "KEYSLOT", f"{{{prefix}}}")
+        homes[prefix] = home = masters[int(slot) // 5462]
+        for other in (one for one in masters if one is not home):
+            queue = queues.open(f"redis://127.0.0.1:{other.port}?prefix={prefix}")
+            with pytest.raises(ConfigError, match=f"this prefix is at 127.0.0.1:{home.port}: name that server"):
+                await queue.reach()
+            await queue.close()
+    assert len({home.port for home in homes.values()}) > 1
+    for rule in RULES:
+        home.client.flushall()
+        clock = ManualClock()
+        await check_rule(rule, queues.open(f"redis://127.0.0.1:{home.port}?prefix=red", clock), clock)
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)), min_size=2))

@@ -10,6 +10,8 @@ BACKENDS = {
     "memory": "unfuse.queues.memory:MemoryQueue",
     "redis": "unfuse.queues.redis:RedisQueue",
     "rediss": "unfuse.queues.redis:RedisQueue",
+    "redis+sentinel": "unfuse.queues.redis:RedisQueue",
+    "rediss+sentinel": "unfuse.queues.redis:RedisQueue",
     "sqlite": "unfuse.queues.sqlite:SqliteQueue",
 }
 

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from redis.exceptions import (
     AuthenticationError,
     InvalidResponse,
+    MovedError,
     NoPermissionError,
     RedisError,
     ResponseError,
 )
 
-from unfuse.core.errors import ConfigError
-
 TRIES, PAUSE_S, ANSWER_S = 3, 0.2, 3.0
 """A server that hangs up TRIES times in a row is not Redis; one that is just shutting down does not do so."""
 
 HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss:// (TLS)"
-
-ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
-
-
-def parse_address(url: str) -> tuple[str, str]:
-    """The URL of the server, and the prefix of the queue's keys. Raises ConfigError for a malformed address."""
-    try:
-        parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        prefix = options.pop("prefix", "unfuse")
-        if options or parts.port == 0 or not re.fullmatch(r"/?\d* [\w.-]{1,64}", f"{parts.path} {prefix}"):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
-    return parts._replace(query="").geturl(), prefix
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
@@ -69,6 +52,8 @@ def _permanent_reason(error: RedisError) -> str:
             return f"it has no database of that number ({error}): the number is what stands behind the last /"
         case ResponseError() if "unknown command" in str(error):
             return f"it is no Redis of 6.2 or later ({error})"
+        case MovedError():
+            return f"it is of a Redis Cluster, where this prefix is at {error.host}:{error.port}: name that server"
         case InvalidResponse():
             return f"something else than Redis answers there ({error})"
     causes = list(_chain(error))

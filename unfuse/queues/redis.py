@@ -52,20 +52,17 @@ from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 from unfuse.supervision.clock import SystemClock
 
 try:
-    from redis.asyncio import Redis
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
     from redis.exceptions import RedisError
 
-    from unfuse.queues.obstacles import obstacle, parse_address
+    from unfuse.queues import address
+    from unfuse.queues.obstacles import obstacle
     from unfuse.queues.runs import Call, Calls, answers
     from unfuse.queues.subscription import Subscription
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
-ANSWER_S = 15.0
 CHECK_S = 2.0
-"""The longest time, in seconds, for an answer and for `check`."""
+"""The longest time, in seconds, for `check`."""
 
 COUNTS = 3
 """How often `stats` counts requests that a scheduler of an earlier version has just changed."""
@@ -83,9 +80,9 @@ class RedisQueue(TaskQueue):
 
     shared = True
 
-    def __init__(self, url: str, prefix: str, clock: Clock | None) -> None:
-        self._url, self._tag, self._servers_time = url, f"{{{prefix}}}", clock
-        self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
+    def __init__(self, at: address.Address, clock: Clock | None) -> None:
+        self._address, self._tag, self._servers_time = at, f"{{{at.prefix}}}", clock
+        self._redis = at.connect()
         self._background = Background()
         self._calls = Calls(self._execute, self._background)
         self._unreadable = Unreadable()
@@ -100,7 +97,7 @@ class RedisQueue(TaskQueue):
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> RedisQueue:
         """Open the queue at `redis://host:port/database?prefix=unfuse`. A given clock replaces the server's."""
-        return cls(*parse_address(url), clock)
+        return cls(address.parse_address(url), clock)
 
     async def now(self) -> float:
         """The server's clock, in seconds."""
@@ -115,8 +112,8 @@ class RedisQueue(TaskQueue):
             if isinstance(reply, Exception):
                 raise reply
 
-        if reason := await obstacle(self._url, ask):
-            raise ConfigError(f"the queue at {self._url.rpartition('@')[2]} cannot be used: {reason}")
+        if reason := await obstacle(self._address.server, ask):
+            raise ConfigError(f"the queue at {self._address.shown} cannot be used: {reason}")
 
     async def check(self) -> None:
         """Have the server run the script. Raises TransientError if it does not within CHECK_S."""
@@ -378,10 +375,10 @@ class RedisQueue(TaskQueue):
         self._subscription.close()
         await self._background.end("listen")
         self._waiting.close()
-        await self._redis.aclose()
+        await address.close(self._redis)
 
     def _error(self, error: Exception) -> Exception:
-        return script.error(error, self._url.rpartition("@")[2])
+        return script.error(error, self._address.shown)
 
     async def _call(self, verb: str, **args: Any) -> Any:
         """Run a verb of the script. Raises TransientError, and the errors of the verb."""
@@ -397,4 +394,4 @@ class RedisQueue(TaskQueue):
             raise self._error(error) from error
 
     async def _execute(self, calls: Sequence[Call]) -> builtins.list[Any]:
-        return await answers(self._redis, self._tag, calls)
+        return await answers(self._redis, self._tag, calls, self._address.replicas)

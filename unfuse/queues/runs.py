@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from unfuse.queues.remote_waiters import MAX_BATCH, Background
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
@@ -17,6 +17,10 @@ Call = tuple[str, bytes]
 
 RUN_CALLS, RUN_BYTES = 32, 2**20
 """The most calls in one run of the script, and the most bytes of their arguments: other clients wait for its end."""
+
+
+REPLICATED_MS = 1000
+"""The longest time, in milliseconds, for replicas to have what was changed."""
 
 
 def runs(calls: Sequence[Call]) -> list[list[Call]]:
@@ -32,21 +36,30 @@ def runs(calls: Sequence[Call]) -> list[list[Call]]:
     return found
 
 
-async def answers(redis: Redis, tag: str, calls: Sequence[Call]) -> list[Any]:
-    """The answer to each of these calls, or its error, in one round trip. Raises what the connection does."""
+async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int = 0) -> list[Any]:
+    """The answer to each of these calls, or its error, in one round trip. Raises what the connection does.
+
+    Raises RedisError too if fewer than `replicas` have what was changed.
+    """
     shared = runs(calls)
     async with redis.pipeline(transaction=False) as pipeline:
         for run in shared:
             words: list[str | bytes] = [word for call in run for word in call]
             pipeline.evalsha(SCRIPT_ID, 1, tag, *words)
+        if replicas:
+            pipeline.execute_command("WAIT", replicas, REPLICATED_MS)
         replies = await pipeline.execute(raise_on_error=False)
+    if replicas and (reached := replies.pop()) not in range(replicas, 1000):
+        raise RedisError(f"replicas that have what it was told: {reached}, wanted: {replicas}")
     found: list[Any] = []
     for run, reply in zip(shared, replies, strict=True):
         if isinstance(reply, NoScriptError):
             await redis.script_load(SCRIPT)
-            found += await answers(redis, tag, run)
+            found += await answers(redis, tag, run, replicas)
         else:
             found += [reply] * len(run) if isinstance(reply, Exception) else reply
+    if any(isinstance(one, ReadOnlyError) for one in found):  # a primary no more: ask again who is
+        await redis.connection_pool.disconnect()
     return found
 
 

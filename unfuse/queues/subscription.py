@@ -52,11 +52,20 @@ class Subscription:
         self.notify(*self._followers)
 
     async def _hear_changes(self) -> None:
-        """Receive messages; after connecting, and after SWEEP_S without a message, wake everyone."""
+        """Receive messages; after connecting, and after SWEEP_S without a message, wake everyone.
+
+        Then the server is asked for a sign of life: one that gives none may not be who the others talk to any more.
+        """
         async with self._redis.pubsub() as channel:
             await channel.subscribe(*self._channels)
+            is_asked = False
             while not self._closed:
-                self._hear(await channel.get_message(timeout=SWEEP_S))
+                message = await channel.get_message(timeout=SWEEP_S)
+                self._hear(message)
+                if message is None and is_asked:
+                    return
+                if is_asked := message is None:
+                    await channel.ping()
 
     def _hear(self, message: dict[str, Any] | None) -> None:
         if message is None or message["type"] != "message":

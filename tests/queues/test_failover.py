@@ -1,0 +1,218 @@
+"""What a queue promises when another server becomes the primary: by Sentinels, by a name that moves, by hand."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.queues.conftest import Server
+from tools.redis_server import Service
+from unfuse import queues
+from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
+from unfuse.core.event import Event
+from unfuse.queues import runs, subscription
+from unfuse.queues.address import parse_address
+from unfuse.queues.base import TaskQueue
+from unfuse.testing.queue_samples import (
+    TTL,
+    done,
+    following,
+    leased,
+    raised,
+    started,
+    submitted,
+    task,
+    wanted,
+)
+
+SENTINELS = "redis+sentinel://a,b:7000,[::1]:7001"
+
+
+def test_an_address_names_sentinels_and_what_they_watch() -> None:
+    found = parse_address("rediss+sentinel://me:s%40t@a,b:7000,[::1]:7001/tasks-1/3?prefix=blue&replicas=2")
+    assert found.sentinels == (("a", 26379), ("b", 7000), ("::1", 7001))
+    assert (found.service, found.prefix, found.replicas) == ("tasks-1", "blue", 2)
+    assert found.shown == "a:26379/3 (tasks-1)"
+    options = found.connect().connection_pool.connection_kwargs
+    assert {name: options[name] for name in ("username", "password", "db")} == {
+        "username": "me", "password": "s@t", "db": 3,
+    }  # fmt: skip
+    assert parse_address("redis://me:s@h/2").connect().connection_pool.connection_kwargs["db"] == 2
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        SENTINELS, f"{SENTINELS}/", f"{SENTINELS}/tasks/x", f"{SENTINELS}/tasks/0/1", f"{SENTINELS}/tasks?replicas=-1",
+        f"{SENTINELS}/tasks?replicas=x", "redis+sentinel://a,/tasks", "redis+sentinel://a,b:0/tasks", "redis://a,b/0",
+        "redis+sentinel:///tasks", "redis+sentinel",
+    ],
+)  # fmt: skip
+def test_one_that_does_not_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
+        queues.open(url)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    servers = [Server(tmp_path_factory.mktemp(f"redis-{number}")) for number in range(2)]
+    yield servers[0], servers[1]
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def pair(both: tuple[Server, Server]) -> tuple[Server, Server]:
+    """An empty primary, and a replica that follows it."""
+    primary, replica = both
+    primary.follow(None)
+    primary.client.flushall()
+    replica.follow(primary)
+    return primary, replica
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[TaskQueue]:
+    queue = queues.open(url)
+    try:
+        yield queue
+    finally:
+        await queue.close()
+
+
+@pytest.mark.slow
+async def test_what_too_few_replicas_have_is_not_acknowledged(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    primary, replica = pair
+    async with opened(f"{primary.url}?replicas=1") as queue, opened(f"{primary.url}?replicas=2") as wanting:
+        await submitted(queue, "a")
+        assert replica.client.exists("{unfuse}:request:a")
+        monkeypatch.setattr(runs, "REPLICATED_MS", 10)
+        error = await raised(TransientError, submitted(wanting, "b"))
+        assert "replicas that have what it was told: 1, wanted: 2" in str(error)
+        replica.follow(None)
+        await raised(TransientError, queue.check())
+
+
+class Name:
+    """An address behind which one server is, and then another."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def one_way(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(2**16):
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(one_way(reader, far_writer), one_way(far_reader, writer), return_exceptions=True)
+
+
+@asynccontextmanager
+async def named(primary: Server) -> AsyncIterator[tuple[Name, TaskQueue]]:
+    name = Name(primary.port)
+    server = await asyncio.start_server(name.carry, "127.0.0.1", 0)
+    async with opened(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0") as queue:
+        yield name, queue
+    server.close()
+
+
+@pytest.mark.slow
+async def test_a_name_that_moves_is_followed(pair: tuple[Server, Server]) -> None:
+    """Given an address behind which another server is the primary now, while the first answers on as its replica, then
+    what that one refuses is asked again of the other."""
+    primary, replica = pair
+    async with named(primary) as (name, queue):
+        await submitted(queue, "a")
+        name.port = replica.port
+        replica.follow(None)
+        primary.follow(replica)
+        await raised(TransientError, submitted(queue, "b"))
+        await submitted(queue, "b")
+        assert replica.client.exists("{unfuse}:request:b")
+
+
+@pytest.mark.slow
+async def test_who_hears_nothing_any_more_listens_to_the_next(
+    pair: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a primary that stands still with its connections open, then the subscription goes to the other."""
+    primary, replica = pair
+    monkeypatch.setattr(subscription, "SWEEP_S", 0.05)
+    async with named(primary) as (name, queue):
+        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        while not heard(primary):
+            await asyncio.sleep(0.01)
+        name.port = replica.port
+        replica.follow(None)
+        primary.pause()
+        try:
+            while not heard(replica):
+                await asyncio.sleep(0.01)
+        finally:
+            primary.go_on()
+            waiting.cancel()
+
+
+def heard(server: Server) -> bool:
+    """Whether somebody hears there what changes."""
+    ((_, number),) = server.client.pubsub_numsub("{unfuse}:news")
+    return bool(number)
+
+
+@pytest.mark.nightly
+async def test_what_a_replica_had_not_got_is_lost_when_it_takes_over(pair: tuple[Server, Server]) -> None:
+    """Given a primary that does not know that it is none any more, then what it acknowledges is unknown to the other: a
+    request is not there, a stage is leased again, and what its first worker did counts where it was leased alone."""
+    primary, replica = pair
+    async with opened(primary.url) as old, opened(replica.url) as new, opened(f"{primary.url}?replicas=1") as careful:
+        record = await submitted(careful, "a")
+        replica.follow(None)
+        await submitted(old, "b")
+        first = await leased(old)
+        await raised(TransientError, submitted(careful, "c"))
+        await raised(NotFound, new.load("b"))
+        assert (await new.load("a")).context == record.context
+        second = await leased(new)
+        assert first.task.key == second.task.key == ("a", "s")
+        await raised(LeaseLost, new.commit(done(record, first)))
+        assert (await new.commit(done(record, second))).context.stages["s"].status == "done"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("service"))
+    yield service
+    service.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("freeze", [False, True], ids=["killed", "stopped"])
+async def test_waiters_and_watchers_go_on_at_the_new_primary(service: Service, freeze: bool) -> None:
+    """Given a lease, a waiter and a watcher, when the primary is killed, or stands still and comes back, then all go on
+    at the new one, and who submits finds it by itself."""
+    service.primary.client.flushall()
+    async with opened(f"{service.url}?replicas=1") as queue:
+        await queue.reach()
+        record = await submitted(queue, "a")
+        lease = await leased(queue)
+        watching = await started(following(queue.watch("a", after=2)))
+        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=300.0))
+        was = service.primary.port
+        await asyncio.to_thread(service.fail_over, freeze)
+        assert service.primary.port != was
+        change = done(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),))
+        while True:
+            try:
+                await queue.commit(change)
+                break
+            except TransientError:
+                await asyncio.sleep(0.05)
+        assert [lease.task.stage for lease in await waiting] == ["t"]
+        event = await watching
+        assert event is not None and (event.type, event.seq) == ("stage_completed", 3)
