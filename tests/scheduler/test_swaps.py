@@ -191,7 +191,7 @@ async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_wh
         assert not await beaten(dispatcher, "second")
         clock.advance(2.0)
         record = await dispatcher.scheduler.queue.load(request)
-        assert dispatcher.scheduler.until_loaded(record) is not None
+        assert dispatcher.scheduler.awaited(record) == ("loading", 1.0)
         assert await beaten(dispatcher, "second") == "first"
         assert await beaten(dispatcher, "second") == "first"  # while what runs ends
         assert await beaten(dispatcher, "") == "first"

@@ -17,7 +17,7 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
 from unfuse.core.plan import Params
-from unfuse.core.request import LOADING, Record, RequestContext
+from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -165,7 +165,8 @@ class Gateway(Observer):
         shown = request_object(
             record, base_of(request), self.scheduler.eta(record), evidence=evidence, prices=self.prices
         )
-        return shown if self.scheduler.until_loaded(record) is None else shown | {"state": LOADING}
+        state, until = self.scheduler.awaited(record)
+        return shown if until is None else shown | {"state": state}
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""

@@ -96,6 +96,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_memory: Mapping[str, int]
     means: Means
     slots: Slots
+    asleep: Mapping[str, int]
     resources: Mapping[str, int]
     limits: Limits
     encoder_cache: int
@@ -192,7 +193,8 @@ class Service:
         queue = queues.open(options.queue)
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.serve.order,
-            cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas,
+            cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas, asleep=options.asleep,
+            wake_limit=options.serve.wake_limit,
         )  # fmt: skip
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
         dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.serve.dispatch)
