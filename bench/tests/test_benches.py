@@ -18,6 +18,7 @@ from bench import (
     arrivals,
     chat,
     costs,
+    flexible,
     gpu,
     grammar,
     growth,
@@ -313,3 +314,11 @@ def test_health_is_asked_for_beside_streams_and_large_bodies(tmp_path: Path, mon
         asyncio.run(http_edge.streams(port, http_edge.waiting(port)))
         for kind in http_edge.LOADS[1:]:
             asyncio.run(http_edge.bodies(port, kind))
+
+
+def test_a_burst_is_made_by_fixed_workers_and_by_flexible_ones() -> None:
+    fixed, flexible_ones = (
+        flexible.burst(flexible.SIDES[side], (0.02, 0.06, 0.08), 0.5, 6) for side in ("fixed 1 + 2 + 1", "flexible")
+    )
+    assert fixed.keys() == flexible_ones.keys()
+    assert (fixed["swaps"], 0 < float(str(fixed["utilisation"])) < 1) == (0, True)

@@ -75,7 +75,6 @@ class Costs(Observer):
         self._learned: dict[str, None] = {}
         self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self.woken: dict[str, Waking] = {}
-        """The last waking of each declared pool."""
         if saved and saved.exists():
             try:
                 found = msgspec.json.decode(saved.read_bytes(), type=_Saved)

@@ -232,8 +232,8 @@ def timed_out(
     if context.over or (waking.due(context, wake_limit) or queue_now) > queue_now:
         return None
     draft = Draft(context, wall)
-    asleep = ", ".join(sorted({stage.pool for stage in waking.asleep(context)}))
-    why = f"; {asleep} slept, and was not awake within the {wake_limit:.0f} s of --wake-limit" if asleep else ""
+    asleep = [stage.pool for stage in context.plan.stages if context.stages[stage.name].sleeps]
+    why = f"; {asleep[0]} slept, and was not awake within the {wake_limit:.0f} s of --wake-limit" if asleep else ""
     draft.error = ErrorInfo("expired", f"the request was not complete at its deadline: allow it more time{why}")
     return draft.end("expired")
 

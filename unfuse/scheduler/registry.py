@@ -39,6 +39,8 @@ class Registry:
         """The models that were admitted while schedulers ran."""
         self.may_sleep: Mapping[str, int] = {}
         """Roles whose workers may be away, for models declared here, with the slots that they would have."""
+        self.wake_limit = 0.0
+        """The most seconds that a deadline moves while they come."""
 
     async def workers(self) -> Sequence[Member]:
         """Workers heard of within a lease time."""

@@ -55,8 +55,7 @@ class Scheduler:
 
     `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
     outputs of up to `cache_bytes` serve other requests too. What stages take is kept in the file `costs`, if any. What
-    can never fit the `arenas` is refused. Workers of roles `asleep` may be away, with so many slots; deadlines move by
-    the time until they come, up to `wake_limit` seconds.
+    can never fit the `arenas` is refused. See the registry for roles that are `asleep`, and the `wake_limit`.
     """
 
     def __init__(
@@ -82,12 +81,12 @@ class Scheduler:
         self._order: Order = order
         self._costs, self._arenas, self.in_flight = Costs(costs, self.clock), arenas or Arenas(), InFlight()
         self.registry = Registry(queue, lease_ttl, cards)
-        self.registry.may_sleep = asleep or {}
+        self.registry.may_sleep, self.registry.wake_limit = asleep or {}, wake_limit
         self._costs.workers = self.registry.known
         self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
         self._background = Supervisor()
         self.observers = Observers[Observer](self._background)
-        self._transitions = Transitions(queue, self.registry, self.clock, self.observers, wake_limit)
+        self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
         self._single_flight = SingleFlight(self._transitions, self._cache, self._background)
         self.upkeep = Upkeep(

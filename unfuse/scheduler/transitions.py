@@ -29,14 +29,10 @@ Decide = Callable[[Record, float], Change | None]
 class Transitions:
     """Applies what is decided of a queue's requests, and tells the observers of each that is over by that.
 
-    Every task is queued with the room that was learned for it, where somebody is. Deadlines move for pools that sleep,
-    by `wake_limit` seconds at most.
+    Every task is queued with the room that was learned for it, where somebody is.
     """
 
-    def __init__(
-        self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer], wake_limit: float
-    ) -> None:
-        self.wake_limit = wake_limit
+    def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
         self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
         self.output_sizes = OutputSizes()
 
@@ -84,10 +80,8 @@ class Transitions:
 
     async def settled(self, record: Record) -> Record:
         """The request once its tasks wait where somebody is, and it is said which pools it wakes."""
-        registry, limit = self.registry, self.wake_limit
+        who = self.registry
+        asleep, limit = who.asleep(), who.wake_limit
         return await self.apply_if_due(
-            record,
-            lambda record, wall: lifecycle.moved(
-                record.context, registry.home, wall, record.running, registry.asleep(), limit
-            ),
+            record, lambda now, wall: lifecycle.moved(now.context, who.home, wall, now.running, asleep, limit)
         )

@@ -59,7 +59,6 @@ class Upkeep(Observer):
         self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
         self._single_flight = single_flight
         self._deadlines: dict[str, tuple[float, Callable[[], object]]] = {}
-        self._wake_limit = transitions.wake_limit
         self._has_learned = False
 
     def start(self) -> None:
@@ -77,7 +76,10 @@ class Upkeep(Observer):
 
     def arm(self, context: RequestContext, now: float) -> None:
         """End a request at its deadline, if it has one and is not over then; `now` is the queue's time."""
-        due, (known, withdraw) = waking.due(context, self._wake_limit), self._deadlines.get(context.id, NO_ALARM)
+        due, (known, withdraw) = (
+            waking.due(context, self._registry.wake_limit),
+            self._deadlines.get(context.id, NO_ALARM),
+        )
         if due is not None and due != known and not context.over:
             withdraw()
             end = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
@@ -115,7 +117,7 @@ class Upkeep(Observer):
     async def expire(self, request: str) -> None:
         """End a request whose deadline has come, unless that was moved meanwhile."""
         self._deadlines.pop(request, None)
-        now, limit = await self._queue.now(), self._wake_limit
+        now, limit = await self._queue.now(), self._registry.wake_limit
         with suppress(NotFound):
             record, _ = await self._transitions.apply(
                 request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, limit)

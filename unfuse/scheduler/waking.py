@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from unfuse.core.plan import PlannedStage
 from unfuse.core.pool import declared
 from unfuse.core.request import RequestContext, StageState, Waking
 
@@ -46,14 +45,12 @@ def due(context: RequestContext, limit_s: float) -> float | None:
 
 def until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float) -> float | None:
     """Predicted seconds until the pools that a request waits for are awake, by what that `took`; None if for none."""
-    began = {declared(stage.pool): context.stages[stage.name].slept[0] for stage in asleep(context)}
-    usual = {pool: took[pool][1] - took[pool][0] if pool in took else USUAL_S for pool in began}
-    return max((max(0.0, since + usual[pool] - wall) for pool, since in began.items()), default=None)
-
-
-def asleep(context: RequestContext) -> list[PlannedStage]:
-    """The stages of a request that wait for a pool which sleeps."""
-    return [stage for stage in context.plan.stages if context.stages[stage.name].sleeps and not context.over]
+    left: list[float] = []
+    for stage in () if context.over else context.plan.stages:
+        if (state := context.stages[stage.name]).sleeps:
+            began, ended = took.get(declared(stage.pool), (0.0, USUAL_S))
+            left.append(max(0.0, state.slept[0] + ended - began - wall))
+    return max(left, default=None)
 
 
 def _moved(stages: Mapping[str, StageState], limit_s: float) -> float:

@@ -178,7 +178,7 @@ class Service:
             started(f"http://{host}:{port}")
             try:
                 await first(asyncio.shield(serving), self._stop.wait(), _raise(launcher.failed))
-                await self._drain(scheduler)
+                await self._drain(scheduler, gateway)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
                 await crews.stop(0 if self._stop_now.is_set() else serve.drain_timeout)
@@ -256,14 +256,16 @@ class Service:
         models = tuple(model.card.name for model in planned.models)
         return specs_of(planned, options.means.cores, options.slots, told, environment, models)
 
-    async def _drain(self, scheduler: Scheduler) -> None:
-        """Wait for accepted requests, unless the queue is shared: then other schedulers serve them."""
-        scheduler.draining = True
-        if scheduler.queue.shared:
-            return
+    async def _drain(self, scheduler: Scheduler, gateway: Gateway) -> None:
+        """Wait for accepted requests; where other schedulers serve them too, for those that callers here wait for."""
+        scheduler.draining, queue = True, scheduler.queue
+
+        async def is_awaited() -> bool:
+            return gateway.waiting > 0 if queue.shared else bool(await queue.list(Filter(over=False), limit=1))
+
         with contextlib.suppress(TimeoutError, TransientError):
             async with asyncio.timeout(self._options.serve.drain_timeout):
-                while await scheduler.queue.list(Filter(over=False), limit=1) and not self._stop_now.is_set():
+                while await is_awaited() and not self._stop_now.is_set():
                     await asyncio.sleep(DRAIN_CHECK_S)
 
 
