@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bench import (
     arrivals,
+    beats,
     chat,
     costs,
     flexible,
@@ -322,3 +323,9 @@ def test_a_burst_is_made_by_fixed_workers_and_by_flexible_ones() -> None:
     )
     assert fixed.keys() == flexible_ones.keys()
     assert (fixed["swaps"], 0 < float(str(fixed["utilisation"])) < 1) == (0, True)
+
+
+def test_heartbeats_and_looks_at_workers_cost_something() -> None:
+    with redis_server() as server:
+        found = asyncio.run(beats.costs(server.url, server.pid, 3, 20))
+    assert len(found) == 4 and found["a heartbeat: scheduler ms"]
