@@ -149,8 +149,9 @@ class TestReadingAhead:
             return
 
         going = asyncio.create_task(swapping.to("denoiser", executor, withdraw, idle))  # type: ignore[arg-type]
-        while not asked:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not asked:
+                await asyncio.sleep(0.01)
         assert executor.swapped == []
         idle.set()
         await going

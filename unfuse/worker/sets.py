@@ -90,7 +90,7 @@ class Swapping:
         """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
         if executor and executor.ready:
             self.under_way &= self.holds != ""
-            self._read, (self.holds, self.load_s) = "", executor.loaded
+            self.holds, self.load_s = executor.loaded
 
     async def ahead(self, name: str) -> None:
         """Have the kernel read the weights of the next set into the page cache, as far as there is room, once."""
