@@ -16,8 +16,10 @@ from torch import Tensor
 
 from bench import (
     arrivals,
+    beats,
     chat,
     costs,
+    flexible,
     gpu,
     grammar,
     growth,
@@ -321,3 +323,17 @@ def test_health_is_asked_for_beside_streams_and_large_bodies(tmp_path: Path, mon
         asyncio.run(http_edge.streams(port, http_edge.waiting(port)))
         for kind in http_edge.LOADS[1:]:
             asyncio.run(http_edge.bodies(port, kind))
+
+
+def test_a_burst_is_made_by_fixed_workers_and_by_flexible_ones() -> None:
+    fixed, flexible_ones = (
+        flexible.burst(flexible.SIDES[side], (0.02, 0.06, 0.08), 0.5, 6) for side in ("fixed 1 + 2 + 1", "flexible")
+    )
+    assert fixed.keys() == flexible_ones.keys()
+    assert (fixed["swaps"], 0 < float(str(fixed["utilisation"])) < 1) == (0, True)
+
+
+def test_heartbeats_and_looks_at_workers_cost_something() -> None:
+    with redis_server() as server:
+        found = asyncio.run(beats.costs(server.url, server.pid, 3, 20))
+    assert len(found) == 4 and found["a heartbeat: scheduler ms"]

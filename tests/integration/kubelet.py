@@ -150,8 +150,7 @@ class Pod:
     def _valued(self, source: Object) -> str:
         if key := source.get("secretKeyRef"):
             return self._node.secret(key["name"], key["key"]).decode()
-        assert source == {"fieldRef": {"fieldPath": "status.podIP"}}
-        return self.address
+        return {"status.podIP": self.address, "metadata.name": self.called}[source["fieldRef"]["fieldPath"]]
 
     def _here(self, text: str, container: Object) -> str:
         """A word of the pod with paths and addresses of this machine."""

@@ -226,6 +226,17 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
         assert scaled in chart("split").of("StatefulSet")
 
 
+def test_a_pool_that_may_sleep_is_said_to_and_deadlines_wait_for_two_cold_starts() -> None:
+    """The server's own flags come last, and so go before what is worked out here."""
+    split, hpa, other = (
+        next(iter(objects.of("Deployment").values()))["spec"]["template"]["spec"]["containers"][0]["args"]
+        for objects in (chart("split"), chart("hpa"), made(LEAST | {"workers": [POOL | {"autoscaling": TO_ZERO}]}))
+    )
+    assert split[-3:] == ["--asleep=denoiser=2", "--wake-limit=1200", "--order=fair"]
+    assert not [flag for flag in hpa if "asleep" in flag or "wake" in flag]
+    assert other[-2:] == ["--asleep=all=2", "--wake-limit=600"]
+
+
 def test_a_pool_may_be_scaled_by_another_question() -> None:
     query = 'sum(max by (pool) (unfuse_queue_size{namespace="a"}))'
     pool = POOL | {"autoscaling": TO_ZERO | {"query": query, "seconds": 1000000}}

@@ -142,9 +142,10 @@ def test_every_alert_has_its_part_of_the_runbook_and_every_part_an_alert() -> No
 
 def without_worker(server: Server) -> set[str]:
     """The pools for which UnfusePoolWithoutWorker would be pending."""
-    assert ALERTS["UnfusePoolWithoutWorker"]["expr"] == "sum by (pool) (unfuse_worker_idle + unfuse_worker_active) == 0"
+    names = "unfuse_worker_idle", "unfuse_worker_active", "unfuse_pool_asleep"
+    assert ALERTS["UnfusePoolWithoutWorker"]["expr"] == f"sum by (pool) ({' + '.join(names)}) == 0"
     found: dict[str, float] = {}
-    for name in ("unfuse_worker_idle", "unfuse_worker_active"):
+    for name in names:
         for sample in scraped(server)[name].samples:
             found[sample.labels["pool"]] = found.get(sample.labels["pool"], 0.0) + sample.value
     return {pool.partition(":")[0] for pool, count in found.items() if count == 0}

@@ -20,12 +20,12 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Member
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.backpressure import AHEAD, Backpressure
+from unfuse.scheduler.backpressure import AHEAD, Backpressure, ordinal
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.virtual_time import in_virtual_time
+from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 MIB = 1 << 20
 ARENA = 256 * MIB
@@ -42,6 +42,36 @@ BIG = msgspec.structs.replace(
 
 def member(identity: str, *pools: str, slots: int = 1) -> Member:
     return Member(msgspec.structs.replace(info(identity, *pools), slots=slots, room=ARENA), (), 0.0)
+
+
+@in_virtual_time
+async def test_of_free_workers_the_one_that_would_be_taken_away_first_gets_work_last() -> None:
+    """Given pods of one StatefulSet that all wait, the last one for longest, then each task goes to the lowest that is
+    free, whatever holds fewer tasks first, and where taking turns is asked for nothing of that is so."""
+    for dispatch, served in (
+        ("locality", ["pod-2", "pod-10", "pod-11"]),
+        ("round_robin", ["pod-11", "pod-10", "pod-2"]),
+    ):
+        clock = VirtualClock()
+        scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=clock)
+        dispatcher, asks = Dispatcher(scheduler, [], Places("memory"), dispatch=dispatch), {}  # type: ignore[arg-type]
+        for name in ("pod-11", "pod-10", "pod-2"):
+            worker = msgspec.structs.replace(info(name, ENCODE), node=name)
+            await dispatcher.answer(name.encode(), Hello(worker, (CARD,)))
+            asks[name] = asyncio.create_task(dispatcher.answer(name.encode(), Ask(1, None, 5.0)))
+            await asyncio.sleep(0.01)
+        found = []
+        for seed in range(3):
+            await scheduler.submit(*asking(CARD, params(seed)))
+            done, _ = await asyncio.wait(asks.values(), return_when=asyncio.FIRST_COMPLETED)
+            found += [name for name in [*asks] if asks[name] in done and asks.pop(name)]
+        assert found == served
+        await scheduler.close()
+
+
+def test_a_name_without_a_number_says_nothing_of_who_goes_and_a_number_less_than_a_task() -> None:
+    assert [ordinal(name) for name in ("0123", "node-a", "u-dit-0", "u-dit-7")] == [0.0, 0.0, 0.0, 0.007]
+    assert ordinal("u-dit-5000") < 1
 
 
 class TestWhatAWorkerMayTake:
@@ -101,7 +131,7 @@ class TestWhatAWorkerMayTake:
         flow, ask = Backpressure.of([CARD], []), Ask(3, None, 0.0, affinity="size")
         told = {name: flow.wanted(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")}
         assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
-            "locality": ("node-1", "size", 1.0),
+            "locality": ("node-1", "size", 1.001),
             "round_robin": ("", "", 0.0),
             "max_free_slots": ("", "", -3.0),
         }

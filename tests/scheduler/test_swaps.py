@@ -191,7 +191,7 @@ async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_wh
         assert not await beaten(dispatcher, "second")
         clock.advance(2.0)
         record = await dispatcher.scheduler.queue.load(request)
-        assert dispatcher.scheduler.until_loaded(record) is not None
+        assert dispatcher.scheduler.awaited(record) == ("loading", 1.0)
         assert await beaten(dispatcher, "second") == "first"
         assert await beaten(dispatcher, "second") == "first"  # while what runs ends
         assert await beaten(dispatcher, "") == "first"
@@ -226,3 +226,19 @@ async def test_who_has_something_to_do_is_not_idle() -> None:
             clock.advance(0.9)
             dispatcher.scheduler.swaps.worked("worker-1")
             assert not await beaten(dispatcher, "second")
+
+
+async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_told_of_ahead() -> None:
+    """Given a worker whose set has work and has not stayed for long, when another set has waited long enough, then it
+    is told of that one a load before it is to load it, and not before."""
+    async with dispatching() as (dispatcher, clock, _):
+        await submit(dispatcher)
+        clock.advance(2.0)
+        told: list[tuple[str, str]] = []
+        for _ in range(11):
+            dispatcher.scheduler.swaps.worked("worker-1")
+            pulse = await dispatcher.answer(b"peer", Beat(holds="second", load_s=1.0))
+            assert isinstance(pulse, Pulse)
+            told.append((pulse.load, pulse.soon))
+            clock.advance(1.0)
+        assert told == [("", "")] * 8 + [("", "first"), ("first", "first"), ("first", "")]

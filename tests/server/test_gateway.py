@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -15,18 +16,50 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from tests.core.graphs import object_for
+from tests.scheduler.model import CARD, params
 from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, until
-from unfuse import __version__
+from tools.asking import asking
+from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
 from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent
 from unfuse.core.request import Timings
 from unfuse.queues.base import Limits
 from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.errors import Refusal
+from unfuse.server.gateway import Gateway
+from unfuse.stores.results import open_results
 from unfuse.testing.queue_samples import wanted
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle"}
 ASYNC = {"prefer": "respond-async"}
+
+
+async def cut_short(tmp_path: Path, draining: bool) -> BaseException | None:
+    """What a caller that waits for a result ends with, whose answer the HTTP server cuts short."""
+    scheduler = Scheduler(queues.open("memory:"), cards=[CARD])
+    gateway = Gateway(scheduler, open_results(f"disk:{tmp_path}"))
+    record = await scheduler.submit(*asking(CARD, params()))
+    waiting = asyncio.create_task(gateway.completed(record.context.id))
+    await asyncio.sleep(0)
+    assert gateway.waiting == 1
+    scheduler.draining = draining
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await scheduler.close()
+    assert gateway.waiting == 0
+    return None if waiting.cancelled() else waiting.exception()
+
+
+async def test_who_waits_at_a_server_that_ends_is_told_to_come_again_and_nobody_else_is(tmp_path: Path) -> None:
+    assert await cut_short(tmp_path, draining=False) is None
+    told = await cut_short(tmp_path, draining=True)
+    assert isinstance(told, Refusal) and (told.status, told.code, told.headers) == (
+        503,
+        "stopping",
+        {"retry-after": "2"},
+    )
 
 
 @pytest.fixture

@@ -49,13 +49,16 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
     roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
 
     async def told(*pools: str) -> list[str]:
-        page = (await metrics.page(queue, [], pools, roles)).decode().splitlines()
-        return [line for line in page if line.startswith(("unfuse_role_predicted", "unfuse_queue_size{"))]
+        page = (await metrics.page(queue, [], pools, roles, ["p"])).decode().splitlines()
+        return [
+            line for line in page if line.startswith(("unfuse_role_predicted", "unfuse_queue_size{", "unfuse_pool_a"))
+        ]
 
     of_role = 'unfuse_role_predicted_seconds{component="transformer",role="denoiser"}'
     plan = planned(p=0.5).moved({"p": "p@1a2b"})
     await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], Limits())
     assert f"{of_role} 0.5" in await told("p@1a2b", "q")
+    assert 'unfuse_pool_asleep{outcome="1a2b",pool="p"} 1.0' in await told("p", "q")
     asleep = await told("p", "q")
     assert f"{of_role} 0.5" in asleep and 'unfuse_queue_size{outcome="1a2b",pool="p"} 1.0' in asleep
     assert 'unfuse_role_predicted_seconds{component="text_encoder",role="encoder"} 0.0' in asleep

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from tests.server.served import IDLE, Served, picture
+from tests.server.served import IDLE, Served, picture, serve
 from unfuse.core.errors import TransientError
 from unfuse.core.event import Event
+from unfuse.queues.base import Declaration
+from unfuse.scheduler.waking import USUAL_S
 from unfuse.server.requests import written
 from unfuse.server.sse import with_comments
 
@@ -165,6 +168,18 @@ async def test_a_stream_ends_whole_when_the_queue_cannot_be_read_and_can_be_take
 
     pieces = [piece async for piece in with_comments(written(happening()), comment_every=60)]
     assert [piece.splitlines()[0] for piece in pieces] == [b"id: 1"]
+
+
+def test_one_for_a_pool_that_sleeps_says_so_and_how_long_it_will(tmp_path: Path) -> None:
+    with serve(tmp_path, works=False) as served, httpx2.Client(base_url=served.url) as http:
+        asleep = dict.fromkeys(IDLE.pools().values(), 2)
+        served.run(served.scheduler.queue.declare("operator", Declaration((IDLE,), asleep)))
+        shown = submit(http, model=IDLE.name)
+        assert (shown["status"], shown["state"]) == ("queued", "waking")
+        assert USUAL_S - 60 < shown["eta_s"] - shown["cost"]["predicted_s"] <= USUAL_S
+        assert http.get("/ready").status_code == 200
+        http.post(f"/v1/requests/{shown['id']}/cancel")
+        assert http.get(f"/v1/requests/{shown['id']}").json()["state"] == "cancelled"
 
 
 async def test_a_stream_that_is_left_stops_listening() -> None:

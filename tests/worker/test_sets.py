@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from tests.integration.pictures import SHAPES
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.worker.test_executor import load
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
+from unfuse.core.plan import Choice, roles_of
 from unfuse.core.task import Lease, Task
+from unfuse.models import card_of
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.registration import Served
 from unfuse.worker.sets import Swapping, sets_of
@@ -73,6 +78,15 @@ def lease(pool: str) -> Lease:
     return Lease(Task("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
 
 
+def shapes(*roles: str, folder: Path = SHAPES) -> Swapping:
+    """A worker of the built-in model that has one of these roles at a time."""
+    card = card_of("shapes", SHAPES, "auto")
+    found = {role: frozenset(card.pools(Choice(roles_of(role))).values()) for role in roles}
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        loads = [replace(load(store, "/results"), models=(("shapes", str(folder), "auto"),))]  # type: ignore[arg-type]
+    return Swapping(found, loads, [card])
+
+
 async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_meets_it() -> None:
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         loads = [load(store, "/results")]  # type: ignore[arg-type]
@@ -100,3 +114,52 @@ async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_
         swapping.loaded(executor)  # type: ignore[arg-type]
         assert (swapping.under_way, swapping.holds, swapping.load_s) == (False, "second", 2.0)
         assert swapping.fits(lease(DENOISE))
+
+
+class TestReadingAhead:
+    """The kernel is asked for the files of a set, which it may read while another set still works."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        found: list[str] = []
+
+        def ask(file: int, offset: int, length: int, advice: int) -> None:
+            path = Path(f"/proc/self/fd/{file}").readlink()
+            assert (offset, length, advice) == (0, 0, os.POSIX_FADV_WILLNEED)
+            found.append(path.relative_to(SHAPES).as_posix())
+
+        monkeypatch.setattr(os, "posix_fadvise", ask)
+        return found
+
+    async def test_files_of_the_set_that_is_likely_to_be_next_are_asked_for_once(self, asked: list[str]) -> None:
+        swapping = shapes("encoder", "denoiser")
+        await swapping.ahead("denoiser")
+        await swapping.ahead("denoiser")
+        assert asked == ["transformer/diffusion_pytorch_model.safetensors"]
+        await swapping.ahead("nothing")
+        assert len(asked) == 1
+
+    async def test_those_of_the_set_that_is_loaded_are_asked_for_as_long_as_what_runs_takes(
+        self, asked: list[str]
+    ) -> None:
+        """Given tasks that run, when another set is to be loaded, then its files are asked for before they end."""
+        swapping, executor, idle = shapes("encoder", "denoiser"), Executed(), asyncio.Event()
+
+        async def withdraw() -> None:
+            return
+
+        going = asyncio.create_task(swapping.to("denoiser", executor, withdraw, idle))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            while not asked:
+                await asyncio.sleep(0.01)
+        assert executor.swapped == []
+        idle.set()
+        await going
+        executor.ready = True
+        swapping.loaded(executor)  # type: ignore[arg-type]
+        await swapping.ahead("encoder")
+        assert [name.partition("/")[0] for name in asked] == ["transformer", "text_encoder"]
+
+    async def test_what_cannot_be_read_is_left_to_loading(self, asked: list[str], tmp_path: Path) -> None:
+        await shapes("encoder", "denoiser", folder=tmp_path).ahead("denoiser")
+        assert asked == []

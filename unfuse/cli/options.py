@@ -33,7 +33,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     WORKERS: (
         "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "serve.slots",
-        "serve.launcher", "arena.bytes", "kv.bytes", "lease.", "worker.",
+        "serve.launcher", "serve.asleep", "arena.bytes", "kv.bytes", "lease.", "worker.",
     ),
     MACHINES: (
         "serve.listen", "insecure_listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler",
@@ -42,7 +42,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     COMPUTING: ("compute.", "serve.feature_cache"),
     QUEUEING: (
         "serve.max_", "serve.order", "serve.dispatch", "serve.drain_timeout", "serve.image_timeout",
-        "serve.video_timeout",
+        "serve.video_timeout", "serve.wake_limit",
     ),
     LOGGING: ("log.",),
 }  # fmt: skip

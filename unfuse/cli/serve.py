@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     "serve.results_limit", "serve.retention_s", "serve.price",
     "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
-    "lease.stall_s", "serve.slots", "worker.resources", "serve.launcher", "serve.image_timeout", "serve.video_timeout",
-    "serve.max_active", "serve.max_queue", "serve.max_cost",
+    "lease.stall_s", "serve.slots", "serve.asleep", "worker.resources", "serve.launcher", "serve.image_timeout",
+    "serve.video_timeout", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.wake_limit",
     "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
     "serve.strict_params", "serve.on_disconnect", "serve.reuse_results", "serve.drain_timeout",
 )  # fmt: skip

@@ -338,13 +338,14 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
 
     `lost` are ids of single objects that may be. `load` names the set of weights to load in the place of another one
-    ("": none). To Steps and Append it has the claims alone.
+    ("": none), `soon` one that is likely to be next. To Steps and Append it has the claims alone.
     """
 
     ended: tuple[Claim, ...]
     over: tuple[str, ...]
     lost: tuple[str, ...] = ()
     load: str = ""
+    soon: str = ""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

@@ -15,8 +15,11 @@ from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
 
 RequestStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
-LOADING = "loading"
-"""The state of a request that waits for its model to be loaded; its status is that of any request that waits."""
+Awaiting = Literal["loading", "waking"]
+"""The state of a request that waits for its model to be loaded, or for workers of a pool that slept."""
+
+Waking = tuple[float, float]
+"""When somebody began to wait for a pool that slept, and when its workers came (0: not yet), in Unix seconds."""
 
 TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
 
@@ -79,7 +82,7 @@ class StageState(msgspec.Struct, frozen=True):
     the task must run with no other, because several ran when a compute process died. `checkpoint` is the saved state
     after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
     `leased_s` seconds. It waits for what another request encodes, which it `follows`. `lost` is the id of the last
-    output that was given up: nobody reads it any more, though its owner may still have it.
+    output that was given up: nobody reads it any more, though its owner may still have it. Its pool `slept`.
     """
 
     status: TaskStatus = "waiting"
@@ -99,6 +102,12 @@ class StageState(msgspec.Struct, frozen=True):
     leased_s: float = 0.0
     follows: str = ""
     lost: str = ""
+    slept: Waking = (0.0, 0.0)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it still waits for a pool to wake."""
+        return self.slept[0] > 0 and not self.slept[1]
 
 
 class Webhook(msgspec.Struct, frozen=True):

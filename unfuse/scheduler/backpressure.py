@@ -117,5 +117,11 @@ class Backpressure(msgspec.Struct, frozen=True):
             ask.above,
             near=worker.node if local else "",
             affinity=ask.affinity if local else "",
-            rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)),
+            rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)) + local * ordinal(worker.node),
         )
+
+
+def ordinal(node: str) -> float:
+    """A share of a rank, by the number that the node's name ends in: who would be taken away first gets work last."""
+    number = node.rpartition("-")[2]
+    return min(int(number), 999) / 1000 if "-" in node and number.isdecimal() else 0.0

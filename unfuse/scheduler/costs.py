@@ -23,9 +23,10 @@ from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.pool import declared
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import Record, RequestContext, Waking
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.time_model import TimeModel
+from unfuse.scheduler.waking import last_waking
 from unfuse.supervision.clock import SystemClock
 
 UNMEASURED_S = 1e-7
@@ -51,11 +52,12 @@ log = structlog.get_logger(__name__)
 
 
 class _Saved(msgspec.Struct):
-    """The file: ids of requests, and what was measured, by pool and device."""
+    """The file: ids of requests, what was measured by pool and device, the last waking of each declared pool."""
 
     version: Literal[1]
     learned: list[str]
     times: dict[str, dict[str, list[tuple[tuple[Some, Some], Annotated[list[tuple[int, Some]], Meta(min_length=1)]]]]]
+    woken: dict[str, Waking] = {}
 
 
 class Costs(Observer):
@@ -72,13 +74,14 @@ class Costs(Observer):
         self._models: dict[str, dict[str, TimeModel]] = {}
         self._learned: dict[str, None] = {}
         self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self.woken: dict[str, Waking] = {}
         if saved and saved.exists():
             try:
                 found = msgspec.json.decode(saved.read_bytes(), type=_Saved)
             except (OSError, msgspec.MsgspecError) as error:
                 log.warning("what stages take has to be learned again", file=str(saved), reason=str(error))
                 return
-            self._learned = dict.fromkeys(found.learned)
+            self._learned, self.woken = dict.fromkeys(found.learned), found.woken
             for pool, devices in found.times.items():
                 self._models[pool] = {device: TimeModel(times) for device, times in devices.items()}
 
@@ -92,7 +95,7 @@ class Costs(Observer):
             times = {
                 pool: {name: list(model.times.items()) for name, model in devices.items()} for pool, devices in models
             }
-            data = msgspec.json.encode(_Saved(1, list(self._learned), times))
+            data = msgspec.json.encode(_Saved(1, list(self._learned), times, self.woken))
             await asyncio.to_thread(_write, self._path, data)
 
     def learn(self, context: RequestContext) -> None:
@@ -106,7 +109,9 @@ class Costs(Observer):
         if len(self._learned) > LEARNED:
             del self._learned[next(iter(self._learned))]
         for stage in context.plan.stages:
-            state = context.stages[stage.name]
+            state, name = context.stages[stage.name], declared(stage.pool)
+            if state.slept[1]:
+                self.woken[name] = last_waking(self.woken.get(name), state.slept)
             timings, worker = state.timings, self.workers.get(state.worker)
             seconds = timings.run_s / max(1.0, timings.batch)
             if all(stage.work) and state.attempt and LEAST_S <= seconds <= MOST_S:

@@ -307,13 +307,13 @@ class Dispatcher(Observer):
         own = [claim for claim in beat.claims if await self._owns(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
         peer.claims &= held
-        load = await self.scheduler.swaps.next(worker, bool(held))
+        load, soon = await self.scheduler.swaps.next(worker, bool(held))
         ended = tuple(claim for claim in beat.claims if claim not in held)
         over = await self.scheduler.over(beat.holding)
         if not (ended or over or load):
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
-        return messages.Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load)
+        return messages.Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load, soon)
 
     async def _report(
         self,

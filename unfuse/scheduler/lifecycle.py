@@ -8,7 +8,8 @@ LeaseLost, unless it repeats the one that completed its stage, and everything el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +21,7 @@ from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Change, ErrorInfo, RequestContext, Running, StageState
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.storable import EXACT
+from unfuse.scheduler import waking
 from unfuse.scheduler.draft import Draft
 
 BEGUN = ("queued", "announced")
@@ -223,12 +225,16 @@ def left(context: RequestContext, wall: float) -> Change | None:
     return Draft(fewer, wall).end("cancelled") if fewer.abandoned else Draft(fewer, wall).change(None, context.status)
 
 
-def timed_out(context: RequestContext, wall: float) -> Change | None:
-    """Its deadline has passed. None if it is over."""
-    if context.over:
+def timed_out(
+    context: RequestContext, wall: float, queue_now: float = math.inf, wake_limit: float = 0.0
+) -> Change | None:
+    """Its deadline has passed. None if it is over, or its deadline was moved, or moves: it waits for a pool to wake."""
+    if context.over or (waking.due(context, wake_limit) or queue_now) > queue_now:
         return None
     draft = Draft(context, wall)
-    draft.error = ErrorInfo("expired", "the request was not complete at its deadline: allow it more time")
+    asleep = [stage.pool for stage in context.plan.stages if context.stages[stage.name].sleeps]
+    why = f"; {asleep[0]} slept, and was not awake within the {wake_limit:.0f} s of --wake-limit" if asleep else ""
+    draft.error = ErrorInfo("expired", f"the request was not complete at its deadline: allow it more time{why}")
     return draft.end("expired")
 
 
@@ -273,18 +279,21 @@ def placed(change: Change, home: Callable[[str], str]) -> Change:
 
 
 def moved(
-    context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[Running] = ()
-) -> Change | None:
-    """Tasks that wait in vain go where they are at home, as the attempt that they are; None if none does.
+    context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[Running] = (),
+    asleep: Collection[str] = (), wake_limit: float = 0.0,
+) -> Change | None:  # fmt: skip
+    """Tasks that wait in vain go where they are at home, as the attempt that they are; so do those whose place moved
+    with the deadline, because a pool slept. None if nothing of that is so.
 
     What runs is left alone.
     """
-    leased = {run.stage for run in running}
+    leased, awaits = {run.stage for run in running}, waking.waiting(context, asleep, wall, wake_limit)
     waiting = [stage for stage in context.plan.stages if context.stages[stage.name].status == "queued"]
-    strays = [stage.name for stage in waiting if stage.name not in leased and home(stage.pool) != stage.pool]
-    if context.over or not strays:
+    moves = [stage for stage in waiting if home(stage.pool) != stage.pool or awaits.order != context.order]
+    strays = [stage.name for stage in moves if stage.name not in leased]
+    if context.over or (awaits is context and not strays):
         return None
-    draft = Draft(context, wall)
+    draft = Draft(awaits, wall)
     for name in strays:
         before = context.stages[name]
         draft.move(name, "waiting", attempt=before.attempt - 1)

@@ -9,6 +9,7 @@ import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration, Member, TaskQueue
@@ -36,6 +37,10 @@ class Registry:
         """Every registered worker by id, those that were silent lately too."""
         self.admitted = set[str]()
         """The models that were admitted while schedulers ran."""
+        self.may_sleep: Mapping[str, int] = {}
+        """Roles whose workers may be away, for models declared here, with the slots that they would have."""
+        self.wake_limit = 0.0
+        """The most seconds that a deadline moves while they come."""
 
     async def workers(self) -> Sequence[Member]:
         """Workers heard of within a lease time."""
@@ -93,13 +98,18 @@ class Registry:
 
     async def declare(self, cards: Sequence[ModelCard]) -> None:
         """Have every scheduler of the queue know of these models, whoever serves them."""
-        await self._queue.declare("serve", Declaration(tuple(cards)))
+        await self._queue.declare("serve", self._declaration(cards))
         for name in (await self.gone()).intersection(card.name for card in cards):
             await self.withdraw(name)
 
     async def admit(self, card: ModelCard) -> None:
         """Have every scheduler of the queue serve this model too."""
-        await self._queue.declare(ADMITTED + card.name, Declaration((card,)))
+        await self._queue.declare(ADMITTED + card.name, self._declaration([card]))
+
+    def _declaration(self, cards: Sequence[ModelCard]) -> Declaration:
+        roles = ((Choice(roles_of(role)), slots) for role, slots in self.may_sleep.items())
+        asleep = {pool: slots for role, slots in roles for card in cards for pool in card.pools(role).values()}
+        return Declaration(tuple(cards), asleep)
 
     async def dismiss(self, name: str) -> None:
         """Have no scheduler of the queue serve this model any more, until it is admitted or declared again."""

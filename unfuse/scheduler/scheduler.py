@@ -17,12 +17,12 @@ from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Allowance, Asked, Change, Record, RequestContext, Webhook, Who, new_request_id
+from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.storable import EXACT
 from unfuse.queues.wanted import Wanted
-from unfuse.scheduler import lifecycle
+from unfuse.scheduler import lifecycle, waking
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
@@ -55,7 +55,7 @@ class Scheduler:
 
     `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
     outputs of up to `cache_bytes` serve other requests too. What stages take is kept in the file `costs`, if any. What
-    can never fit the `arenas` is refused.
+    can never fit the `arenas` is refused. See the registry for roles that are `asleep`, and the `wake_limit`.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Scheduler:
         cache_bytes: int = 0,
         costs: Path | None = None,
         arenas: Arenas | None = None,
+        asleep: Mapping[str, int] | None = None,
+        wake_limit: float = 0.0,
     ) -> None:
         self.queue, self.lease_ttl = queue, lease_ttl
         self.draining = False
@@ -79,6 +81,7 @@ class Scheduler:
         self._order: Order = order
         self._costs, self._arenas, self.in_flight = Costs(costs, self.clock), arenas or Arenas(), InFlight()
         self.registry = Registry(queue, lease_ttl, cards)
+        self.registry.may_sleep, self.registry.wake_limit = asleep or {}, wake_limit
         self._costs.workers = self.registry.known
         self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
         self._background = Supervisor()
@@ -190,8 +193,8 @@ class Scheduler:
             self.observers.tell(Observer.submitted, record.context)
             self.observers.tell(Observer.looked_up, len(hits) + len(leaders), misses - len(leaders))
             self._single_flight.submitted(record.context)
+            record = await self._transitions.settled(record)
             self.upkeep.arm(record.context, now)
-            return await self._transitions.settled(record)
         return record
 
     async def _chosen(self, wanted: Mapping[str, tuple[str, Work]]) -> dict[str, str]:
@@ -328,16 +331,18 @@ class Scheduler:
 
     def eta(self, record: Record) -> float | None:
         """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
-        loading, own = self.until_loaded(record), self._costs.eta(record)
-        return own if loading is None else loading + (own or record.context.cost)
+        (_, until), own = self.awaited(record), self._costs.eta(record)
+        return own if until is None else until + (own or record.context.cost)
 
-    def until_loaded(self, record: Record) -> float | None:
-        """Predicted seconds until all that a request still needs is loaded somewhere; None if it is, or it runs."""
+    def awaited(self, record: Record) -> tuple[Awaiting, float | None]:
+        """What a request waits for beside its turn, and the predicted seconds until then; None if for nothing."""
         context = record.context
-        if context.over or record.running:
-            return None
+        until = waking.until_awake(context, self._costs.woken, self.clock.wall())
+        if until is not None or context.over or record.running:
+            return "waking", until
         left = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}
-        return max((seconds for pool in left if (seconds := self.swaps.until_loaded(pool)) is not None), default=None)
+        loads = (seconds for pool in left if (seconds := self.swaps.until_loaded(pool)) is not None)
+        return "loading", max(loads, default=None)
 
     async def over(self, names: Sequence[str]) -> list[str]:
         """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""

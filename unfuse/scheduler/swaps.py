@@ -79,23 +79,26 @@ class Swaps:
         if held := self._held.get(worker):
             held.worked_at = self._clock.now()
 
-    async def next(self, worker: WorkerInfo, works: bool) -> str:
-        """The set that a worker, which has tasks if it `works`, should load in the place of its own; "" for none."""
+    async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
+        """The set that a worker, which has tasks if it `works`, should load in the place of its own, and the one that
+        it would have to if it had stayed for another load; "" for none.
+        """
         if not worker.sets:
-            return ""
+            return "", ""
         self._registry.known[worker.id] = worker
         held, now = self._heard(worker), self._clock.now()
         held.worked_at = now if works else held.worked_at
         if not worker.holds or held.going:
-            return held.going
+            return held.going, ""
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._held = {one.id: self._held[one.id] for one in (*others, worker) if one.id in self._held}
         lines = {name: self._line(worker, name, stats, others) for name in worker.sets}
         load_s = max(self._took.get(name, worker.load_s) for name in worker.sets)
-        found = next_set(held.name, lines, load_s, now - held.since, now - max(held.since, held.worked_at))
+        stayed_s, idle_s = now - held.since, now - max(held.since, held.worked_at)
+        found, soon = (next_set(held.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s))
         held.going = found if found != held.name else ""
-        return held.going
+        return held.going, soon if soon != held.name else ""
 
     def until_loaded(self, pool: str) -> float | None:
         """Predicted seconds until somebody has loaded what serves a pool; None where somebody has, or nobody could."""

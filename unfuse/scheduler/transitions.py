@@ -107,7 +107,9 @@ class Transitions:
         return record
 
     async def settled(self, record: Record) -> Record:
-        """The request once its tasks wait where somebody is."""
+        """The request once its tasks wait where somebody is, and it is said which pools it wakes."""
+        who = self.registry
+        asleep, limit = who.asleep(), who.wake_limit
         return await self.apply_if_due(
-            record, lambda record, wall: lifecycle.moved(record.context, self.registry.home, wall, record.running)
+            record, lambda now, wall: lifecycle.moved(now.context, who.home, wall, now.running, asleep, limit)
         )

@@ -14,7 +14,7 @@ from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter
-from unfuse.scheduler import lifecycle
+from unfuse.scheduler import lifecycle, waking
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Observer
@@ -38,6 +38,8 @@ RETURN_S = 2.0
 GONE = 20
 """A worker that was silent for this many lease times is dropped from the registry."""
 
+NO_ALARM: tuple[float, Callable[[], object]] = 0.0, lambda: None
+
 log = structlog.get_logger(__name__)
 
 
@@ -56,7 +58,7 @@ class Upkeep(Observer):
         self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
         self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
         self._single_flight = single_flight
-        self._deadlines: dict[str, Callable[[], None]] = {}
+        self._deadlines: dict[str, tuple[float, Callable[[], object]]] = {}
         self._has_learned = False
 
     def start(self) -> None:
@@ -66,23 +68,28 @@ class Upkeep(Observer):
 
     async def close(self) -> None:
         """End all of it, and keep what requests cost."""
-        for withdraw_alarm in self._deadlines.values():
-            withdraw_alarm()
+        for _, withdraw in self._deadlines.values():
+            withdraw()
         await self._background.close()
         with self._background.besides("keeping what requests cost"):
             await self._costs.settle()
 
     def arm(self, context: RequestContext, now: float) -> None:
         """End a request at its deadline, if it has one and is not over then; `now` is the queue's time."""
-        if context.deadline is not None and context.id not in self._deadlines:
-            due = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
+        due, (known, withdraw) = (
+            waking.due(context, self._registry.wake_limit),
+            self._deadlines.get(context.id, NO_ALARM),
+        )
+        if due is not None and due != known and not context.over:
+            withdraw()
+            end = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
             clock = self._transitions.clock
-            self._deadlines[context.id] = clock.call_at(clock.now() + context.deadline - now, due)
+            self._deadlines[context.id] = due, clock.call_at(clock.now() + due - now, end)
 
     @override
     def ended(self, context: RequestContext) -> None:
-        if withdraw_alarm := self._deadlines.pop(context.id, None):
-            withdraw_alarm()
+        _, withdraw = self._deadlines.pop(context.id, NO_ALARM)
+        withdraw()
 
     async def joined(self) -> None:
         """A worker has come: what waits for one like it is told so."""
@@ -108,15 +115,19 @@ class Upkeep(Observer):
                 self._transitions.observers.tell(Observer.lease_expired, task.pool)
 
     async def expire(self, request: str) -> None:
-        """End a request whose deadline has come."""
+        """End a request whose deadline has come, unless that was moved meanwhile."""
         self._deadlines.pop(request, None)
+        now, limit = await self._queue.now(), self._registry.wake_limit
         with suppress(NotFound):
-            await self._transitions.apply(request, lambda record, wall: lifecycle.timed_out(record.context, wall))
+            record, _ = await self._transitions.apply(
+                request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, limit)
+            )
+            self.arm(record.context, now)
 
     async def workers(self) -> None:
-        """Learn who they are, and drop those that are gone."""
+        """Learn who they are and who may be away, and drop those that are gone."""
         horizon = await self._queue.now() - GONE * self._lease_ttl
-        await self._registry.workers()
+        await self._registry.cards()
         for member in await self._queue.workers():
             if member.seen < horizon:
                 await self._queue.bye(member.info.id)
@@ -134,11 +145,12 @@ class Upkeep(Observer):
         async for page in self._unfinished():
             now = await self._queue.now()
             for record in page:
-                self.arm(record.context, now)
                 self._in_flight.announced(record.context)
                 await self._single_flight.review(record.context)
+                settled = await self._transitions.settled(record)
+                self.arm(settled.context, now)
                 await self._transitions.apply_if_due(
-                    await self._transitions.settled(record),
+                    settled,
                     lambda record, wall: lifecycle.overran(record.context, wall, record.running),
                 )
             if len(page) == PAGE:
@@ -155,8 +167,9 @@ class Upkeep(Observer):
 
     async def _settle(self) -> None:
         async for page in self._unfinished():
+            now = await self._queue.now()
             for record in page:
-                await self._transitions.settled(record)
+                self.arm((await self._transitions.settled(record)).context, now)
 
     async def _unfinished(self) -> AsyncIterator[Sequence[Record]]:
         """The requests that are not over, oldest first, by the page."""

@@ -8,7 +8,7 @@ import msgspec
 
 from unfuse.core.event import Event
 from unfuse.core.media import MEDIA
-from unfuse.core.request import LOADING, RequestStatus
+from unfuse.core.request import Awaiting, RequestStatus
 
 Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
@@ -54,7 +54,8 @@ REQUEST = thing({
     "id": TEXT, "object": {"const": "request"}, "model": TEXT,
     "medium": {"enum": [medium.name for medium in MEDIA]},
     "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
-    "status": {"enum": list(get_args(RequestStatus))}, "state": {"enum": [*get_args(RequestStatus), LOADING]},
+    "status": {"enum": list(get_args(RequestStatus))},
+    "state": {"enum": [*get_args(RequestStatus), *get_args(Awaiting)]},
     "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
     "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
     "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),

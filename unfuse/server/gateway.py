@@ -17,7 +17,7 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
 from unfuse.core.plan import Params
-from unfuse.core.request import LOADING, Record, RequestContext
+from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -84,6 +84,8 @@ class Gateway(Observer):
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
+        self.waiting = 0
+        """How many callers wait here for a result."""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self.metrics, self, self.metrics.texts, self.metrics.devices)
@@ -165,7 +167,8 @@ class Gateway(Observer):
         shown = request_object(
             record, base_of(request), self.scheduler.eta(record), evidence=evidence, prices=self.prices
         )
-        return shown if self.scheduler.until_loaded(record) is None else shown | {"state": LOADING}
+        state, until = self.scheduler.awaited(record)
+        return shown if until is None else shown | {"state": state}
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""
@@ -212,14 +215,21 @@ class Gateway(Observer):
 
         Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated.
         """
-        async for _ in self.queue.watch(id):
-            pass
+        message = f"the server is stopping; {id} may still be completed"
+        stopping = Refusal(503, "stopping", message, headers={"retry-after": "2"})
+        self.waiting += 1
+        try:
+            async for _ in self.queue.watch(id):
+                pass
+        except asyncio.CancelledError as error:  # the HTTP server cuts short what it still answers when it ends
+            raise (stopping if self.scheduler.draining else error) from None
+        finally:
+            self.waiting -= 1
         context = (await self.queue.load(id)).context
         if context.status == "completed":
             return context
         if not context.over:
-            message = f"the server is stopping; {id} may still be completed"
-            raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
+            raise stopping
         why = context.error.message if context.error else f"the request was {context.status}"
         code = context.error.code if context.error else context.status
         status = {"cancelled": 409, "expired": 504}.get(context.status, 500)

@@ -62,5 +62,6 @@ async def metrics(gateway: Served) -> Response:
         card.pools()[stage.name]: (stage.role, stage.components[0])
         for card in models.values() for stage in card.pipeline.stages
     }  # fmt: skip
-    page = await gateway.metrics.page(gateway.queue, workers, sorted(registry.pools(models)), roles)
+    pools = sorted(registry.pools(models))
+    page = await gateway.metrics.page(gateway.queue, workers, pools, roles, registry.asleep())
     return Response(page, media_type=CONTENT_TYPE_LATEST)

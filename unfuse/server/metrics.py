@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -90,6 +90,7 @@ class Metrics(Observer):
         self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", *POOL)
         self._busy = self._gauge("worker_active", "Healthy workers that hold a task", *POOL)
         self._idle = self._gauge("worker_idle", "Healthy workers that hold none", *POOL)
+        self._asleep = self._gauge("pool_asleep", "Whether it has no worker, as it may, 0 or 1", *POOL)
 
     def rejected(self) -> None:
         """A request was refused as overload."""
@@ -143,10 +144,11 @@ class Metrics(Observer):
         members: Sequence[Member],
         pools: Sequence[str],
         roles: Mapping[str, tuple[str, str]] | None = None,
+        asleep: Collection[str] = (),
     ) -> bytes:
         """All metrics in Prometheus' text format, with statistics of these pools.
 
-        `roles` are the role and the component of workers by declared pool.
+        `roles` are the role and the component of workers by declared pool, of which some are `asleep`.
         """
         roles = roles or {}
         stats = await queue.stats([*pools, *(pool for pool in self._had if pool not in pools)])
@@ -160,7 +162,7 @@ class Metrics(Observer):
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
         self._bytes.labels(self._store).set(sum(member.info.used for member in members))
-        by_pool = self._size, self._oldest, self._predicted, self._busy, self._idle
+        by_pool = self._size, self._oldest, self._predicted, self._busy, self._idle, self._asleep
         for gauge in (*by_pool, self._ranks, *self._arenas.values()):
             gauge.clear()
         for member in members:
@@ -182,6 +184,7 @@ class Metrics(Observer):
             self._size.labels(*_named(pool)).set(line.waiting)
             self._busy.labels(*_named(pool)).set(sum(held))
             self._idle.labels(*_named(pool)).set(len(held) - sum(held))
+            self._asleep.labels(*_named(pool)).set(declared(pool) in asleep)
         return generate_latest(self._registry)
 
     def _remember(self, pools: Sequence[str]) -> None:

@@ -122,10 +122,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     place: Annotated[
         str, says("Devices by role: encoder=cpu,denoiser=cuda:0,denoiser=cuda:1; a worker for each device named.")
     ] = ""
-    slots: Annotated[
-        tuple[str, ...],
-        says("ROLE=N: tasks that each worker of a role holds at a time; else as many as its stages say."),
-    ] = ()
+    slots: Annotated[tuple[str, ...], says("ROLE=N: tasks that a worker of a role holds; else as its stages say.")] = ()
+    asleep: Annotated[tuple[str, ...], says("ROLE=N: its workers may be away; they would have N slots in all.")] = ()
+    wake_limit: Annotated[float, says("Most seconds that deadlines move while a pool wakes.", ge=0)] = 600.0
     image_timeout: Annotated[float, says(
         "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and any "
         "number where nothing was measured. 0 sets no limit.",

@@ -16,7 +16,7 @@ from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import wanted
-from unfuse.service.resources import COSTS, device_memory, means, resources
+from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
 from unfuse.service.specs import Slots, environment_of, flags_of
@@ -44,6 +44,7 @@ def options(loaded: Loaded) -> ServeOptions:
         device_memory=device_memory(settings),
         means=means(settings),
         slots=Slots.of(settings),
+        asleep=counts("--asleep", serve.asleep, "ROLE=N, like denoiser=2"),
         resources=resources(settings),
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
         encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,

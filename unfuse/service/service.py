@@ -98,6 +98,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     device_memory: Mapping[str, int]
     means: Means
     slots: Slots
+    asleep: Mapping[str, int]
     resources: Mapping[str, int]
     limits: Limits
     encoder_cache: int
@@ -180,7 +181,7 @@ class Service:
             started(f"http://{host}:{port}")
             try:
                 await first(asyncio.shield(serving), self._stop.wait(), _raise(launcher.failed))
-                await self._drain(scheduler)
+                await self._drain(scheduler, gateway)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
                 await crews.stop(0 if self._stop_now.is_set() else serve.drain_timeout)
@@ -195,7 +196,8 @@ class Service:
         queue = queues.open(options.queue)
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.serve.order,
-            cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas,
+            cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas, asleep=options.asleep,
+            wake_limit=options.serve.wake_limit,
         )  # fmt: skip
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
         dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.serve.dispatch)
@@ -265,14 +267,16 @@ class Service:
         models = tuple(model.card.name for model in planned.models)
         return specs_of(planned, options.means.cores, options.slots, told, environment, models)
 
-    async def _drain(self, scheduler: Scheduler) -> None:
-        """Wait for accepted requests, unless the queue is shared: then other schedulers serve them."""
-        scheduler.draining = True
-        if scheduler.queue.shared:
-            return
+    async def _drain(self, scheduler: Scheduler, gateway: Gateway) -> None:
+        """Wait for accepted requests; where other schedulers serve them too, for those that callers here wait for."""
+        scheduler.draining, queue = True, scheduler.queue
+
+        async def is_awaited() -> bool:
+            return gateway.waiting > 0 if queue.shared else bool(await queue.list(Filter(over=False), limit=1))
+
         with contextlib.suppress(TimeoutError, TransientError):
             async with asyncio.timeout(self._options.serve.drain_timeout):
-                while await scheduler.queue.list(Filter(over=False), limit=1) and not self._stop_now.is_set():
+                while await is_awaited() and not self._stop_now.is_set():
                     await asyncio.sleep(DRAIN_CHECK_S)
 
 

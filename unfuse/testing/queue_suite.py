@@ -179,6 +179,16 @@ async def a_push_takes_the_place_of_its_key(queue: TaskQueue, clock: ManualClock
     assert (await leased(queue)).task.attempt == 3
 
 
+async def a_request_moves_with_its_deadline(queue: TaskQueue, clock: ManualClock) -> None:
+    """A task that is pushed under another number stands there, and why is kept: it waited for a pool that slept."""
+    record = await submitted(queue, "a", order=10.0)
+    await submitted(queue, "b", order=60.0)
+    slept = {"s": msgspec.structs.replace(record.context.stages["s"], slept=(0.5, 60.5))}
+    moved = change(record, push=(task("a", order=70.0),), stages=slept, order=70.0, deadline=70.0)
+    assert (await queue.commit(moved)).context == moved.context == (await queue.load("a")).context
+    assert [waiting.request for waiting in await queue.peek("p")] == ["b", "a"]
+
+
 async def close_withdraws(queue: TaskQueue, clock: ManualClock) -> None:
     """Queued tasks, also those whose time has not come, and leases; a key that is nowhere is no error."""
     stages = ("queued", "later", "leased")
@@ -367,6 +377,7 @@ RULES: tuple[Rule, ...] = (
     a_commit_that_raises_has_no_effect,
     two_who_decide_at_once_conflict,
     a_push_takes_the_place_of_its_key,
+    a_request_moves_with_its_deadline,
     close_withdraws,
     the_end_of_a_request_takes_everything,
     a_record_tells_what_runs,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 from msgspec.structs import replace
 
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Welcome
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared, manned
 from unfuse.core.task import Lease
+from unfuse.models.gguf_model import files_of
+from unfuse.models.source import resolve_source
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.executor import Executor
 from unfuse.worker.options import WorkerOptions
-from unfuse.worker.registration import Served
+from unfuse.worker.registration import Models, Served
 
 PAUSE_S = 0.05
 """Seconds between two looks whether a swap can begin."""
@@ -47,8 +52,8 @@ def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:
 class Swapping:
     """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
 
-    def __init__(self, sets: Sets, loads: Sequence[Load]) -> None:
-        self.sets, self._loads = sets, loads
+    def __init__(self, sets: Sets, loads: Sequence[Load], cards: Sequence[ModelCard] = ()) -> None:
+        self.sets, self._loads, self._cards, self._read = sets, loads, cards, ""
         self.holds, self.load_s, self.under_way = next(iter(sets), ""), 0.0, False
         """The set that is loaded ("" while another one is), the seconds that took, and whether another one is due."""
 
@@ -73,6 +78,7 @@ class Swapping:
             return
         self.under_way = True
         await withdraw()
+        await self.ahead(name)
         await idle.wait()
         while not (executor.ready and idle.is_set()):  # it may have been given a task meanwhile, or start again
             await asyncio.sleep(PAUSE_S)
@@ -85,3 +91,24 @@ class Swapping:
         if executor and executor.ready:
             self.under_way &= self.holds != ""
             self.holds, self.load_s = executor.loaded
+
+    async def ahead(self, name: str) -> None:
+        """Have the kernel read the weights of the next set into the page cache, as far as there is room, once."""
+        if name in self.sets and name != self._read:
+            self._read = name
+            await asyncio.to_thread(_read_ahead, self._loads[0].models, self._cards, self.sets[name])
+
+
+def _read_ahead(models: Models, cards: Sequence[ModelCard], pools: Collection[str]) -> None:
+    """Ask for the files of these declared pools. What cannot be read loading will tell of."""
+    folders = {name: source for name, source, _ in models}
+    named = {
+        (card.name, component)
+        for card in cards for stage in card.pipeline.stages if card.pools()[stage.name] in pools
+        for component in stage.components
+    }  # fmt: skip
+    for model, component in sorted(named):
+        with suppress(OSError, ConfigError):
+            for path in files_of(resolve_source(folders[model])).weights(component):
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

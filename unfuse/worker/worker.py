@@ -172,7 +172,7 @@ class Worker:
         self._saved_states = SavedStates(objects, self._link)
         self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
         sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
-        self._swapping = Swapping(sets, loads)
+        self._swapping = Swapping(sets, loads, served.cards)
         loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
         objects.copies.passing = executor.passing
@@ -360,6 +360,8 @@ class Worker:
         if pulse.load and by:
             swap = partial(self._swapping.to, pulse.load, by, partial(self._link.call, WITHDRAW), self._idle)
             self._background.once("swapping what is loaded", swap)
+        if pulse.soon:
+            self._background.once("reading weights ahead", partial(self._swapping.ahead, pulse.soon))
         ended |= set(pulse.ended)
         ended &= self._active.keys()
         for claim in pulse.ended:

@@ -69,6 +69,11 @@ yes
 {{- end -}}
 {{- end -}}
 
+{{/* The seconds from scaling a pool up to its worker's first task, for (pool). */}}
+{{- define "unfuse.coldStart" -}}
+{{ .autoscaling.coldStartSeconds | default 300 }}
+{{- end -}}
+
 {{/* The seconds that a pool's running work gets, for (pool): a step that runs ends within a quarter of them, which is
 what is kept for saving. */}}
 {{- define "unfuse.drain" -}}

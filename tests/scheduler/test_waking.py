@@ -1,0 +1,291 @@
+"""Pools that sleep: a request for one wakes it, says so, and is given the time that it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.examples import examples
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, SHARING, params
+from tests.scheduler.test_outcomes import CPU, come, settled
+from tests.scheduler.test_scheduler import WORKER, done, info, run_to_the_end, take
+from tools.asking import asking
+from tools.redis_server import RedisServer
+from unfuse import queues
+from unfuse.core.plan import ExecutionPlan, PlannedStage
+from unfuse.core.request import RequestContext, StageState, Waking
+from unfuse.queues.base import TaskQueue
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.scheduler.waking import USUAL_S, due, last_waking, waiting
+from unfuse.testing.clock import ManualClock
+from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
+
+ASLEEP = {"denoiser": 2}
+LIMIT_S = 100.0
+
+
+@asynccontextmanager
+async def sleeping(queue: TaskQueue | None = None, **options: Any) -> AsyncIterator[tuple[Scheduler, ManualClock]]:
+    """A scheduler whose encoder and decoder are there, and whose denoisers sleep."""
+    clock = ManualClock()
+    queue = queue or MemoryQueue(clock)
+    scheduler = Scheduler(queue, cards=[CARD], clock=clock, **{"asleep": ASLEEP, "wake_limit": LIMIT_S} | options)
+    await scheduler.registry.declare([CARD])
+    await come(scheduler, WORKER, ENCODE, DECODE)
+    await scheduler.registry.cards()
+    try:
+        yield scheduler, clock
+    finally:
+        await scheduler.close()
+        await queue.close()
+
+
+async def woken(scheduler: Scheduler, *contexts: RequestContext) -> list[RequestContext]:
+    """A denoiser comes, and the scheduler sees to these requests."""
+    await come(scheduler, WORKER, ENCODE, DENOISE, DECODE)
+    await settled(scheduler, contexts)
+    return [(await scheduler.queue.load(context.id)).context for context in contexts]
+
+
+def slept(context: RequestContext) -> dict[str, Waking]:
+    """When which stages waited for a pool that slept."""
+    return {name: state.slept for name, state in context.stages.items() if any(state.slept)}
+
+
+async def submitted(scheduler: Scheduler, **fields: Any) -> RequestContext:
+    return (await scheduler.submit(*asking(CARD, params(), **fields))).context
+
+
+class TestWhatIsSaid:
+    async def test_it_is_accepted_as_waking_with_an_eta_until_somebody_comes(self) -> None:
+        async with sleeping() as (scheduler, clock):
+            assert scheduler.registry.state(DENOISE) == "asleep" and not await scheduler.registry.missing()
+            context = await submitted(scheduler)
+            record = await scheduler.queue.load(context.id)
+            assert scheduler.awaited(record) == ("waking", USUAL_S)
+            assert scheduler.eta(record) == USUAL_S + context.cost
+            clock.advance(100)
+            assert scheduler.awaited(record) == ("waking", USUAL_S - 100)
+            clock.advance(USUAL_S)
+            assert scheduler.awaited(record) == ("waking", 0.0)
+            await woken(scheduler, context)
+            assert scheduler.awaited(await scheduler.queue.load(context.id)) == ("loading", None)
+            assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
+
+    async def test_it_is_said_as_well_while_another_stage_runs(self) -> None:
+        async with sleeping() as (scheduler, _):
+            context = await submitted(scheduler)
+            await take(scheduler, ENCODE)
+            record = await scheduler.queue.load(context.id)
+            assert record.status == "in_progress" and scheduler.awaited(record)[0] == "waking"
+
+    async def test_nobody_waits_for_what_is_awake_or_missing_or_not_needed_any_more(self) -> None:
+        async with sleeping(asleep={"encoder": 1}) as (scheduler, _):
+            assert slept(await submitted(scheduler)) == {}
+        async with sleeping(asleep={}) as (scheduler, _):
+            context = await submitted(scheduler)
+            assert (slept(context), scheduler.registry.state(DENOISE)) == ({}, "missing")
+
+    async def test_roles_sleep_by_the_words_that_workers_take(self) -> None:
+        async with sleeping(asleep={"encoder+decoder": 1, "all": 3}) as (scheduler, _):
+            assert (await scheduler.queue.declared())["serve"].asleep == dict.fromkeys((ENCODE, DENOISE, DECODE), 3)
+        async with sleeping(asleep={"encoder+decoder": 1}) as (scheduler, _):
+            await scheduler.registry.admit(CARD)
+            assert (await scheduler.queue.declared())[f"model {CARD.name}"].asleep == {ENCODE: 1, DECODE: 1}
+
+    async def test_what_the_cache_has_wakes_no_encoder(self) -> None:
+        async with sleeping(asleep={"encoder": 1}, cache_bytes=1 << 20) as (scheduler, _):
+            await come(scheduler, WORKER, ENCODE, DENOISE, DECODE)
+            await scheduler.submit(*asking(SHARING, params()))
+            await run_to_the_end(scheduler)
+            await come(scheduler, WORKER, DENOISE, DECODE)
+            for prompt, wakes in (("a red circle", False), ("a blue star", True)):
+                record = await scheduler.submit(*asking(SHARING, params(prompt=prompt)))
+                assert bool(slept(record.context)) == wakes
+
+
+class TestWhatIsLearned:
+    async def test_the_last_waking_tells_of_the_next_whoever_came_in_its_middle(self, tmp_path: Path) -> None:
+        costs = tmp_path / "costs.json"
+        async with sleeping(costs=costs) as (scheduler, clock):
+            for seconds in (60.0, 40.0):
+                first = await submitted(scheduler)
+                clock.advance(seconds - 20)
+                second = await submitted(scheduler)
+                clock.advance(20)
+                await woken(scheduler, first, second)
+                await run_to_the_end(scheduler)
+                await come(scheduler, WORKER, ENCODE, DECODE)
+                record = await scheduler.queue.load((await submitted(scheduler)).id)
+                assert scheduler.awaited(record) == ("waking", seconds)
+                await scheduler.cancel(record.context.id)
+        async with sleeping(costs=costs) as (again, _):
+            record = await again.queue.load((await submitted(again)).id)
+            assert again.awaited(record) == ("waking", 40.0)
+
+    def test_parts_of_one_waking_are_put_together_and_older_ones_change_nothing(self) -> None:
+        assert last_waking(None, (10.0, 70.0)) == (10.0, 70.0)
+        assert last_waking((10.0, 70.0), (30.0, 71.0)) == (10.0, 71.0)
+        assert last_waking((10.0, 70.0), (80.0, 90.0)) == (80.0, 90.0)
+        assert last_waking((80.0, 90.0), (10.0, 70.0)) == (80.0, 90.0)
+
+
+@pytest.fixture(params=["memory", "sqlite", pytest.param("redis", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    server = RedisServer(tmp_path) if request.param == "redis" else None
+    yield {"memory": "memory:", "sqlite": f"sqlite:{tmp_path}/queue.db"}.get(
+        request.param
+    ) or f"{server and server.url}"
+    if server:
+        server.stop()
+
+
+class TestDeadlines:
+    @pytest.mark.parametrize(("took", "moves"), [(60.0, 60.0), (250.0, LIMIT_S)])
+    async def test_one_moves_by_the_time_that_waking_took_up_to_the_limit(
+        self, url: str, took: float, moves: float
+    ) -> None:
+        """Given a request for a pool that sleeps, then its deadline and its place move with it, in every queue."""
+        clock = ManualClock()
+        queue = queues.open(url, clock)
+        scheduler = Scheduler(queue, cards=[CARD], clock=clock, order="edf", asleep=ASLEEP, wake_limit=LIMIT_S)
+        await scheduler.registry.declare([CARD])
+        await come(scheduler, WORKER, ENCODE, DECODE)
+        await scheduler.registry.cards()
+        before = await submitted(scheduler, timeout=1000)
+        assert before.deadline is not None and before.order == before.deadline
+        clock.advance(took)
+        (after,) = await woken(scheduler, before)
+        assert (after.deadline, after.order) == (before.deadline + moves, before.order + moves)
+        (waits,) = await queue.peek(ENCODE)
+        assert (waits.order, waits.deadline, waits.attempt) == (after.order, after.deadline, 1)
+        assert len(await run_to_the_end(scheduler)) == 3
+        await scheduler.close()
+        await queue.close()
+
+    async def test_without_edf_the_place_stays_and_nothing_is_queued_again(self) -> None:
+        async with sleeping() as (scheduler, clock):
+            first, second = [await submitted(scheduler, timeout=1000) for _ in range(2)]
+            clock.advance(50)
+            (after,) = await woken(scheduler, first)
+            assert after.order == first.order == 0 and after.deadline == (first.deadline or 0) + 50
+            assert [task.request for task in await scheduler.queue.peek(ENCODE)] == [first.id, second.id]
+
+    async def test_a_request_that_has_none_gets_none(self) -> None:
+        async with sleeping() as (scheduler, clock):
+            context = await submitted(scheduler)
+            clock.advance(50)
+            (after,) = await woken(scheduler, context)
+            since, until = slept(after)["denoise.0"]
+            assert (after.deadline, until - since) == (None, 50.0)
+
+    async def test_a_waiting_task_moves_to_who_came_and_to_its_place_at_once(self) -> None:
+        async with sleeping(order="edf") as (scheduler, clock):
+            context = await submitted(scheduler, timeout=500)
+            (encode,) = await take(scheduler, ENCODE)
+            await scheduler.complete(done(encode), WORKER)
+            clock.advance(10)
+            version = (await scheduler.queue.load(context.id)).context.version
+            await come(scheduler, "c", CPU)
+            await settled(scheduler, [context])
+            (waits,) = await scheduler.queue.peek(CPU)
+            assert (waits.order, waits.attempt) == (context.order + 10, 1)
+            assert (await scheduler.queue.load(context.id)).context.version == version + 1
+
+
+@in_virtual_time
+async def test_a_request_ends_at_its_moved_deadline_or_when_nobody_came_within_the_limit() -> None:
+    """Given a deadline after 30 s and a pool that is awake after 60, then it ends at 90; and at 130 if none comes."""
+    clock = VirtualClock()
+    for comes, ends in ((True, 90.0), (False, 30.0 + LIMIT_S)):
+        queue = MemoryQueue(clock)
+        scheduler = Scheduler(queue, cards=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
+        await scheduler.registry.declare([CARD])
+        await queue.hello(info(WORKER, ENCODE, DECODE))
+        await scheduler.registry.cards()
+        await scheduler.start()
+        began = clock.now()
+        context = await submitted(scheduler, timeout=30)
+        if comes:
+            await asyncio.sleep(60)
+            await queue.hello(info("d", DENOISE))
+            await scheduler.upkeep.joined()
+        assert [event.type async for event in queue.watch(context.id)][-1] == "failed"
+        assert clock.now() - began == pytest.approx(ends, abs=0.1)
+        error = (await queue.load(context.id)).context.error
+        assert error and ("slept" in error.message) == (not comes)
+        await scheduler.close()
+
+
+@in_virtual_time
+async def test_a_pool_that_is_put_to_sleep_while_requests_wait_wakes_for_them_too() -> None:
+    clock = VirtualClock()
+    queue = MemoryQueue(clock)
+    scheduler = Scheduler(queue, cards=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600)
+    await scheduler.registry.declare([CARD])
+    await queue.hello(info(WORKER, ENCODE, DENOISE, DECODE))
+    await scheduler.registry.cards()
+    await scheduler.start()
+    context = await submitted(scheduler, timeout=30)
+    assert slept(context) == {}
+    await queue.hello(info(WORKER, ENCODE, DECODE))
+    await asyncio.sleep(12)
+    assert scheduler.awaited(await queue.load(context.id))[0] == "waking"
+    await asyncio.sleep(60)
+    assert (await queue.load(context.id)).status == "queued"
+    await scheduler.close()
+
+
+@in_virtual_time
+async def test_a_scheduler_that_knew_another_deadline_looks_again() -> None:
+    """Given a scheduler that has accepted a request, and another one that moved its deadline and is gone, then the
+    first one ends it at the moved one."""
+    clock = VirtualClock()
+    queue = MemoryQueue(clock)
+    first, second = (
+        Scheduler(queue, cards=[CARD], clock=clock, asleep=ASLEEP, wake_limit=LIMIT_S, lease_ttl=3600) for _ in "12"
+    )
+    await first.registry.declare([CARD])
+    await queue.hello(info(WORKER, ENCODE, DENOISE, DECODE))
+    await first.registry.cards()
+    began = clock.now()
+    context = await submitted(first, timeout=30)
+    await queue.hello(info(WORKER, ENCODE, DECODE))
+    await second.start()
+    await asyncio.sleep(12)
+    await second.close()
+    assert [event.type async for event in queue.watch(context.id)][-1] == "failed"
+    assert clock.now() - began == pytest.approx(30.0 + LIMIT_S, abs=0.1)
+    await first.close()
+
+
+class TestWaiting:
+    @settings(max_examples=examples(50), deadline=None)
+    @given(
+        looks=st.lists(st.tuples(st.floats(0.1, 50), st.sets(st.sampled_from([ENCODE, DENOISE, DECODE]))), max_size=8),
+        limit=st.floats(0, 100),
+    )
+    def test_however_pools_come_and_go_a_deadline_moves_forward_and_not_beyond_the_limit(
+        self, looks: list[tuple[float, set[str]]], limit: float
+    ) -> None:
+        plan = ExecutionPlan(tuple(PlannedStage(pool, "", pool, (), {}, 0, False) for pool in CARD.pools().values()))
+        states = {stage.name: StageState() for stage in plan.stages}
+        context = RequestContext("r", CARD.name, {}, plan, states, deadline=10.0)
+        wall, began = 1000.0, 1000.0
+        for seconds, asleep in looks:
+            wall += seconds
+            before, context = context, waiting(context, asleep, wall, limit)
+            assert {pool for pool, state in context.stages.items() if state.sleeps} == asleep
+            assert before.deadline and context.deadline
+            assert before.deadline <= context.deadline <= before.deadline + limit
+            assert context.deadline <= 10.0 + wall - began + 1e-6
+            latest = due(context, limit)
+            assert latest is not None and latest >= (context.deadline or 0)
+            assert waiting(context, asleep, wall + 1, limit) is context

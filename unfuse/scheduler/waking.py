@@ -1,0 +1,67 @@
+"""Requests that need pools which sleep: they wake them, wait for that, and are given the time that it takes.
+
+`asleep` are declared pools that have no workers and may have none. Times are Unix seconds, deadlines the queue's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from msgspec.structs import replace
+
+from unfuse.core.pool import declared
+from unfuse.core.request import RequestContext, StageState, Waking
+
+USUAL_S = 300.0
+"""Seconds that waking a pool is said to take before it was seen, as `coldStartSeconds` of the chart says."""
+
+
+def waiting(context: RequestContext, asleep: Collection[str], wall: float, limit_s: float = 0.0) -> RequestContext:
+    """The request with the stages that wait for a pool which sleeps marked so; itself if they are.
+
+    Its deadline moves by the longest that a stage has waited for one that is awake now, up to the limit; so does its
+    place in line, where that is its deadline.
+    """
+    changed: dict[str, StageState] = {}
+    for stage in () if context.over else context.plan.stages:
+        state = context.stages[stage.name]
+        sleeps = state.status != "done" and declared(stage.pool) in asleep
+        if sleeps != state.sleeps:
+            changed[stage.name] = replace(state, slept=(wall, 0.0) if sleeps else (state.slept[0], wall))
+    if not changed:
+        return context
+    stages = context.stages | changed
+    more = max(0.0, _moved(stages, limit_s) - _moved(context.stages, limit_s))
+    order = context.order + more if context.order == context.deadline else context.order
+    deadline = context.deadline and context.deadline + more
+    return replace(context, stages=stages, deadline=deadline, order=order)
+
+
+def due(context: RequestContext, limit_s: float) -> float | None:
+    """When a request ends at the latest, as things stand: its deadline moves on while it waits. None if it has none."""
+    waits = any(state.sleeps for state in context.stages.values())
+    return context.deadline and context.deadline + (limit_s - _moved(context.stages, limit_s) if waits else 0.0)
+
+
+def until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float) -> float | None:
+    """Predicted seconds until the pools that a request waits for are awake, by what that `took`; None if for none."""
+    left: list[float] = []
+    for stage in () if context.over else context.plan.stages:
+        if (state := context.stages[stage.name]).sleeps:
+            began, ended = took.get(declared(stage.pool), (0.0, USUAL_S))
+            left.append(max(0.0, state.slept[0] + ended - began - wall))
+    return max(left, default=None)
+
+
+def _moved(stages: Mapping[str, StageState], limit_s: float) -> float:
+    """Seconds by which a deadline has moved for what these have waited."""
+    return min(
+        limit_s, max((state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1]), default=0.0)
+    )
+
+
+def last_waking(known: Waking | None, waking: Waking) -> Waking:
+    """The last waking of a pool, after another request has told of the part of it that it waited for."""
+    if known is None or waking[0] >= known[1]:
+        return waking
+    return known if waking[1] <= known[0] else (min(known[0], waking[0]), max(known[1], waking[1]))
