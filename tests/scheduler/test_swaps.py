@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.scheduler.test_dispatcher import submit
-from tests.scheduler.test_scheduler import info, scheduling
+from tests.scheduler.test_scheduler import done, info, scheduling
 from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
@@ -226,3 +226,22 @@ async def test_who_has_something_to_do_is_not_idle() -> None:
             clock.advance(0.9)
             dispatcher.scheduler.swaps.worked("worker-1")
             assert not await beaten(dispatcher, "second")
+
+
+async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and_none_begins_meanwhile() -> None:
+    """Given two requests for a set of all stages and one task that runs, when that ends after the worker was told to
+    load another set, then it gets the next stage, and not the first one of the other request."""
+    async with scheduling(lease_ttl=500.0) as (scheduler, _):
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
+        sets = {"first": (ENCODE, DENOISE, DECODE), "second": ()}
+        everything = msgspec.structs.replace(worker(), sets=sets)
+        await dispatcher.answer(b"peer", Hello(everything, (CARD,)))
+        first, _ = [await submit(dispatcher) for _ in range(2)]
+        granted = await dispatcher.answer(b"peer", Ask(1, None, 0.0, holds="first"))
+        for stage in ("text_encode", "denoise", "vae_decode"):
+            assert isinstance(granted, Granted)
+            (lease,) = granted.leases
+            assert (lease.claim.request, lease.claim.stage.partition(".")[0]) == (first, stage)
+            ask = Ask(1, None, 0.0, holds="first", after=lease.task.pool)
+            granted = await dispatcher.answer(b"peer", msgspec.structs.replace(done(lease), ask=ask))
+        assert granted == Granted((), {})
