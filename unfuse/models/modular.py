@@ -89,7 +89,7 @@ class BlockStage(Stage):
 
     def __init__(self, spec: StageSpec, served: Served, loader: Loader, distilled: bool) -> None:
         self.kind, self._spec, self._served = spec.kind, spec, served
-        self._device, self._draws = loader.device, loader.runtime.options.noise_device == "cuda"
+        self._device, self._draws = loader.device, loader.runtime.options.noise_device != "cpu"
         self._part = _part(spec, served.blocks[distilled], loader)
         self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._part.get_component_spec("guider")
         self._reads = [name for name in TYPES if name in {i.name for i in self._part.blocks.inputs}]
