@@ -61,7 +61,7 @@ class Holding:
         return max(0, free - sum(self.leases[claim].task.room for claim in unplaced))
 
     def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> Ask:
-        """The next Ask, for what it `holds`: for free slots, or one more urgent task; or one `after` a task that ended."""
+        """The next Ask, of what it `holds`: for free slots, or one more urgent task; or one `after` a task's end."""
         held = [lease.task for lease in self.leases.values()]
         if any(task.alone for task in held):
             return WITHDRAW
