@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
-BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idle stores pull tokens kv chat grammar encode costs lora resume feature_cache overhead disturb reuse stream flexible
+BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idle stores pull tokens kv chat grammar encode costs lora resume feature_cache overhead disturb reuse stream flexible turns
 REQUESTS ?= 100000
 SOAK_LOG ?= soak.jsonl
 

@@ -1,17 +1,21 @@
-"""Two models that do not fit a machine together: in turns on one server, beside a server each with half of it.
+"""Two models that do not fit a device together: in turns on one server, beside a server for each.
 
-**in turns**: one worker with all cores, which has one of the two models at a time. **apart**: two servers with half the
-cores each, each with one model in it all the time. Clients of each model ask all the time for some seconds, the sides
-in turns, and as many of both models or far more of one. Pictures a second, seconds until one is there, and of the turns
-how often weights were swapped and the share of the time that loading took.
+The device is one core, which everything here shares. **in turns**: one worker with memory for one of the models
+(`--device-memory`), which has one at a time. **apart**: a server each, with half of what both models take: its own is
+in it all the time.
+Clients of each model ask all the time for some seconds, the sides in turns, and as many of both models or far more of
+one. Pictures a second, seconds until one is there, how many were lost, how often weights were swapped and the share of
+the time that loading took. What else computes meanwhile favours the side with two servers.
 `python -m bench.turns [--rounds N] [--seconds S]`
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -24,14 +28,21 @@ from statistics import median
 from typing import Any
 
 from bench.peers.flux_folder import build
-from bench.pictures import CORES, PROMPTS, post
+from bench.pictures import PROMPTS, post
 from bench.report import NO_CACHE, quantile, show, table
 from tools.server import Server, family_of, serving
+from unfuse.launch.placement import PROCESS
 
 CLIENTS = {"8 clients each": (8, 8), "8 and 1": (8, 1)}
 NAMES = "one", "two"
-TURNS, APART = "in turns", "apart"
+TURNS, APART = SIDES = "in turns", "apart"
 COMMON = (*NO_CACHE, "--arena", "128MiB")
+ROOM = f"cpu={PROCESS + (128 << 20) + (300 << 20)}"
+"""For a worker of one of the models, which have 205 MiB each."""
+
+WARM_S = 15.0
+"""Seconds in which batches are compared, and what stages take is found out."""
+
 SEEDS = count()
 
 
@@ -45,27 +56,37 @@ def sibling(model: Path, folder: Path) -> Path:
     return folder
 
 
-def swapped(server: Server) -> tuple[int, float]:
+def swapped(servers: dict[str, Server]) -> tuple[int, float]:
     """How often, and seconds of loading."""
-    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
-        page = answer.read().decode()
+    pages = []
+    for url in {server.url for server in servers.values()}:
+        with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
+            pages.append(answer.read().decode())
     found = [
-        sum(map(float, re.findall(rf"^unfuse_{name}_total{{.*}} (.*)$", page, re.MULTILINE)))
+        sum(map(float, re.findall(rf"^unfuse_{name}_total{{.*}} (.*)$", "\n".join(pages), re.MULTILINE)))
         for name in ("swaps", "loading_seconds")
     ]
     return int(found[0]), found[1]
 
 
 def load(servers: dict[str, Server], clients: tuple[int, int], seconds: float) -> dict[str, list[float]]:
-    """Seconds until each picture was there, by model, of those that were asked for in so many seconds."""
+    """Seconds until each picture was there, by model, of those that were asked for in so many seconds; inf: lost."""
     took: dict[str, list[float]] = defaultdict(list)
     end = time.perf_counter() + seconds
 
     def ask(name: str) -> None:
-        while (began := time.perf_counter()) < end:
+        began = time.perf_counter()
+        while True:
             body = {"model": name, "prompt": PROMPTS[0], "seed": next(SEEDS), "response_format": "b64_json"}
-            post(f"{servers[name].url}/v1/images/generations", body, 600)
-            took[name].append(time.perf_counter() - began)
+            try:
+                post(f"{servers[name].url}/v1/images/generations", body, 600)
+            except OSError as error:
+                print(name, error, file=sys.stderr)
+                took[name].append(float("inf"))
+                return
+            took[name].append((now := time.perf_counter()) - began)
+            if (began := now) >= end:
+                return
 
     asking = [
         threading.Thread(target=ask, args=(name,))
@@ -82,9 +103,10 @@ def load(servers: dict[str, Server], clients: tuple[int, int], seconds: float) -
 def figures(runs: list[dict[str, Any]]) -> dict[str, object]:
     found: dict[str, object] = {"pictures/s": round(median(run["rate"] for run in runs), 2)}
     for name in NAMES:
-        each = [seconds for run in runs for seconds in run["took"][name]]
+        each = [seconds for run in runs for seconds in run["took"].get(name, ())]
         found[f"{name}: pictures"] = len(each)
         found[f"{name}: p50, p95, most s"] = ", ".join(f"{quantile(each, share):.2g}" for share in (0.5, 0.95, 1.0))
+    found["lost"] = sum(each == float("inf") for run in runs for took in run["took"].values() for each in took)
     found["swaps"] = sum(run["swaps"] for run in runs)
     found["share of loading"] = round(sum(run["loading"] for run in runs) / sum(run["wall"] for run in runs), 3)
     return found
@@ -95,17 +117,17 @@ def measure(sides: dict[str, dict[str, Server]], rounds: int, seconds: float) ->
     for what, clients in CLIENTS.items():
         runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for number in range(rounds):
-            for side in (TURNS, APART) if number % 2 == 0 else (APART, TURNS):
-                before, began = swapped(sides[side][NAMES[0]]), time.perf_counter()
+            for side in SIDES if number % 2 == 0 else reversed(SIDES):
+                before, began = swapped(sides[side]), time.perf_counter()
                 took = load(sides[side], clients, seconds)
-                wall, after = time.perf_counter() - began, swapped(sides[side][NAMES[0]])
+                wall, after = time.perf_counter() - began, swapped(sides[side])
                 runs[side].append({
                     "took": took, "wall": wall, "rate": sum(map(len, took.values())) / wall,
                     "swaps": after[0] - before[0], "loading": after[1] - before[1],
                 })  # fmt: skip
         found[what] = {side: figures(made) for side, made in runs.items()}
         ratios = [ours["rate"] / theirs["rate"] for ours, theirs in zip(runs[TURNS], runs[APART], strict=True)]
-        found[what]["in turns ÷ apart, each round"] = {"pictures/s": ", ".join(f"{one:.2f}" for one in ratios)}
+        found[what]["in turns ÷ apart"] = {"pictures/s": ", ".join(f"{one:.2f}" for one in ratios)}
     return found
 
 
@@ -117,21 +139,21 @@ def memory(servers: dict[str, Server]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
-    half = str(max(1, CORES // 2))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the device: what computes at one time shares it
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(4)]
         one = build(folders[0] / NAMES[0])
         models = dict(zip(NAMES, (one, sibling(one, folders[0] / NAMES[1])), strict=True))
         named = [text for name in NAMES for text in ("--served-model-name", name)]
         both = stack.enter_context(
-            serving(folders[1], *map(str, models.values()), *named, "--workers", "swap", *COMMON)
+            serving(folders[1], *map(str, models.values()), *named, "--device-memory", ROOM, *COMMON)
         )
         alone = {
             name: stack.enter_context(serving(
-                folder, str(model), "--served-model-name", name, "--workers", "all=1", "--threads", half, *COMMON
+                folder, str(model), "--served-model-name", name, "--workers", "all=1", *COMMON
             ))
             for folder, (name, model) in zip(folders[2:], models.items(), strict=True)
         }  # fmt: skip
@@ -139,7 +161,7 @@ def main() -> None:
         for servers in sides.values():
             for server in servers.values():
                 server.ready()
-            load(servers, (4, 4), 20.0)  # to compare batches, and to know what stages take
+            load(servers, (4, 4), WARM_S)
         found = measure(sides, options.rounds, options.seconds)
         weigh = {side: memory(servers) for side, servers in sides.items()}
     show("turns", rounds=options.rounds, seconds=options.seconds, found=found, memory_mib=weigh)

@@ -1,19 +1,23 @@
 """The benches stay runnable: their parts at tiny sizes, in this process. What they measure is not asserted."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+import unfuse.models
 from bench import (
     arrivals,
     beats,
@@ -35,6 +39,7 @@ from bench import (
     stored,
     stream,
     tasks,
+    turns,
 )
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
@@ -337,3 +342,45 @@ def test_heartbeats_and_looks_at_workers_cost_something() -> None:
     with redis_server() as server:
         found = asyncio.run(beats.costs(server.url, server.pid, 3, 20))
     assert len(found) == 4 and found["a heartbeat: scheduler ms"]
+
+
+SHAPES = Path(unfuse.models.__file__).parent / "shapes"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """A server that answers as `serve` does; of the model `two` it loses every picture."""
+
+    def do_GET(self) -> None:
+        self.answer(200, b'unfuse_swaps_total{loaded="one"} 3.0\nunfuse_loading_seconds_total{loaded="one"} 1.5\n')
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.answer(500 if asked["model"] == "two" else 200, b"{}")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody asked."""
+
+
+def test_turns_are_measured_beside_servers_of_one_model_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        at = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}")
+        sides = {side: dict.fromkeys(turns.NAMES, at) for side in turns.SIDES}
+        assert turns.swapped(sides[turns.TURNS]) == (3, 1.5)
+        found = turns.measure(sides, 1, 0.0)
+        server.shutdown()
+        thread.join()
+    for clients, (_, others) in turns.CLIENTS.items():
+        assert [found[clients][side]["lost"] for side in turns.SIDES] == [others] * 2
+        assert "in turns ÷ apart" in found[clients]
+    shapes = turns.sibling(SHAPES, tmp_path / "two")
+    assert {file.name for file in shapes.glob("*")} == {file.name for file in SHAPES.glob("*")}
+    assert (shapes / VAE).read_bytes() != (SHAPES / VAE).read_bytes()

@@ -175,6 +175,7 @@ def test_a_place_that_is_not_understood_shows_how_it_is_written(text: str) -> No
 
 def test_a_place_may_be_empty_and_spaced() -> None:
     assert parse_place("") == {}
+    assert parse_place("all=xpu,decoder=mps+xpu:1") == {"all": ("xpu:0",), "decoder": ("mps:0+xpu:1",)}
     text = "encoder = cpu, denoiser=cuda,denoiser = cuda:1"
     assert parse_place(text) == {"encoder": (CPU,), "denoiser": ("cuda:0", "cuda:1")}
 

@@ -93,6 +93,12 @@ class TestWhatAWorkerMayTake:
             ENCODE: ARENA - ARENA // 2, DENOISE: ARENA, DECODE: ARENA
         }  # fmt: skip
 
+    def test_before_other_weights_are_loaded_what_has_begun_goes_on_and_nothing_else_begins(self) -> None:
+        everything = member("a", ENCODE, DENOISE, DECODE)
+        flow = Backpressure.of([CARD], [everything])
+        for ended, offered in ((ENCODE, {DENOISE, DECODE}), (f"{DENOISE}@1a2b", {DECODE}), (DECODE, set())):
+            assert flow.wanted(everything.info, Ask(1, None, 0.0, after=ended), {}).pools.keys() == offered
+
     def test_what_a_worker_has_of_a_resource_is_offered_to_the_pools_that_draw_on_it(self) -> None:
         stages = tuple(
             msgspec.structs.replace(stage, needs={"kv": Room(fixed=3)} if stage.kind == "denoise" else {})

@@ -12,10 +12,11 @@ from hypothesis import given, settings, strategies as st
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.scheduler.test_dispatcher import submit
-from tests.scheduler.test_scheduler import info, scheduling
+from tests.scheduler.test_scheduler import done, info, scheduling
 from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.swaps import LOADING_SHARE, Line, next_set, stay
 from unfuse.testing.clock import ManualClock
 
@@ -242,3 +243,51 @@ async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_t
             told.append((pulse.load, pulse.soon))
             clock.advance(1.0)
         assert told == [("", "")] * 8 + [("", "first"), ("first", "first"), ("first", "")]
+
+
+async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and_none_begins_meanwhile() -> None:
+    """Given two requests for a set of all stages and one task that runs, when that ends after the worker was told to
+    load another set, then it gets the next stage, and not the first one of the other request."""
+    async with scheduling(lease_ttl=500.0) as (scheduler, _):
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
+        sets = {"first": (ENCODE, DENOISE, DECODE), "second": ()}
+        everything = msgspec.structs.replace(worker(), sets=sets)
+        await dispatcher.answer(b"peer", Hello(everything, (CARD,)))
+        first, _ = [await submit(dispatcher) for _ in range(2)]
+        granted = await dispatcher.answer(b"peer", Ask(1, None, 0.0, holds="first"))
+        for stage in ("text_encode", "denoise", "vae_decode"):
+            assert isinstance(granted, Granted)
+            (lease,) = granted.leases
+            assert (lease.claim.request, lease.claim.stage.partition(".")[0]) == (first, stage)
+            ask = Ask(1, None, 0.0, holds="first", after=lease.task.pool)
+            granted = await dispatcher.answer(b"peer", msgspec.structs.replace(done(lease), ask=ask))
+        assert granted == Granted((), {})
+
+
+async def test_two_schedulers_may_send_both_workers_to_one_set_and_one_comes_back_with_nothing_lost() -> None:
+    """Given two workers with the same set at two schedulers of one queue, when much waits for the other set, then both
+    are told to load it; and what waits for the set that they left has one of them back later."""
+    async with scheduling(lease_ttl=500.0) as (scheduler, clock):
+        other = Scheduler(scheduler.queue, cards=[CARD], clock=clock, lease_ttl=500.0)
+        await other.start()
+        two = [
+            Dispatcher(one, [(CARD.name, CARD.source, "auto")], Places("disk:/results")) for one in (scheduler, other)
+        ]
+        for number, dispatcher in enumerate(two):
+            await dispatcher.answer(b"peer", Hello(worker(f"worker-{number}"), (CARD,)))
+        request = await submit(two[0])
+        for dispatcher in two:
+            await beaten(dispatcher, "second")
+        clock.advance(2.0)
+        assert [await beaten(dispatcher, "second") for dispatcher in two] == ["first", "first"]
+        granted = await two[1].answer(b"peer", Ask(1, None, 0.0, holds="first"))
+        assert isinstance(granted, Granted)
+        (lease,) = granted.leases
+        await two[1].answer(b"peer", done(lease))
+        for dispatcher in two:
+            await beaten(dispatcher, "first")
+        clock.advance(2.0)
+        assert "second" in [await beaten(dispatcher, "first") for dispatcher in two]
+        record = await other.queue.load(request)
+        assert record.status == "in_progress" and not record.running
+        await other.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from unfuse.service import machine
+from unfuse.service.machine import Gpu
 
 
 @pytest.fixture
@@ -78,6 +80,18 @@ def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
     host, *gpus = machine.devices()
     assert (host.name, host.free > 0) == ("cpu", True)
     assert [gpu.name for gpu in gpus] == [f"cuda:{number}" for number in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["2.13.0+xpu", "2.13.0+rocm6.4"])
+def test_a_torch_that_is_built_for_others_is_asked_for_its_devices(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    told = "import sys; sys.stdout.write('xpu,5,7,Data Center GPU, Max\\nxpu,6,7,Arc\\n')"
+    monkeypatch.setattr(machine, "version", lambda library: build)
+    monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", told))
+    assert machine.gpus() == (Gpu("Data Center GPU, Max", 7, 5, "xpu"), Gpu("Arc", 7, 6, "xpu"))
+    assert [(one.name, one.free) for one in machine.devices({"xpu:1": 2})][1:] == [("xpu:0", 5), ("xpu:1", 2)]
+    monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", "import nothing_like_that"))
+    assert machine.gpus() == ()
 
 
 @pytest.mark.slow

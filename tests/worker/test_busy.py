@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Failed
 from unfuse.core.task import Claim
 from unfuse.worker.busy import OVER_S, PAGE, BusyShare, resident
-from unfuse.worker.compute import telling
+from unfuse.worker.compute import _device, telling
 from unfuse.worker.compute_messages import DeviceHeld, FromCompute, Ready, Stopped
 
 
@@ -56,3 +60,22 @@ def test_a_process_on_a_gpu_tells_what_it_holds_when_it_is_ready_and_when_a_task
         send(message)
     held = DeviceHeld(5 << 30)
     assert told == [messages[0], held, messages[1], messages[2], held]
+
+
+def test_a_worker_computes_on_what_torch_found_and_its_ranks_on_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices are not there: torch's answers are set."""
+
+    def on(ranks: int = 1, rank: int = 0, device: str = "auto") -> str:
+        load = SimpleNamespace(
+            compute=ComputeOptions(device=device, threads=torch.get_num_threads()), ranks=ranks, rank=rank
+        )
+        return _device(load, True)  # type: ignore[arg-type]
+
+    assert (on(), on(2, 1), on(device="cpu")) == ("cpu", "cpu", "cpu")
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    assert (on(), on(2, 1)) == ("xpu", "xpu:1")
+    with pytest.raises(ConfigError, match="needs 3 GPUs, and there are 2"):
+        on(3)
+    with pytest.raises(ConfigError, match="--device cuda:1: torch .* has cpu, xpu:0, xpu:1 here"):
+        on(device="cuda:1")

@@ -44,6 +44,12 @@ def test_a_task_takes_a_slot_at_once_where_its_input_is_whole_or_nothing_else_bo
     assert holding(lease("a", inputs=(WRITTEN,))).ask(None, "").slots == 1
 
 
+def test_before_other_weights_are_loaded_one_task_is_asked_for_each_that_has_ended() -> None:
+    ask = holding(lease("a"), slots=4).ask(None, "", "first", "pool")
+    assert (ask.slots, ask.holds, ask.after) == (1, "first", "pool")
+    assert holding(lease("a"), slots=4).ask(None, "", "first").slots == 3
+
+
 def test_nothing_is_asked_for_beside_a_task_that_runs_alone_and_room_is_what_others_will_not_take() -> None:
     assert holding(lease("a", alone=True)).ask(None, "") is WITHDRAW
     held = holding(lease("a", room=30))

@@ -28,8 +28,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How compute processes run their stages."""
 
     device: Annotated[str, Meta(
-        description="Device to compute on, cpu or cuda:0; auto takes the best. Several, like cuda:0+cuda:1, are those "
-        "of a worker's ranks."
+        description="Device to compute on, cpu, cuda:0 or xpu:0; auto takes the best. Several, like cuda:0+cuda:1, are "
+        "those of a worker's ranks."
     )] = "auto"  # fmt: skip
     dtype: Annotated[str, Meta(
         description="Type of the weights: one for all, or by component (transformer=bfloat16,vae=float32). auto is "
@@ -68,8 +68,10 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = "auto"  # fmt: skip
     max_loras: Annotated[int, Meta(description="Adapters (LoRA) that a denoiser keeps loaded.", ge=1, le=256)] = 4
     noise_device: Annotated[
-        Literal["cpu", "cuda"],
-        Meta(description="Where noise is drawn: cpu equals torch.Generator('cpu') everywhere, cuda one on the GPU."),
+        Literal["cpu", "cuda", "xpu", "mps"],
+        Meta(
+            description="Where noise is drawn: cpu equals torch.Generator('cpu') everywhere, others draw on the device."
+        ),
     ] = "cpu"
     vae: Annotated[
         Literal["whole", "sliced", "tiled"],

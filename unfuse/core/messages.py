@@ -135,7 +135,8 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
     With `above`, it asks only for tasks of a higher priority, for which a running task is paused. `affinity` is that of
     the tasks that run, or of the last one with an adapter, which is still loaded. `amounts` are the free amounts of
-    further resources, by name. A worker with several sets of weights asks for tasks of the one that it `holds`.
+    further resources, by name. A worker with several sets of weights asks for tasks of the one that it `holds`; `after`
+    a task of that pool, for such as follow on that pool alone, because another set is due.
     """
 
     slots: int
@@ -145,6 +146,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     affinity: str = ""
     amounts: Amounts = {}
     holds: str = ""
+    after: str = ""
 
 
 class Moved(msgspec.Struct, frozen=True):

@@ -161,7 +161,7 @@ def parse_place(text: str) -> dict[str, tuple[str, ...]]:
         role, _, devices = entry.partition("=")
         if not role.strip() or not devices.strip():
             raise ConfigError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
-        found[role.strip()] = (*found.get(role.strip(), ()), _device(devices))
+        found[role.strip()] = (*found.get(role.strip(), ()), numbered(devices))
     return found
 
 
@@ -185,7 +185,7 @@ def devices_of(role: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[st
     if role in wanted.place:
         return wanted.place[role]
     if wanted.compute.device != "auto":
-        named = _device(wanted.compute.device)
+        named = numbered(wanted.compute.device)
         return (named,) if own_spreads(wanted.compute.parallel, roles_of(role)) else (*dict.fromkeys(named.split("+")),)
     return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
 
@@ -349,6 +349,6 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
         yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})
 
 
-def _device(name: str) -> str:
-    """One device, or those of ranks."""
-    return "+".join("cuda:0" if one.strip() == "cuda" else one.strip() for one in name.split("+"))
+def numbered(name: str) -> str:
+    """One device, or those of ranks, with the number that a kind alone stands for."""
+    return "+".join(f"{one}:0" if one != CPU and ":" not in one else one for one in map(str.strip, name.split("+")))

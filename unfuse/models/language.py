@@ -179,9 +179,9 @@ def _usual(device: str, least: int, ranks: int) -> int:
 
     Ranks on CPUs share what is free.
     """
-    import torch
+    from unfuse.parallel.devices import memory
 
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory() // ranks
+    free = available_memory() // ranks if device.startswith("cpu") else memory(device)[0]
     return max(free // 4, min(least, free // 4 * 3))
 
 

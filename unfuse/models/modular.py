@@ -66,7 +66,7 @@ class BlockStage(Stage):
 
     def __init__(self, spec: StageSpec, family: Modular, loader: Loader, distilled: bool) -> None:
         self.kind, self._spec, self._unguided = spec.kind, spec, family.unguided
-        self._device, self._draws = loader.device, loader.runtime.options.noise_device == "cuda"
+        self._device, self._draws = loader.device, loader.runtime.options.noise_device != "cpu"
         self._part = _part(spec, family.blocks[distilled], loader)
         self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._part.get_component_spec("guider")
         self._reads = [name for name in TYPES if name in {i.name for i in self._part.blocks.inputs}]

@@ -10,6 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers.hooks import apply_group_offloading
 
 from unfuse.core.compute import Offload
+from unfuse.parallel.devices import EXCHANGES
 
 
 def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn.Module:
@@ -20,7 +21,7 @@ def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn
     which tells nobody the order of its layers.
     """
     if how == "sequential" and not hasattr(model, "decode"):
-        apply_group_offloading(model, device, offload_type="leaf_level", use_stream=device.type == "cuda")
+        apply_group_offloading(model, device, offload_type="leaf_level", use_stream=device.type in EXCHANGES)
         return model
     resting: torch.nn.Module = add_hook_to_module(model, _OffloadHook(model, _device_of(device)))
     return resting
@@ -41,7 +42,7 @@ class _OffloadHook(ModelHook):  # type: ignore[misc]
     """Brings a model's weights to the device before it runs; they do not change, so nothing is ever copied back."""
 
     def __init__(self, model: torch.nn.Module, seat: _Device) -> None:
-        pin = seat.device.type == "cuda"
+        pin = seat.device.type in EXCHANGES
         self._tensors = [*model.parameters(), *model.buffers()]
         self._resting = [tensor.data.pin_memory() if pin else tensor.data for tensor in self._tensors]
         self._device_of = seat

@@ -119,7 +119,7 @@ class WholeFamily(Family):
         takes = {name: name for name in TAKES if name in found.takes}
         takes |= {rate: "fps" for rate in found.takes if rate in RATES}
         takes |= {LAST: LAST_FRAME} if LAST in found.takes else {}
-        pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device == "cuda"
+        pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device != "cpu"
         if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
             loras = PipelineAdapters(Loras(runtime.loras, runtime.kept), pipeline, bool, loader.device, most)

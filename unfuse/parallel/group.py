@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.spread import KINDS, SHARING, Spread
+from unfuse.parallel.devices import EXCHANGES
 
 T = TypeVar("T")
 
@@ -58,12 +59,14 @@ class Group:
         """Seconds spent in exchanges so far."""
         self.limit, self._met = timedelta(seconds=limit_s), True
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        on_gpu = self.device.type == "cuda"
+        kind, on_gpu = self.device.type, self.device.type in EXCHANGES
         if on_gpu:
-            torch.cuda.set_device(self.device)
+            torch.get_device_module(self.device).set_device(self.device)
+        elif kind != "cpu":
+            raise ConfigError(f"--device {device}: torch has nothing by which ranks on such devices exchange tensors")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size,
-            timeout=self.limit, device_id=self.device if on_gpu else None,
+            f"cpu:gloo,{kind}:{EXCHANGES[kind]}" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=rank,
+            world_size=size, timeout=self.limit, device_id=self.device if on_gpu else None,
         )  # fmt: skip
 
     def exchange(self, own: bytes) -> list[bytes]:

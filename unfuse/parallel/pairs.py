@@ -87,5 +87,5 @@ class _Pair:
         else:
             self._group.recv([there], GIVER, 0).wait()
         if there is not data:
-            torch.cuda.synchronize(self._device)
+            torch.accelerator.synchronize(self._device)
             data.copy_(there)

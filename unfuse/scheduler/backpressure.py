@@ -101,14 +101,16 @@ class Backpressure(msgspec.Struct, frozen=True):
         """What a worker that asks may be given, where so many bytes have to stay free in its arena.
 
         Of a pool that others serve too it gets one task at a time, and those that hold fewer go before it: or it would
-        hold what they could begin.
+        hold what they could begin. Before it loads other weights it gets only what lies `after` what has just ended.
         """
         blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
         slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
-        offers = {}
+        offers, ended = {}, self.depth.get(declared(ask.after), -1)
         for pool in worker.sets.get(ask.holds, ()) if worker.sets else worker.pools:
             arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
             name = declared(pool)
+            if self.depth.get(name, 0) <= ended:
+                continue
             others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
             amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | others
             offers[pool] = Offer(amounts, self.depth.get(name, 0), self.behind.get(name, {}))

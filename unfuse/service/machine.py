@@ -8,6 +8,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,17 +22,20 @@ from unfuse.launch.placement import CPU, Device
 
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi")
 ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
+BUILDS = ("+xpu", "+rocm")
+ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
 GPU_ANSWER_S = 10.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The variable with which users choose the GPUs of a process, by index or by the beginning of the UUID."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU; memory in bytes."""
+    """One GPU; memory in bytes. Its kind is torch's name for devices like it."""
 
     name: str
     memory: int
     free: int
+    kind: str = "cuda"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -62,13 +66,13 @@ def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup")) -> Machin
 
 
 def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False) -> tuple[Device, ...]:
-    """The devices that workers may use on this machine: no GPU if torch is built without CUDA.
+    """The devices that workers may use on this machine: no GPU if torch is built without one.
 
     Of a device in `caps` at most so many bytes. Raises ConfigError for one that is not there. Workers `elsewhere` have
     what `caps` says, and what is here of others.
     """
     usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
-    free = {CPU: available_memory(), **{f"cuda:{n}": gpu.free for n, gpu in enumerate(usable)}}
+    free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(usable)}}
     if elsewhere:
         free |= caps
     if unknown := sorted(caps.keys() - free):
@@ -85,7 +89,11 @@ def cpus(group: Path) -> float:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that the driver's tool reports; none without that tool."""
+    """The GPUs that the driver's tool reports, or torch itself where it is built for others; none without either."""
+    if any(kind in (_version("torch") or "") for kind in BUILDS):
+        told = subprocess.run(ASK_TORCH, capture_output=True, text=True, check=False).stdout
+        lines = (line.split(",", 3) for line in told.splitlines())
+        return tuple(Gpu(name, int(all_of_it), int(free), kind) for kind, free, all_of_it, name in lines)
     if shutil.which(ASK_GPUS[0]) is None:
         return ()
     answer = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)

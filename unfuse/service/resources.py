@@ -6,6 +6,7 @@ from pathlib import Path
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.task import ARENA, SLOTS
+from unfuse.launch.placement import numbered
 from unfuse.service.groups import Settings
 from unfuse.service.layout import Means
 from unfuse.service.machine import cpus
@@ -29,7 +30,7 @@ def device_memory(settings: Settings) -> dict[str, int]:
     for entry in settings.serve.device_memory:
         name, _, size = entry.partition("=")
         try:
-            found["cuda:0" if name == "cuda" else name] = Size.parse(size)
+            found[numbered(name)] = Size.parse(size)
         except ValueError as error:
             raise ConfigError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
     return found

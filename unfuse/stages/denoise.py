@@ -143,7 +143,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         self._paired = self.exact and bool(denoiser.first)
         self._fused = (options.fused or self._paired) and not apart
         self.differs_alone = self.exact and options.guidance_halves == "auto" and not (apart or self._paired)
-        self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
+        self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:

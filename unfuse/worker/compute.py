@@ -104,14 +104,14 @@ def compute(descriptor: int) -> None:
 
 def telling(send: Callable[[FromCompute], None], device: str) -> Callable[[FromCompute], None]:
     """The same, which on a GPU also tells what is held there, at first and whenever a task ends."""
-    if not device.startswith("cuda"):
+    if device.startswith("cpu"):
         return send
-    import torch
+    from unfuse.parallel.devices import held
 
     def sending(message: FromCompute) -> None:
         send(message)
         if isinstance(message, Ready | Done | Failed):
-            send(DeviceHeld(torch.cuda.memory_reserved(device)))
+            send(DeviceHeld(held(device)))
 
     return sending
 
@@ -244,19 +244,21 @@ def _size(folder: Path) -> int:
 
 
 def _device(load: Load, with_torch: bool) -> str:
-    """Where it computes. Raises ConfigError for ranks that would have a GPU each, where there are fewer."""
+    """Where it computes. Raises ConfigError for what is not there: a device, or one for each rank."""
     named = load.compute.device
     if not with_torch:
         return "cpu" if named == "auto" else named
     import torch
 
+    from unfuse.parallel.devices import found, present
+
     torch.set_num_threads(load.compute.threads)
     if named != "auto":
-        return named
-    if (there := torch.cuda.device_count()) and load.ranks > there:
-        raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {there}")
-    best = "cuda" if load.ranks == 1 else f"cuda:{load.rank}"
-    return best if there else "cpu"
+        return present(named)
+    if (there := found()) and load.ranks > len(there):
+        raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {len(there)}")
+    best = there[load.rank : load.rank + 1] or ["cpu"]
+    return best[0].partition(":")[0] if load.ranks == 1 else best[0]
 
 
 def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str, str]:
@@ -266,7 +268,7 @@ def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str,
     settings |= {f"parallel-{role}": str(how) for role, how in own_spreads(options.parallel, load.choice.roles).items()}
     settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
     found = settings | {name: version(name) for name in libraries}
-    if not libraries or device.startswith("cuda"):
+    if not libraries or not device.startswith("cpu"):
         return found | {"device": _name(device)}
     import torch
 
@@ -275,11 +277,11 @@ def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str,
 
 def _name(device: str) -> str:
     """The name of the kind of device: cpu, or the model of the GPU."""
-    if not device.startswith("cuda"):
+    if device.startswith("cpu"):
         return device
-    import torch
+    from unfuse.parallel.devices import name_of
 
-    return torch.cuda.get_device_name(device)
+    return name_of(device)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ class Holding:
         unplaced = self.leases.keys() - self._placed
         return max(0, free - sum(self.leases[claim].task.room for claim in unplaced))
 
-    def ask(self, room: int | None, loaded: str, holds: str = "") -> Ask:
-        """The next Ask, for weights that it `holds`: for the free slots, or else for one task that is more urgent."""
+    def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> Ask:
+        """The next Ask, of what it `holds`: for free slots, or one more urgent task; or one `after` a task's end."""
         held = [lease.task for lease in self.leases.values()]
         if any(task.alone for task in held):
             return WITHDRAW
@@ -72,4 +72,4 @@ class Holding:
         for task in held:
             taken.update(task.needs)
         amounts = {name: max(0, amount - taken[name]) for name, amount in self.resources.items()}
-        return Ask(max(1, slots), room, WAIT_S, above, affinity, amounts, holds)
+        return Ask(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)

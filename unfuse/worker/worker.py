@@ -201,12 +201,13 @@ class Worker:
             self._newest_ask += 1
             self._background.once("asking for work", partial(self._ask, self._newest_ask, self._wanted()))
 
-    def _wanted(self) -> Ask:
-        """The next Ask; for nothing where nothing can run."""
-        if not (self._objects and self._executor and self._executor.ready) or self._swapping.under_way:
+    def _wanted(self, ended: str = "") -> Ask:
+        """The next Ask, when a task of that pool has `ended` well; for nothing where nothing can run."""
+        after = ended if self._swapping.under_way else ""
+        if not (self._objects and self._executor and self._executor.ready) or self._swapping.under_way and not after:
             return WITHDRAW
         room = self._holding.room(self._objects.free, self._objects.usage().used)
-        return self._holding.ask(room, self._loaded, self._swapping.holds)
+        return self._holding.ask(room, self._loaded, self._swapping.holds, after)
 
     async def _ask(self, number: int, ask: Ask) -> None:
         """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
@@ -309,12 +310,13 @@ class Worker:
         log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
-        asks = isinstance(message, Done) and not self._asks_with_outcome and not self._draining.is_set()
+        waits = self._asks_with_outcome and not self._swapping.under_way
+        asks = isinstance(message, Done) and not waits and not self._draining.is_set()
         if isinstance(message, Done) and asks:
             self._asks_with_outcome = True
             self._newest_ask += 1
             with self._background.besides("asking for work"):
-                message = msgspec.structs.replace(message, ask=self._wanted())
+                message = msgspec.structs.replace(message, ask=self._wanted(lease.task.pool if lease else ""))
         self._changed.set()
         try:
             recorded = not isinstance(message, Stopped) and await self._report(message)

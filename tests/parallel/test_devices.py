@@ -1,0 +1,70 @@
+"""What is asked of devices by torch's own names. None is there: stand-ins answer as torch does for each kind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unfuse.core.errors import ConfigError
+from unfuse.parallel import devices, group
+
+MODULES = {
+    "cuda": SimpleNamespace(
+        mem_get_info=lambda name: (3 << 30, 4 << 30), memory_reserved=lambda name: 1 << 30,
+        get_device_name=lambda name: f"GPU {torch.device(name).index}", set_device=lambda name: None,
+    ),
+    "mps": SimpleNamespace(recommended_max_memory=lambda: 9 << 30, driver_allocated_memory=lambda: 2 << 30),
+}  # fmt: skip
+MODULES["xpu"] = MODULES["cuda"]
+
+
+def stand_in(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch say that so many devices of a kind are there."""
+    found = torch.device(kind) if kind else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: MODULES[torch.device(device).type])
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_devices_are_found_by_torchs_names_whatever_their_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(kind, 2, monkeypatch)
+    assert devices.found() == [f"{kind}:0", f"{kind}:1"]
+    free, every, held, name = ((7 << 30, 9 << 30, 2 << 30, "mps") if kind == "mps" else
+                               (3 << 30, 4 << 30, 1 << 30, "GPU 1"))  # fmt: skip
+    assert devices.memory(f"{kind}:1") == (free, every)
+    assert (devices.held(f"{kind}:1"), devices.name_of(f"{kind}:1")) == (held, name)
+
+
+def test_a_build_for_gpus_where_none_is_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in("cuda", 0, monkeypatch)
+    assert devices.found() == []
+
+
+@pytest.mark.parametrize("name", ["xpu:0", "mps", "cuda:63", "gpu"])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.present("cpu") == "cpu"
+    stand_in("xpu", 2, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"--device {name}: torch .* has cpu, xpu:0, xpu:1 here: name one of these"):
+        devices.present(name)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "gloo"), ("cuda:1", "cpu:gloo,cuda:nccl"), ("xpu:1", "cpu:gloo,xpu:xccl")]
+)
+def test_ranks_exchange_by_what_their_devices_have(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in("cuda", 2, monkeypatch)
+    begun: list[tuple[str, Any]] = []
+    monkeypatch.setattr(
+        group.dist, "init_process_group", lambda backend, **about: begun.append((backend, about["device_id"]))
+    )
+    group.Group(0, 2, "/nowhere/met", device, 1.0)
+    assert begun == [(backend, None if device == "cpu" else torch.device(device))]
+
+
+def test_ranks_where_nothing_exchanges_tensors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--device mps:0: torch has nothing by which ranks"):
+        group.Group(0, 2, "/nowhere/met", "mps:0", 1.0)
