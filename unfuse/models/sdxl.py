@@ -128,7 +128,7 @@ class Sdxl(GridFamily):
         "image": (f"{FILES}_img2img.py", "StableDiffusionXLImg2ImgPipeline"),
         "mask": (f"{FILES}_inpaint.py", "StableDiffusionXLInpaintPipeline"),
     }
-    whole_steps = True
+    whole_steps = repeats = True
     adapts = "unet"
 
     @override
