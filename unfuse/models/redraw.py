@@ -79,7 +79,7 @@ class Redrawing(DiffusersFamily):
     whole_steps = False
     """Whether a step that the strength spares in part is not made."""
     repeats = False
-    """Whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures, also for one."""
+    """Whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
