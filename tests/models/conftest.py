@@ -283,6 +283,7 @@ REDRAWN = [
     Job("redrawn-z-half", "z-image", redrawn(guided_params(1, negative_prompt="b"), 0.35), HALF),
     Job("masked-z", "z-image", redrawn(guided_params(1), mask="hole.png")),
     Job("masked-z-all", "z-image", redrawn(guided_params(2, width=48), 1.0, mask="hole.png")),
+    Job("masked-z-whole-half", "z-image", redrawn(guided_params(2, width=48), 1.0, mask="hole.png"), WHOLE_HALF),
     Job("masked-flux", "flux", redrawn(flux_params(), mask="hole.png")),
     Job("masked-flux-seed", "flux", redrawn(flux_params(1), mask="hole.png")),
     Job("masked-flux-all", "flux", redrawn(flux_params(2, width=48), 1.0, mask="hole.png", image="wall.jpg")),

@@ -81,6 +81,8 @@ class Redrawing(DiffusersFamily):
     """Whether the transformer sees latents as patches."""
     whole_steps = False
     """Whether a step that the strength spares in part is not made."""
+    repeats = False
+    """Whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
@@ -119,5 +121,5 @@ class Redrawing(DiffusersFamily):
         if isinstance(stage, Denoise) and self.starts:
             packing, config = Packing.of(loader.folder), loader.folder.config("vae")
             pack = packing.pack if self.packs else None
-            stage.redraw = Redraw(config, packing.channels, stage.dtype, pack, self.whole_steps)
+            stage.redraw = Redraw(config, packing.channels, stage.dtype, pack, self.whole_steps, self.repeats)
         return stage

@@ -123,7 +123,7 @@ class Sdxl(GridFamily):
     denoiser = SdxlDenoiser
     shape = Shape.of
     starts = ("image", "mask")
-    whole_steps = True
+    whole_steps = repeats = True
     adapts = "unet"
 
     @override

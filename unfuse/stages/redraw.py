@@ -45,7 +45,8 @@ class Begun(NamedTuple):
 @dataclass(frozen=True)
 class Redraw:
     """How a family's pipelines redraw, by the configuration of its VAE, with latents of these channels, in the dtype of
-    the transformer. `pack` makes of a grid what the transformer sees; `whole`: what is less than a step is not made.
+    the transformer. `pack` makes of a grid what the transformer sees; `whole`: what is less than a step is not made;
+    `repeats`: beside a mask latents are repeated, and lie otherwise then.
     """
 
     config: Mapping[str, Any]
@@ -53,6 +54,7 @@ class Redraw:
     dtype: torch.dtype
     pack: Callable[[Tensor], Tensor] | None = None
     whole: bool = False
+    repeats: bool = False
 
     def shapes(self, task: StageInput) -> dict[str, tuple[int | None, ...]]:
         """Of what it needs of a task, to redraw its picture, if there is one. Raises PermanentError."""
@@ -82,7 +84,7 @@ class Redraw:
     def begin(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> Begun:
         """From the picture's latents in this grid; with a mask and all steps from the noise alone."""
         step, mask = self._skipped(task.params), task.tensors.get(MASK)
-        latents = self._arranged(grid if mask is None else grid.contiguous())  # inpainting has it so
+        latents = self._arranged(grid.contiguous() if self.repeats and mask is not None else grid)
         scheduler.set_begin_index(step)
         if latents.shape != noise.shape:
             raise PermanentError(f"latents of the picture are {tuple(grid.shape)}, which is another size")
