@@ -346,3 +346,11 @@ def test_what_is_asked_for_in_vain_is_said() -> None:
 def test_ranks_that_no_worker_takes_are_refused() -> None:
     with pytest.raises(Exception, match="nonsense"):
         pool(POOL | {"parallel": "denoiser=nonsense:2"})
+
+
+@pytest.mark.parametrize(
+    "spec", [LEAST | {"scheduler": {}}, {"scheduler": LEAST["scheduler"]}, LEAST | {"stages": [{"name": "a"}]}]
+)
+def test_what_lacks_what_it_needs_is_refused_before_anything_is_made(spec: Object) -> None:
+    with pytest.raises(KeyError):
+        pipeline(spec)

@@ -57,7 +57,8 @@ class Tasks:
         done: bool | None = True
         while done is not None or woken.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(woken.wait(), pause)
+                async with asyncio.timeout(pause):  # wait_for loses a cancellation that comes with an event
+                    await woken.wait()
                 pause = None
             woken.clear()
             try:

@@ -1,0 +1,85 @@
+"""How pipelines and pools are, as conditions."""
+
+from __future__ import annotations
+
+import pytest
+
+from unfuse.k8s.spec import Object, Wrong
+from unfuse.k8s.status import Found, condition, conditions, of_workload
+
+BODY: Object = {"metadata": {"name": "p", "generation": 3}}
+
+
+def told(found: Found, body: Object = BODY, now: str = "then") -> dict[str, tuple[str, str]]:
+    return {one["type"]: (one["status"], one["reason"]) for one in conditions(body, found, "workers", now)}
+
+
+@pytest.mark.parametrize(
+    ("found", "ready", "progressing", "degraded"),
+    [
+        (Found(2, 2, 2), ("True", "AsWanted"), ("False", "AsWanted"), ("False", "AsWanted")),
+        (Found(2, 2, 1), ("False", "Starting"), ("True", "Starting"), ("False", "AsWanted")),
+        (Found(0, 1, 1), ("True", "Asleep"), ("False", "Asleep"), ("False", "AsWanted")),
+        (Found(2, 2, 2, (Wrong("Odd", "it is"),)), ("True", "AsWanted"), ("False", "AsWanted"), ("True", "Odd")),
+        (Found(2, 2, 1, (Wrong("Odd", "it is"),)), ("False", "Starting"), ("False", "Starting"), ("True", "Odd")),
+        (Found(refused=Wrong("Bad", "it is")), ("False", "Bad"), ("False", "Starting"), ("True", "Bad")),
+    ],
+)
+def test_it_is_ready_on_its_way_or_not_as_it_should_be(
+    found: Found, ready: tuple[str, str], progressing: tuple[str, str], degraded: tuple[str, str]
+) -> None:
+    assert told(found) == {"Ready": ready, "Progressing": progressing, "Degraded": degraded}
+
+
+def test_a_condition_keeps_its_time_while_it_stays_and_says_of_what_it_speaks() -> None:
+    before = conditions(BODY, Found(2, 2, 1), "workers", "then")
+    body = BODY | {"status": {"conditions": before}}
+    same, other = (
+        {"status": {"conditions": conditions(body, found, "workers", "now")}}
+        for found in (Found(3, 2, 1), Found(2, 2, 2))
+    )
+    times = [condition(one, "Ready")["lastTransitionTime"] for one in (same, other)]
+    assert times == ["then", "now"] and condition(other, "Degraded")["lastTransitionTime"] == "then"
+    assert condition(same, "Ready")["message"] == "1 of 3 workers are ready"
+    assert {one["observedGeneration"] for one in before} == {3}
+    assert condition({}, "Ready") == {}
+
+
+def test_what_is_wrong_is_said_whole() -> None:
+    found = Found(1, 1, 1, (Wrong("One", "first"), Wrong("Two", "second")))
+    (degraded,) = (one for one in conditions(BODY, found, "workers", "then") if one["type"] == "Degraded")
+    assert (degraded["reason"], degraded["message"]) == ("One", "first; second")
+
+
+def workload(**status: int) -> Object:
+    return {"metadata": {"generation": 2}, "spec": {"replicas": 3}, "status": status}
+
+
+@pytest.mark.parametrize(
+    ("status", "ready"),
+    [
+        ({}, 0),
+        ({"observedGeneration": 2, "readyReplicas": 3, "updatedReplicas": 3}, 3),
+        ({"observedGeneration": 2, "readyReplicas": 3, "updatedReplicas": 1}, 1),
+        ({"observedGeneration": 1, "readyReplicas": 3, "updatedReplicas": 3}, 0),
+    ],
+)
+def test_pods_of_an_older_template_are_not_ready(status: dict[str, int], ready: int) -> None:
+    assert of_workload(workload(**status), []).ready == ready
+
+
+def test_why_pods_do_not_run_is_told_of_each() -> None:
+    unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes have a GPU"}
+    keys = {"state": {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "wire" not found'}}}
+    coming = {"state": {"waiting": {"reason": "PodInitializing"}}}
+    pods: list[Object] = [
+        {"metadata": {"name": "a"}, "status": {"conditions": [unplaced]}},
+        {"metadata": {"name": "b"}, "status": {"initContainerStatuses": [keys]}},
+        {"metadata": {"name": "c"}, "status": {"containerStatuses": [coming]}},
+        {"metadata": {"name": "d"}, "status": {"containerStatuses": [{"state": {"running": {}}}]}},
+        {"metadata": {"name": "e"}},
+    ]  # fmt: skip
+    assert [(one.reason, str(one)) for one in of_workload(workload(), pods).troubles] == [
+        ("Unschedulable", "a finds no node: 0/3 nodes have a GPU"),
+        ("CreateContainerConfigError", 'b does not run (CreateContainerConfigError): secret "wire" not found'),
+    ]
