@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from bench.block_allocator import Blocks
 from bench.report import quantile, show, table
-from unfuse.arena.blocks import Blocks
 from unfuse.arena.buddy import Buddy, Usage
 from unfuse.core.errors import ArenaFull
 

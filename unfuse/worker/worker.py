@@ -310,9 +310,8 @@ class Worker:
         log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
-        waits = self._asks_with_outcome and not self._swapping.under_way
-        asks = isinstance(message, Done) and not waits and not self._draining.is_set()
-        if isinstance(message, Done) and asks:
+        waits = self._draining.is_set() or (self._asks_with_outcome and not self._swapping.under_way)
+        if asks := isinstance(message, Done) and not waits:
             self._asks_with_outcome = True
             self._newest_ask += 1
             with self._background.besides("asking for work"):

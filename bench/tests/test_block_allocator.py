@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.examples import examples
-from unfuse.arena.blocks import Blocks, gather, scatter
+from bench.block_allocator import Blocks, gather, scatter
 from unfuse.core.errors import ArenaFull
 
 BLOCK = 16
@@ -97,7 +96,7 @@ class AgainstMarks(RuleBasedStateMachine):
 
 
 TestAgainstMarks = AgainstMarks.TestCase
-TestAgainstMarks.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
+TestAgainstMarks.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def test_blocks_between_others_serve_one_allocation() -> None:
