@@ -60,7 +60,8 @@ SAME: list[tuple[Object, Object, Object]] = [
 def both(case: int) -> tuple[Made, Made]:
     """What the chart makes of a release u, and the operator of a pipeline u with a pool u-all."""
     values, pipeline, pool = SAME[case]
-    body = {"metadata": {"name": "u"}, "spec": pipeline | {"stages": [{"name": "all", "pool": "u-all"}]}}
+    stage = {"name": "all", "pool": "u-all", "role": pool["role"]}
+    body = {"metadata": {"name": "u"}, "spec": pipeline | {"stages": [stage]}}
     spec = {"image": "unfuse:0.1.0"} | read(completed(body, SCHEMAS["diffusionpipelines"]))
     its = read(completed({"metadata": {"name": "u-all"}, "spec": pool}, SCHEMAS["diffusionpools"]))
     ours = objects.of_pipeline("u", spec, EVERY) + objects.of_pool("u-all", "default", its, {"u": spec}, EVERY)

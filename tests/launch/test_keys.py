@@ -92,7 +92,7 @@ def test_keys_are_made_once(keys: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
 def test_a_worker_without_keys_does_not_start_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
     refused = refusal("worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB")
-    assert "make keys by `unfuse keys new DIR`" in refused
+    assert "copy worker.key from the scheduler's machine" in refused
 
 
 @pytest.mark.slow

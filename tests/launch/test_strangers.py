@@ -105,7 +105,7 @@ async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said
             [*UNFUSE, "worker", "--scheduler", address], env=os.environ | elsewhere, capture_output=True, text=True
         )
         assert refused.returncode == 1
-        assert "make keys by `unfuse keys new DIR`" in refused.stderr
+        assert "copy worker.key from the scheduler's machine" in refused.stderr
 
 
 async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_so(

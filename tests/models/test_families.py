@@ -27,7 +27,7 @@ from unfuse.models.names import hub_name, pipeline_class
     ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "WanPipeline", "Wan"),
     ("black-forest-labs/FLUX.1-dev", "FluxPipeline", "Flux"),
     ("black-forest-labs/FLUX.1-schnell", "FluxPipeline", "Flux"),
-    ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline", "Modular"),
+    ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline", "Klein"),
     ("hunyuanvideo-community/HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo"),
     ("Qwen/Qwen-Image", "QwenImagePipeline", "QwenImage"),
     ("black-forest-labs/FLUX.1-Kontext-dev", "FluxKontextPipeline", "Kontext"),

@@ -33,9 +33,10 @@ def test_latents_are_those_of_what_diffusers_loads(name: str, undivided: c.Undiv
 
 
 def test_the_names_of_another_tool_change_nothing_and_eight_bits_do(undivided: c.Undivided) -> None:
+    """Equal but for rounding: on some CPUs where weights lie in memory decides which kernels take them."""
     names = "lora-none", "single", "even", "quantised", "lora-quantised"
     plain, single, even, quantised, adapted = (undivided.result(name)["latents"] for name in names)
-    assert np.array_equal(single, plain)
+    assert np.abs(single - plain).max() < 1e-5 * np.abs(plain).max()
     assert 0 < np.abs(quantised - even).mean() < 0.1 < np.abs(quantised - adapted).mean()
 
 

@@ -387,7 +387,7 @@ async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_
 
 
 async def test_no_start_over_tcp_without_keys(model: Path) -> None:
-    with pytest.raises(ConfigError, match="unfuse keys new"):
+    with pytest.raises(ConfigError, match="copy worker.key from the scheduler"):
         Worker(a_worker(unix_address(), "tcp://127.0.0.1:1", arena=1 << 20))
 
 

@@ -105,7 +105,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     costs: Path | None
     lease_ttl: float
     standard: Params
-    launcher: OpenLauncher | None = None
+    launcher: OpenLauncher | None
 
 
 def plan(options: ServeOptions) -> Plan:
