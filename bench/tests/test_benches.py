@@ -250,6 +250,7 @@ def test_what_a_client_saw_of_a_chat_becomes_a_row_beside_others() -> None:
     assert (row["first token, ms"], row["p99"]) == (500.0, 400.0)
 
 
+@pytest.mark.nightly
 def test_chats_with_pictures_are_asked_alike_of_both_sides(tmp_path: Path) -> None:
     """Given a picture, and frames of a video, then what is served reads as many tokens as the undivided model."""
     shots = seen.Shots(tmp_path)

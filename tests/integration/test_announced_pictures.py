@@ -134,7 +134,8 @@ def test_a_picture_is_pulled_while_the_next_one_is_encoded(
         assert [one["attempt"] for one in stages(server).values()] == [1] * (len(PROMPTS[name]) + 2)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("whole", [False, True])
 def test_an_encoder_dies_between_the_second_picture_and_the_third(
     folder: Path,
     tmp_path: Path,
