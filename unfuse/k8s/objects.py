@@ -32,13 +32,14 @@ SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullSecrets", "m
 
 def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
     """Its objects, the Deployment last; `apis` are those that a cluster may lack and this one has."""
-    own = spec["scheduler"]
+    own, may_sleep = spec["scheduler"], spec.get("autoscaling", {}).get("minReplicas") == 0
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     blanks = _common(name, "scheduler", spec) | {
         "name": name,
         "replicas": own["replicas"],
         "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
+        "asleep": [f"--asleep={one['spec']['role']}=2" for one in pools_of(name, spec)] if may_sleep else None,
         "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
         "resources": own["resources"],
