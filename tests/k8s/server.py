@@ -111,6 +111,8 @@ class Server(kmock.KubernetesEmulator):
     def _fetch(self, request: kmock.Request) -> aiohttp.web.StreamResponse:
         """An object, or an API that a cluster may lack. kmock itself takes 50 ms for an answer, by its filters."""
         key = (request.resource, request.namespace, request.name)
+        if not request.name and not self.more:
+            return aiohttp.web.Response(text="404 page not found\n", status=404)
         found = self.get_at(key) if request.name else {"groups": []} if self.more else None
         return aiohttp.web.json_response(
             found or {"reason": "NotFound", "message": "no", "code": 404}, status=200 if found else 404

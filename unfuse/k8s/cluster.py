@@ -44,7 +44,7 @@ class Cluster:
         content = None if body is None else json.dumps(body)
         try:
             answer = await self._client.request(method, path, content=content, headers={"content-type": kind})
-            said = answer.json()
+            said = {} if answer.status_code == 404 else answer.json()  # of an API that is not there it is text
         except (httpx2.HTTPError, ValueError) as error:
             raise TransientError(f"the API server does not answer: {error!r}") from error
         if answer.status_code == 401:

@@ -26,26 +26,21 @@ MADE = {"app.kubernetes.io/managed-by": "unfuse-operator"}
 LEAVING_S, DRAIN_S, STEPS = 10, 20, 4
 """What workers get to sign off, what they get before at least, and the steps that fit: a quarter is kept for saving."""
 
-WAKE_S = 600
-"""The seconds by which a deadline may move while a pool wakes: twice what it is not to be put to sleep again for."""
-
 SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullSecrets", "modelCache")
 """In what pipelines that share workers have to agree, beside the queue."""
 
 
 def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
     """Its objects, the Deployment last; `apis` are those that a cluster may lack and this one has."""
-    own, scaled = spec["scheduler"], spec.get("autoscaling", {"enabled": False})
-    sleeps = pools(name, spec).values() if scaled["enabled"] and not scaled["minReplicas"] else ()
-    waking = [f"--asleep={'+'.join(dict.fromkeys(map(role, stages)))}=2" for stages in sleeps]
-    waking += [f"--wake-limit={WAKE_S}"] if waking else []
+    own, may_sleep = spec["scheduler"], spec.get("autoscaling", {}).get("minReplicas") == 0
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     blanks = _common(name, "scheduler", spec) | {
         "name": name,
         "replicas": own["replicas"],
         "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
-        "args": [*waking, *own.get("args", [])],
+        "asleep": [f"--asleep={one['spec']['role']}=2" for one in pools_of(name, spec)] if may_sleep else None,
+        "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
         "resources": own["resources"],
         "api": spec.get("apiKeysSecret", f"{name}-api"),
