@@ -120,6 +120,25 @@ class TestTwoQueuesOverOneServer:
         await submitted(queue, "a")
         assert [lease.task.request for lease in await waiting] == ["a"]
 
+    async def test_what_a_waiter_takes_at_once_wakes_nobody_at_the_other(
+        self, queue: TaskQueue, other: TaskQueue, server: Server
+    ) -> None:
+        """Then only what is left is told, by which the other's waiter gets it."""
+        here = await started(queue.lease("here", wanted("p"), TTL, wait=30.0))
+        there = await started(other.lease("there", wanted("p"), TTL, wait=30.0))
+        await asyncio.gather(settled(queue), settled(other))
+        with server.client.pubsub() as ears:
+            ears.subscribe("{unfuse}:news")
+            assert ears.get_message(timeout=5.0)["type"] == "subscribe"
+            await submitted(queue, "a")
+            assert [lease.worker for lease in await here] == ["here"]
+            await submitted(queue, "b")
+            assert [lease.task.request for lease in await there] == ["b"]
+            heard = []
+            while message := ears.get_message(timeout=0.5):
+                heard.append(message["data"])
+        assert [data for data in heard if b"pool" in data] == [b"pool:p"]
+
     async def test_simultaneous_repeats_at_both_are_one_request(self, queue: TaskQueue, other: TaskQueue) -> None:
         names = [f"{number:02}" for number in range(20)]
         same = (

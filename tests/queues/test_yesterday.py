@@ -21,7 +21,7 @@ from tests.queues.yesterday.fill import CARD, POOLS, STATES, WORKER, done
 from unfuse import queues
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost
-from unfuse.core.request import Record, StageState
+from unfuse.core.request import Allowance, Record, StageState
 from unfuse.core.task import ARENA, SLOTS, Task
 from unfuse.queues import leases, redis
 from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
@@ -216,11 +216,20 @@ def as_it_asked(arguments: bytes) -> bytes | None:
     return arguments[:1] + msgspec.msgpack.encode(whole | {"asks": msgspec.Raw(msgspec.msgpack.encode(asks))})
 
 
+def as_it_accepted(arguments: bytes) -> bytes | None:
+    """What the earlier version would have sent to submit the same; None where a tenant has an allowance."""
+    limits = msgspec.msgpack.decode(arguments[1:], type=Packed)["limits"]
+    return arguments if msgspec.msgpack.decode(limits, type=Limits).tenant == Allowance() else None
+
+
+AS_IT_WAS = {"lease": as_it_asked, "submit": as_it_accepted}
+
+
 class Yesterdays(Reviewed):
     """One whose script is the earlier version's, and hears what that one said, but for what that one does not know."""
 
     async def _execute(self, calls: Any) -> Any:
-        told = [(verb, as_it_asked(arguments) if verb == "lease" else arguments) for verb, arguments in calls]
+        told = [(verb, AS_IT_WAS[verb](arguments) if verb in AS_IT_WAS else arguments) for verb, arguments in calls]
         if any(verb in OURS or arguments is None for verb, arguments in told):
             return await super()._execute(calls)
         await self._redis.script_load(SCRIPT)

@@ -4,7 +4,7 @@
 local P, VERSION = KEYS[1], string.sub(ARGV[2], 1, 1)
 local call, verbs, RANK = redis.call, {}, 32
 local A, now, wall -- the arguments of the verb that runs, and its time
-local pools, news = {}, {} -- what has changed, told by `tell` at the end
+local pools, news = {}, {} -- what has changed, told by `tell` at the end; of a pool true, or that a task came
 
 -- What a function answers, or nothing where what is stored is not what it should be: that costs one record, not all.
 local function sound(f, ...)
@@ -59,7 +59,7 @@ end
 -- A task takes its place in the line, or waits for its time. Answers since when it may be leased.
 local function put(pool, member, at)
   if at > now then call('ZADD', delayed_key(pool), at, member) else call('ZADD', ready_key(pool), 0, member) end
-  pools[pool] = true
+  pools[pool] = pools[pool] or 'came'
   return math.max(at, now)
 end
 
@@ -137,10 +137,13 @@ local function held(claim)
   return call('HGET', task_key(name), 'mark') == claim.mark and name
 end
 
--- Tells all of it in one message. Who is of an earlier version hears the other channel alone, one message for each.
+-- Tells all of it in one message, but for pools whose tasks came and are taken already, which would wake all who wait
+-- for nothing. Who is of an earlier version hears the other channel alone, one message for each.
 local function tell()
   local told, both = {}, {P .. ':changes', P .. ':news'}
-  for pool in pairs(pools) do told[#told + 1] = 'pool:' .. pool end
+  for pool, why in pairs(pools) do
+    if why == true or sound(size, pool) ~= 0 then told[#told + 1] = 'pool:' .. pool end
+  end
   for id in pairs(news) do told[#told + 1] = 'request:' .. id end
   if #told == 0 then return end
   call('PUBLISH', both[2], table.concat(told, '\0'))
