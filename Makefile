@@ -51,7 +51,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-test)
 # the whole of the chaos drills
 nightly: $(VENV)/installed-nightly
 	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly or hypothesis"
-	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py
+	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py tests/chaos/test_chats.py
 
 # goes on behind the last round in its log: a soak may be stopped and started again
 soak: $(VENV)/installed-test

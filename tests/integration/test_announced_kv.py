@@ -137,7 +137,8 @@ def test_ranks_hand_on_chunk_by_chunk_and_take_what_is_theirs(
         until(lambda: sum(moved(server).values()) > some > 0, "the rest to be told")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], how: signal.Signals
 ) -> None:

@@ -37,6 +37,7 @@ def said(folder: Path, *command: str) -> Any:
     return json.loads(ran.stdout)
 
 
+@pytest.mark.nightly
 def test_what_layouts_gave_is_kept_and_decides_how_many_workers_serve_starts(tmp_path: Path) -> None:
     short = ("--rounds", "1", "--levels", "2", "--steps", "2")
     rows = said(tmp_path, "compare", "unfuse/shapes", "--layouts", "--threads", "1", *short, "--json")

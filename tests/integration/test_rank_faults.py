@@ -45,7 +45,8 @@ def test_a_rank_that_is_gone_while_ranks_load_costs_a_request_time_and_leaves_no
     assert not [*Path(tmp_path).rglob(".weights.*")]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_was_stopped_while_it_had_nothing_to_do_is_started_again(rank: int, tmp_path: Path) -> None:
     """Nobody waits for the first one in an exchange then: the others wait to be told what to do."""
     with ranks(tmp_path, "ulysses:2") as server:

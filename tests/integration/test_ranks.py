@@ -134,7 +134,8 @@ def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "how"), [
-    pytest.param(0, signal.SIGKILL, id="first killed"), pytest.param(1, signal.SIGSTOP, id="second stopped"),
+    pytest.param(0, signal.SIGKILL, id="first killed"),
+    pytest.param(1, signal.SIGSTOP, id="second stopped", marks=pytest.mark.nightly),
     pytest.param(1, signal.SIGKILL, id="second killed", marks=pytest.mark.nightly),
     pytest.param(0, signal.SIGSTOP, id="first stopped", marks=pytest.mark.nightly),
 ])  # fmt: skip
