@@ -11,8 +11,7 @@ from unfuse.arena.objects import Extent
 from unfuse.core import framing
 from unfuse.core.codec import encode
 
-MAX_MESSAGE = 128 * 1024
-"""The most bytes of a message."""
+MAX_MESSAGE = 128 * 1024  # the most bytes of a message
 
 
 class Shown(msgspec.Struct, frozen=True):

@@ -25,8 +25,7 @@ RECEIVE_BYTES = 64 * 1024
 MOST_CLIENTS = 256
 """The most connections: two for each other worker of the machine, and one for our own compute process."""
 
-AT_A_TIME = 32
-"""The most messages of one client that are answered before other clients have their turn."""
+AT_A_TIME = 32  # the most messages of one client that are answered before other clients have their turn
 
 
 @dataclass(eq=False, slots=True)

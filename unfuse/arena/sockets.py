@@ -19,8 +19,7 @@ ABSTRACT = "unix:@"
 NAME = re.compile(r"arena-[0-9a-f]{24}")
 """96 random bits, so that no two arenas have one name, on this machine or on others."""
 
-DRAFT = "."
-"""The beginning of a socket's name until it listens."""
+DRAFT = "."  # the beginning of a socket's name until it listens
 
 _CREDENTIALS = struct.Struct("3i")
 

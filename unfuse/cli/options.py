@@ -48,8 +48,7 @@ PANELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The heading of a setting in `--help`, by the beginning of its name; the longest match counts."""
 
-OFFERED: set[str] = set()
-"""Settings that some verb has a flag for."""
+OFFERED: set[str] = set()  # settings that some verb has a flag for
 
 COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 """How compute processes work, for every verb that starts some."""

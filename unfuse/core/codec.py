@@ -10,11 +10,8 @@ import msgspec
 from unfuse.core.errors import ProtocolError
 
 VERSION = 1
-READABLE = (1,)
-"""Versions that this code reads: the current one and, once there is one, the one before."""
-
-MAX_BYTES = 8 * 1024 * 1024
-"""The largest control message; tensors never travel in one."""
+READABLE = (1,)  # versions that this code reads: the current one and, once there is one, the one before
+MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()

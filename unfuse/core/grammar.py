@@ -15,11 +15,8 @@ from unfuse.core.parameters import printable
 
 FORMAT = "response_format"
 
-GRAMMAR = "grammar"
-"""The upload that has a request's grammar, and the parameter that has its hash."""
-
-MAX_CHARS = 256 * 1024
-"""The longest grammar, in characters."""
+GRAMMAR = "grammar"  # the upload that has a request's grammar, and the parameter that has its hash
+MAX_CHARS = 256 * 1024  # the longest grammar, in characters
 
 GUIDANCE = {
     "item_separator": ",",

@@ -16,8 +16,7 @@ import msgspec
 from unfuse.core.errors import ConfigError, InvalidParameter
 
 Value = str | int | float | bool | None
-Params = dict[str, Value]
-"""The parameters of a request, by name, as stages get them."""
+Params = dict[str, Value]  # the parameters of a request, by name, as stages get them
 
 Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "scaled", "any"]
 """`form` is a text that matches a pattern, `texts` an object of a few short texts, `scaled` a name or
@@ -26,8 +25,7 @@ several, each with a scale or without one; `any` is not checked."""
 Use = Literal["stages", "request", "delivery", "nothing"]
 """Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody."""
 
-Bound = float | str
-"""A number, or the name of one of the model's limits."""
+Bound = float | str  # a number, or the name of one of the model's limits
 
 MAX_TEXTS = 16
 MAX_SCALED = 8

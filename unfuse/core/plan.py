@@ -13,11 +13,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room, Work, Workload
 from unfuse.core.parameters import Params as Params, Value as Value, each_of
 
-ALL = "all"
-"""The role of a worker that runs all stages."""
-
-TOGETHER = {"language": ("prefill", "decode")}
-"""Words for several roles."""
+ALL = "all"  # the role of a worker that runs all stages
+TOGETHER = {"language": ("prefill", "decode")}  # words for several roles
 
 
 class StageSpec(msgspec.Struct, frozen=True):

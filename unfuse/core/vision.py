@@ -15,8 +15,7 @@ from unfuse.core.parameters import Params
 SHOWN = "shown"
 """The parameter that has what a prompt shows, in its order, as JSON; and the parameter, of each, that names it."""
 
-MAX_RATIO = 200
-"""The longer side of what is shown, in shorter ones, may be at most this."""
+MAX_RATIO = 200  # the longer side of what is shown, in shorter ones, may be at most this
 
 Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 

@@ -20,17 +20,10 @@ CPU = "cpu"
 CONTEXT = 512 << 20
 """GPU memory that a process takes before its first weight: the context and the kernels of the libraries."""
 
-PROCESS = 288 << 20
-"""Host memory that a worker takes beside its weights and its arena, for libraries."""
-
-MOST = 1024
-"""The most workers of one kind."""
-
-LAYER = 2 << 30
-"""More bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary."""
-
-Needs = Mapping[str, "tuple[Part, ...]"]
-"""What each worker of a role holds, by role."""
+PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
+MOST = 1024  # the most workers of one kind
+LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
+Needs = Mapping[str, "tuple[Part, ...]"]  # what each worker of a role holds, by role
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -26,12 +26,10 @@ from unfuse.models.single import single_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
-WHOLE = "model"
-"""The component of a model that has no other."""
+WHOLE = "model"  # the component of a model that has no other
 LANGUAGE, VISION = "language", "vision"
 """The components of a model of transformers that sees: parts of one class, which lie in the same files."""
-SEES = "visual."
-"""What names of the tensors have that are the vision's."""
+SEES = "visual."  # what names of the tensors have that are the vision's
 CONFIGS = {
     "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
     "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
@@ -47,8 +45,7 @@ WEIGHTS = (
 )  # fmt: skip
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
 
-STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What safetensors files call these types."""
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what safetensors files call these types
 
 ADAPTER = "adapter_config.json"
 _ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER"
@@ -63,19 +60,13 @@ UNSERVED = {
 }  # fmt: skip
 """Files that are found in place of a model or its weights, and what is to be done."""
 
-PAUSES_S = (0.5, 1.0, 2.0)
-"""Before a header is asked for again."""
-
-WHOLE_BYTES = 64 * 1024 * 1024
-"""Files up to this size are hashed whole."""
+PAUSES_S = (0.5, 1.0, 2.0)  # before a header is asked for again
+WHOLE_BYTES = 64 * 1024 * 1024  # files up to this size are hashed whole
 
 SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
-HEADER_LENGTH = 8
-"""A safetensors file begins with the length of its JSON header, as 8 bytes, least first."""
-
-MAX_HEADER = 100 * 1024 * 1024
-"""Longest header of a safetensors file, in bytes, as its own library has it."""
+HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
+MAX_HEADER = 100 * 1024 * 1024  # longest header of a safetensors file, in bytes, as its own library has it
 
 
 class HubFile(msgspec.Struct, frozen=True):

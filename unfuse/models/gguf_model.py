@@ -40,8 +40,7 @@ BIASES = {f"attn_{one}.bias": (f"self_attn.{one}_proj.bias", of) for one, of in 
 OUTPUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "h")}
 NORMS = {f"attn_{one}_norm.weight": (f"self_attn.{one}_norm.weight", "d") for one in "qk"}
 
-CHUNK = 1 << 21
-"""Numbers that are dequantised at a time."""
+CHUNK = 1 << 21  # numbers that are dequantised at a time
 
 
 class GgufModel(ModelFolder):

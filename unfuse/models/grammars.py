@@ -22,11 +22,8 @@ from unfuse.core.framing import frame, split_message
 from unfuse.core.grammar import Allowed, Compiled, Follow
 from unfuse.core.text import packed
 
-KEPT = 16
-"""Processes of grammars that are kept, those that nobody follows, too."""
-
-PATIENCE_S = 0.03
-"""How long a step waits for what may follow; a text whose answer comes later joins a later step."""
+KEPT = 16  # processes of grammars that are kept, those that nobody follows, too
+PATIENCE_S = 0.03  # how long a step waits for what may follow; a text whose answer comes later joins a later step
 
 PROGRAM = "unfuse.models.grammar_process"
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from unfuse.stages.base import Stage
     from unfuse.stages.sequences import Sequences
 
-BLOCK = 16
-"""Tokens of a block of the KV."""
+BLOCK = 16  # tokens of a block of the KV
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What generation_config.json may say, in the names of our parameters."""

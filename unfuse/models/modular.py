@@ -50,8 +50,7 @@ BLOCKS = {
 SEEN, SIZES = "image_latents", "image_sizes"
 """Latents of all pictures that are seen (1, channels, all places), and the height and width of each."""
 
-MOST_PIXELS = 1024 * 1024
-"""Larger pictures are made smaller before they are seen."""
+MOST_PIXELS = 1024 * 1024  # larger pictures are made smaller before they are seen
 
 SCALE = "guidance_scale"
 TYPES: dict[str, Any] = {

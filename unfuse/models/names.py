@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from unfuse.core.errors import ConfigError
 from unfuse.models.folder import INDEX
 
-SUFFIX = "-Diffusers"
-"""What hubs call the copy of a model in the layout that is served, beside the one of its makers."""
+SUFFIX = "-Diffusers"  # what hubs call the copy of a model in the layout that is served, beside the one of its makers
 
 PLANS = {
     "unfuse/shapes": "WanPipeline",

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-DUAL = "dual_attention_layers"
-"""Blocks in which the picture also sees itself alone."""
+DUAL = "dual_attention_layers"  # blocks in which the picture also sees itself alone
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from unfuse.stages.guidance import AWAY
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIXEL_MULTIPLE = 8
-"""The pipeline refuses other sizes, whatever the VAE."""
+PIXEL_MULTIPLE = 8  # the pipeline refuses other sizes, whatever the VAE
 
 ZEROS = "force_zeros_for_empty_prompt"
 

@@ -9,8 +9,7 @@ from typing import Any
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.tools import FORMATS, CallFormat
 
-OURS = FORMATS["tagged"]
-"""How calls are written where a template does not say."""
+OURS = FORMATS["tagged"]  # how calls are written where a template does not say
 
 ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>

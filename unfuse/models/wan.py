@@ -33,19 +33,16 @@ from unfuse.stages.guidance import guidance_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIXEL_MULTIPLE = 16
-"""WanPipeline refuses other sizes, whatever the VAE."""
+PIXEL_MULTIPLE = 16  # WanPipeline refuses other sizes, whatever the VAE
 
 FPS, EXPANDED_FPS = 16, 24
 """What the published models were trained at: those without a timestep for each token, and those with."""
 
-TEXT = "WanPipeline"
-"""The class of models that are given no picture."""
+TEXT = "WanPipeline"  # the class of models that are given no picture
 
 LATENT_BYTES = DTYPES["float32"]
 
-SECOND = "guidance_scale_2"
-"""The guidance scale of the second transformer; None for that of the first."""
+SECOND = "guidance_scale_2"  # the guidance scale of the second transformer; None for that of the first
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ DTYPES = {
 }  # fmt: skip
 """What safetensors files call these types."""
 
-WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""What the first rank does to the file when all is in it."""
+WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # what the first rank does to the file when all is in it
 
 
 @contextmanager

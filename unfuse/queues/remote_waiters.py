@@ -20,14 +20,9 @@ from unfuse.queues.known import KnownRecords
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import Wanted
 
-RETRY_S = 0.2
-"""Seconds until a server that did not answer is asked again."""
-
-MAX_BATCH = 128
-"""The most calls in one round trip, and the most waiters in one call."""
-
-MAX_CLAIMS = 1024
-"""The most tasks that one caller can claim at once."""
+RETRY_S = 0.2  # seconds until a server that did not answer is asked again
+MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one call
+MAX_CLAIMS = 1024  # the most tasks that one caller can claim at once
 
 
 Call = Callable[..., Awaitable[Any]]

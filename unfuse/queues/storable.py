@@ -12,8 +12,7 @@ from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
 
-EXACT = 2**53
-"""Every backend stores integers up to this one exactly."""
+EXACT = 2**53  # every backend stores integers up to this one exactly
 
 _NUMBERS = {
     kind: attrgetter(

@@ -8,8 +8,7 @@ from math import ceil
 from unfuse.core.errors import LimitReached
 from unfuse.core.request import Allowance
 
-MICROSECONDS = 10**6
-"""Times are whole microseconds, which every backend adds exactly."""
+MICROSECONDS = 10**6  # times are whole microseconds, which every backend adds exactly
 
 
 class Tenants:

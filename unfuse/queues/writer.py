@@ -13,8 +13,7 @@ from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.row import Pieces, Row
 
-FULL_PAUSE_S = 1.0
-"""Seconds until a write is tried again after the disk was full."""
+FULL_PAUSE_S = 1.0  # seconds until a write is tried again after the disk was full
 
 log = structlog.get_logger(__name__)
 

@@ -32,19 +32,13 @@ from unfuse.supervision.clock import SystemClock
 UNMEASURED_S = 1e-7
 """Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""
 
-LEARNED = 1024
-"""The last so many requests that were learned from are known by their ids: none teaches twice."""
-
-POOLS = 256
-"""The pools of which something is known, those learned of last: each version of a library makes new ones."""
-
-RECENT_S, REMEMBERED = 60.0, 64
-"""How far back, in seconds and in requests, the pace of completions is looked at."""
+LEARNED = 1024  # the last so many requests that were learned from are known by their ids: none teaches twice
+POOLS = 256  # the pools of which something is known, those learned of last: each version of a library makes new ones
+RECENT_S, REMEMBERED = 60.0, 64  # how far back, in seconds and in requests, the pace of completions is looked at
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
-LEAST_S, MOST_S = 1e-9, 1e9
-"""What is outside was not measured."""
+LEAST_S, MOST_S = 1e-9, 1e9  # what is outside was not measured
 
 Some = Annotated[float, Meta(ge=LEAST_S, le=1e12)]
 

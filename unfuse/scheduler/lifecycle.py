@@ -24,17 +24,13 @@ from unfuse.queues.storable import EXACT
 from unfuse.scheduler import waking
 from unfuse.scheduler.draft import Draft
 
-BEGUN = ("queued", "announced")
-"""What a stage that runs can be in its context."""
+BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
 
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})
 """Why a task may be handed back any number of times."""
 
-GIVEN_UP = 3
-"""A task that so many workers get no more, because each handed it back again and again, is dead."""
-
-BACKOFF_S = 0.5
-"""Wait before the first retry of a transient failure; each further one waits twice as long."""
+GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
+BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
 
 def admitted(

@@ -40,14 +40,9 @@ from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.observers import Observers
 from unfuse.supervision.supervisor import Supervisor
 
-UNLIMITED = Limits(EXACT, EXACT)
-"""Room for a request that is over when it comes."""
-
-ANY_NUMBER = Allowance()
-"""Of requests that nobody asks for within an allowance."""
-
-PATIENCE = 5.0
-"""A request may take so many times what was predicted, whatever the limit."""
+UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
+ANY_NUMBER = Allowance()  # of requests that nobody asks for within an allowance
+PATIENCE = 5.0  # a request may take so many times what was predicted, whatever the limit
 
 
 class Scheduler:
@@ -74,8 +69,7 @@ class Scheduler:
         wake_limit: float = 0.0,
     ) -> None:
         self.queue, self.lease_ttl = queue, lease_ttl
-        self.draining = False
-        """Whether new requests are refused because this scheduler is about to end."""
+        self.draining = False  # whether new requests are refused because this scheduler is about to end
         self._limits = limits or Limits()
         self.clock = clock or SystemClock()
         self._order: Order = order

@@ -14,8 +14,7 @@ Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
 
 TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
-ANY: Schema = {}
-"""An object whose fields depend on the model, or on the client."""
+ANY: Schema = {}  # an object whose fields depend on the model, or on the client
 
 UNIX = {**NUMBER, "description": "Unix seconds"}
 SECONDS = {**NUMBER, "description": "seconds"}

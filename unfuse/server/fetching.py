@@ -11,11 +11,8 @@ from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.server.targets import Targets
 from unfuse.server.uploads import MAX_BYTES
 
-AT_ONCE = 8
-"""Pictures that a gateway fetches at one time: each may take MAX_BYTES of memory."""
-
-MOST = 16
-"""The most pictures that one call may have fetched; more are sent as data: URLs."""
+AT_ONCE = 8  # pictures that a gateway fetches at one time: each may take MAX_BYTES of memory
+MOST = 16  # the most pictures that one call may have fetched; more are sent as data: URLs
 
 SCHEMES = ("http:", "https:")
 

@@ -23,11 +23,8 @@ CALL_S = 10.0
 
 HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}
-LOOKUPS = 8
-"""How many names are looked up at one time."""
-
-TRANSLATED = ip_network("64:ff9b::/96")
-"""IPv6 addresses that stand for the IPv4 address at their end."""
+LOOKUPS = 8  # how many names are looked up at one time
+TRANSLATED = ip_network("64:ff9b::/96")  # IPv6 addresses that stand for the IPv4 address at their end
 
 
 class Targets:

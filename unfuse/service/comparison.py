@@ -30,8 +30,7 @@ from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan
 from unfuse.service.scaling import Scaling, circumstances
 
-Digests = tuple[str, ...]
-"""The SHA-256 of each file of a request."""
+Digests = tuple[str, ...]  # the SHA-256 of each file of a request
 
 
 class Case(msgspec.Struct, frozen=True):

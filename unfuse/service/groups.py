@@ -191,8 +191,7 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "all"
     hold: Annotated[Hold, says("What is loaded at a time: all that it serves, or one model, by what waits.")] = "all"
     component: Annotated[
-        tuple[str, ...],
-        says("Of these stages only those of one component: --role encoder --component text_encoder_2."),
+        tuple[str, ...], says("Of these stages only those of one component: --role encoder --component text_encoder_2.")
     ] = ()
     scheduler: Annotated[tuple[str, ...], says(
         "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one is "

@@ -24,8 +24,7 @@ THREADS = 4
 is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
 
 
-EQUAL = 0.95
-"""A layout that gave so much of what the best one gave is as good: rates of two runs differ by that."""
+EQUAL = 0.95  # a layout that gave so much of what the best one gave is as good: rates of two runs differ by that
 
 
 class Means(msgspec.Struct, frozen=True):

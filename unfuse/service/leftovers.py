@@ -19,11 +19,8 @@ import msgspec
 from unfuse.service.groups import Settings
 from unfuse.service.size import Size
 
-PASSING = "unfuse-passing-"
-"""The beginning of the names of such folders, in the system's temporary folder."""
-
-LOCK = ".lock"
-"""The file in such a folder that its process locks."""
+PASSING = "unfuse-passing-"  # the beginning of the names of such folders, in the system's temporary folder
+LOCK = ".lock"  # the file in such a folder that its process locks
 
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
 """Names of files that are being written, in a folder of results or objects, and of those in which ranks meet."""

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-PLAIN = ("dumb", "unknown")
-"""Values of TERM for terminals that cannot move the cursor."""
+PLAIN = ("dumb", "unknown")  # values of TERM for terminals that cannot move the cursor
 
 
 def harmless(text: str) -> str:

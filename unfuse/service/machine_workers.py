@@ -21,11 +21,8 @@ from unfuse.service.specs import Slots, environment_of, flags_of, forked, specs_
 from unfuse.stores.results import sees
 from unfuse.worker.link import Link
 
-STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))
-"""A worker without pools, which asks what there is to serve."""
-
-LEAVING_S = 10.0
-"""Seconds beside the drain timeout that workers get to end."""
+STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
+LEAVING_S = 10.0  # seconds beside the drain timeout that workers get to end
 
 
 class MachineWorkers:

@@ -16,8 +16,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.launch.placement import Device
 
-Rates = dict[str, Annotated[float, Meta(gt=0)]]
-"""Requests a second, by layout."""
+Rates = dict[str, Annotated[float, Meta(gt=0)]]  # requests a second, by layout
 
 log = structlog.get_logger(__name__)
 

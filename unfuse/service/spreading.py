@@ -22,11 +22,8 @@ from unfuse.service.plan import Plan
 from unfuse.service.resources import means
 from unfuse.service.settings import load
 
-STEPS, ROUNDS = 4, 3
-"""The steps of a request that is measured, and how many requests are, behind one that warms up."""
-
-MOST_DEGREE = 8
-"""The largest degree that is predicted."""
+STEPS, ROUNDS = 4, 3  # the steps of a request that is measured, and how many requests are, behind one that warms up
+MOST_DEGREE = 8  # the largest degree that is predicted
 
 SENT: Mapping[str, Callable[[int], float]] = {
     "cfg": lambda degree: degree - 1,

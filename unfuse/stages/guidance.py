@@ -8,8 +8,7 @@ from unfuse.stages.base import need
 NEGATIVE = "negative_"
 """Prefix of what was made from the negative prompt; such a value is None when guidance does not apply."""
 
-TOWARDS, AWAY = "towards", "away"
-"""The halves of guidance: what is predicted for the prompt, and for its negative."""
+TOWARDS, AWAY = "towards", "away"  # the halves of guidance: what is predicted for the prompt, and for its negative
 
 
 def guidance_scale(params: Params) -> float:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Axis
 
-CHUNKS, REST = "chunks", "rest"
-"""The tensors: all chunks that are full, and the last one if it is not."""
+CHUNKS, REST = "chunks", "rest"  # the tensors: all chunks that are full, and the last one if it is not
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ Frames = NDArray[np.uint8]
 
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 
-THREADS = 1
-"""A fixed number, not the machine's, as the bytes depend on it; more made larger files in no less time."""
+THREADS = 1  # a fixed number, not the machine's, as the bytes depend on it; more made larger files in no less time
 
 X264 = {"preset": "veryfast", "crf": "18", "x264-params": "mbtree=0:bframes=0:force-cfr=1"}
 """Each frame is encoded as soon as it is there, without looking ahead, in the order in which frames are shown.

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from unfuse.core.errors import TransientError
 
-Span = tuple[int, int]
-"""The first of adjacent places (blocks or tokens), and the one behind the last."""
+Span = tuple[int, int]  # the first of adjacent places (blocks or tokens), and the one behind the last
 
 
 class NoBlocks(TransientError):
@@ -158,8 +157,7 @@ class KvSequence:
     def __init__(self, kv: PagedKv) -> None:
         self._kv = kv
         self._runs: list[Span] = []
-        self.length = 0
-        """Tokens that it has room for, all of which count."""
+        self.length = 0  # tokens that it has room for, all of which count
 
     @property
     def blocks(self) -> int:

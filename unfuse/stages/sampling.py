@@ -19,10 +19,8 @@ ONE = 1 << 40
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 SERIES = tuple(accumulate(range(1, 9), lambda term, n: term * LN_2 / n, initial=1.0))
 """Of 2ˣ: right to 2·10⁻¹⁰ up to x = ½."""
-GREEDY = 1e-5
-"""Temperatures below this take the likeliest token, as in vLLM."""
-UNLIKELY = -9999.0
-"""What OpenAI's API says for the logarithm of next to nothing."""
+GREEDY = 1e-5  # temperatures below this take the likeliest token, as in vLLM
+UNLIKELY = -9999.0  # what OpenAI's API says for the logarithm of next to nothing
 
 
 class Sampling(msgspec.Struct, frozen=True):

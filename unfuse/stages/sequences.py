@@ -53,8 +53,7 @@ class Grammars(Protocol):
         """A new text, which has to match this grammar."""
 
 
-PROMPT = "prompt"
-"""The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
+PROMPT = "prompt"  # the upload that has the ids of a prompt's tokens, as `core.text.packed` has them
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,7 @@ class Sequences:
         self._begun = 0
         self.retracted, self.prompts = 0, 0
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
-        self.constraints = set[Constraint]()
-        """Those of the texts that have to match a grammar."""
+        self.constraints = set[Constraint]()  # those of the texts that have to match a grammar
 
     @property
     def tokens(self) -> int:

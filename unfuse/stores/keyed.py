@@ -22,8 +22,7 @@ from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
 
-OBJECTS, COPIES = "objects", "copies"
-"""The folders of a blob store for objects, and for durable copies."""
+OBJECTS, COPIES = "objects", "copies"  # the folders of a blob store for objects, and for durable copies
 
 
 class KeyedBackend(StorageBackend):

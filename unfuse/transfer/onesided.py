@@ -15,8 +15,7 @@ from unfuse.transfer.base import Link, TransferEngine
 from unfuse.transfer.owner_messages import Got
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, send
 
-PIECE = 16 * 1024 * 1024
-"""Bytes read between two reports."""
+PIECE = 16 * 1024 * 1024  # bytes read between two reports
 
 
 class About(msgspec.Struct, frozen=True):

@@ -16,8 +16,7 @@ from unfuse.transfer.base import TransferEngine
 from unfuse.transfer.owner_messages import Pull
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner
 
-PIECE = 256 * 1024
-"""Bytes received between two reports."""
+PIECE = 256 * 1024  # bytes received between two reports
 
 
 class TcpEngine(TransferEngine):

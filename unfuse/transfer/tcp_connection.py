@@ -30,10 +30,8 @@ from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.connection_pool import OwnerConnection, PooledLink
 
 NONCE = 32
-MAX_PEERS = 1024
-"""The most connections of an owner."""
-MAX_STRANGERS = 64
-"""The most connections that have not proved the secret yet; above that, the oldest of them is closed."""
+MAX_PEERS = 1024  # the most connections of an owner
+MAX_STRANGERS = 64  # the most connections that have not proved the secret yet; above that, the oldest of them is closed
 
 Reply = TypeVar("Reply")
 Deliver = Callable[[socket.socket, Extent, owner_messages.Pull], object]

@@ -10,14 +10,9 @@ from pathlib import Path
 
 from unfuse.core.errors import ConfigError
 
-MAX_PATH = 100
-"""The most bytes of a socket's path; the kernel allows 107."""
-
-ROOM_FOR_NAMES = 32
-"""How many of these bytes are for the separator and the name of a socket."""
-
-MACHINE = "machine"
-"""The name of the file with this machine's id."""
+MAX_PATH = 100  # the most bytes of a socket's path; the kernel allows 107
+ROOM_FOR_NAMES = 32  # how many of these bytes are for the separator and the name of a socket
+MACHINE = "machine"  # the name of the file with this machine's id
 
 
 def open_run_folder(path: str | Path) -> Path:

@@ -8,11 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from statistics import median
 
-GAIN = 0.95
-"""A larger batch pays off if a task takes at most this share of its time in the smaller one."""
-
-SAMPLES = 5
-"""How many forwards of a size are remembered, the latest."""
+GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
+SAMPLES = 5  # how many forwards of a size are remembered, the latest
 
 CHANGED = 1.5
 """A forward that takes so many times what is usual for its size, or a part of it so small, may mean another load."""
@@ -32,8 +29,7 @@ class _Key:
     most: int
     taken: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
     """By batch size: `spent` after a forward, and the seconds that it took for each task."""
-    spent: float = 0.0
-    """Seconds of all forwards."""
+    spent: float = 0.0  # seconds of all forwards
     odd: dict[int, int] = field(default_factory=dict)
     """The sizes whose last forward took much longer than usual (1), or much shorter (-1)."""
 

@@ -33,14 +33,9 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.processes import Child, begin
 from unfuse.worker.records import read_record, relog
 
-LOG_CHARS = 4000
-"""The number of last characters of a process's standard error that are kept as evidence."""
-
-MAX_LINE = 1 << 16
-"""The most bytes of a line of its standard error; a longer one is cut."""
-
-LOG_END_S = 1.0
-"""Seconds to wait for the rest of a dead process's standard error, which its own children may hold open."""
+LOG_CHARS = 4000  # the number of last characters of a process's standard error that are kept as evidence
+MAX_LINE = 1 << 16  # the most bytes of a line of its standard error; a longer one is cut
+LOG_END_S = 1.0  # seconds to wait for the rest of a dead process's standard error, which its own children may hold open
 
 log = structlog.get_logger(__name__)
 
@@ -54,12 +49,9 @@ class ComputeProcess:
         self._channel: ParentChannel | None = None
         self._logging: asyncio.Task[None] | None = None
         self._halted_s = 0.0
-        self.load_s = 0.0
-        """Seconds that it took to load."""
-        self.killed_for = ""
-        """Why it was killed, if it was killed on purpose."""
-        self.log = ""
-        """The end of what it wrote to its standard error."""
+        self.load_s = 0.0  # seconds that it took to load
+        self.killed_for = ""  # why it was killed, if it was killed on purpose
+        self.log = ""  # the end of what it wrote to its standard error
 
     @property
     def pid(self) -> int | None:

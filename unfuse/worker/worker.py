@@ -54,19 +54,13 @@ from unfuse.worker.sets import Swapping, sets_of
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Growing, Telling
 
-BEAT_PAUSE_S = 0.02
-"""The least seconds between two heartbeats."""
-
-LEAVE_S = 1.0
-"""Seconds that a leaving worker waits for one answer, and a third of those for its last messages together."""
-
-SAVING = 0.25
-"""The share of the drain timeout for saving and handing back tasks that are not finished."""
+BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
+LEAVE_S = 1.0  # seconds that a leaving worker waits for one answer, and a third of those for its last messages together
+SAVING = 0.25  # the share of the drain timeout for saving and handing back tasks that are not finished
 
 LEAVES = "the worker leaves before it is done"
 
-PAUSE_S = 1.0
-"""Seconds to wait after a message was refused."""
+PAUSE_S = 1.0  # seconds to wait after a message was refused
 
 log = structlog.get_logger(__name__)
 
