@@ -13,13 +13,8 @@ from unfuse.arena.limits import available_memory
 from unfuse.core.errors import ArenaFull
 
 EXTENT = 2 << 20  # bytes that are taken and given back together
-
-SPARE_S = 10.0
-"""Seconds for which an extent without objects is kept: taking it again costs three times what writing to it does."""
-
-ENTERED_FROM = 256 << 10
-"""Bytes of an object from which its pages are entered before it is written; single faults cost others less."""
-
+SPARE_S = 10.0  # seconds for which an empty extent is kept: taking it again costs three times what writing to it does
+ENTERED_FROM = 256 << 10  # bytes of an object whose pages are entered before writing; single faults cost others less
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14: where it is unknown, pages are entered by faults
 
 

@@ -13,12 +13,8 @@ from pathlib import Path
 from unfuse.core.errors import ConfigError, ProtocolError
 
 SCHEME = "unix:"
-ABSTRACT = "unix:@"
-"""The beginning of addresses in versions before run folders: abstract sockets, which every user can open."""
-
-NAME = re.compile(r"arena-[0-9a-f]{24}")
-"""96 random bits, so that no two arenas have one name, on this machine or on others."""
-
+ABSTRACT = "unix:@"  # the beginning of addresses in versions before run folders: abstract sockets, open to every user
+NAME = re.compile(r"arena-[0-9a-f]{24}")  # 96 random bits, so that no two arenas have one name, on any machine
 DRAFT = "."  # the beginning of a socket's name until it listens
 
 _CREDENTIALS = struct.Struct("3i")
@@ -80,10 +76,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes of a socket that blocks, whose own limit of silence holds for all of them together.
-
-    Raises OSError when they do not come.
-    """
+    """So many bytes of a blocking socket, within its own limit of silence for all of them. Raises OSError."""
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
         raise ConnectionResetError("it closed the connection")

@@ -49,9 +49,7 @@ PANELS: dict[str, tuple[str, ...]] = {
 """The heading of a setting in `--help`, by the beginning of its name; the longest match counts."""
 
 OFFERED: set[str] = set()  # settings that some verb has a flag for
-
-COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
-"""How compute processes work, for every verb that starts some."""
+COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))  # how compute processes work
 
 PLACING = (
     "serve.workers", "serve.place", "serve.device_memory", "serve.encoders", "serve.denoisers", "serve.decoders",

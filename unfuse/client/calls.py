@@ -102,9 +102,7 @@ def event_of(message: httpx2.ServerSentEvent) -> Event | None:
 
 
 def chunk(message: httpx2.ServerSentEvent) -> tuple[str, list[dict[str, Any]]] | None:
-    """The id of an event of a chat, and what it tells of its choices; None for the last. Raises PermanentError for an
-    error.
-    """
+    """A chat event's id and what it tells of choices; None for the last. Raises PermanentError for an error."""
     if message.data == "[DONE]":
         return None
     told = msgspec.json.decode(message.data, type=dict[str, Any])

@@ -165,10 +165,7 @@ class Client:
         return self._list("/v1/dead", calls.given(limit=limit, after=after))
 
     def retry(self, id: str) -> Request:
-        """Ask again for what was given up; returns the new request. Raises NotFound, PermanentError if it is not dead.
-
-        Raises Overloaded, TransientError too.
-        """
+        """Ask anew for what was given up. Raises NotFound, PermanentError if not dead, Overloaded, TransientError."""
         return Request(self, self.post(f"/v1/dead/{id}/retry"))
 
     def forget_dead(self, id: str) -> None:

@@ -23,10 +23,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: object) -> bytes:
-    """Return the message as bytes.
-
-    Raises ProtocolError for text that is not Unicode, an integer beyond 64 bits, or a message larger than MAX_BYTES.
-    """
+    """The message's bytes. Raises ProtocolError for text not Unicode, integers above 64 bits, more than MAX_BYTES."""
     try:
         body = _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:

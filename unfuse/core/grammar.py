@@ -30,10 +30,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A JSON schema, as `schema_text` makes it; a regular expression; or a grammar in Lark's notation.
-
-    All are as llguidance reads them.
-    """
+    """A JSON schema (`schema_text`), a regular expression or a grammar in Lark's notation, as llguidance reads them."""
 
     kind: Kind
     text: str

@@ -1,7 +1,4 @@
-"""Media: what can be asked for. Each medium has a table of parameters, limits, and a rule for its size.
-
-No other module of `core/` knows about pixels.
-"""
+"""Media: a table of parameters, limits and a rule for sizes for each. Nothing else in `core/` knows about pixels."""
 
 from __future__ import annotations
 

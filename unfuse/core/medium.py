@@ -27,9 +27,7 @@ DELIVERED = (
 )  # fmt: skip
 """Parameters of every medium: how a request is handled, whatever it asks for."""
 
-PIXELS = ("width", "height", "num_frames")
-"""The parameters whose product is the size of a picture or a video, in pixels."""
-
+PIXELS = ("width", "height", "num_frames")  # the parameters whose product is the size of a picture or video, in pixels
 Work = tuple[float, float]  # how many forwards of a stage's network are needed, and the size of each
 
 
@@ -104,10 +102,7 @@ class Medium(msgspec.Struct, frozen=True):
         return limits.get(self.sign, 0) >= self.least
 
     def limits_of(self, limits: Mapping[str, float]) -> Any:
-        """A model's limits as this medium's type, with its defaults for limits that the model does not set.
-
-        Raises ConfigError for values that are not limits.
-        """
+        """A model's limits as this medium's type, with its defaults. Raises ConfigError for what are no limits."""
         try:
             return msgspec.convert(limits, self.limits)
         except msgspec.ValidationError as error:

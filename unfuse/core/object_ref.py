@@ -23,9 +23,7 @@ DTYPES: dict[str, int] = {
 }
 """Tensor types that stages may hand on, with bytes per element."""
 
-PACKED = "q4"
-"""The type of a tensor that was narrowed to four bits a number: blocks of BLOCK numbers, the last one filled up."""
-
+PACKED = "q4"  # the type of a tensor narrowed to four bits a number: blocks of BLOCK numbers, the last one filled up
 BLOCK = 32  # numbers that share a scale; one block takes BLOCK_BYTES, the scale's two and half a byte for each number
 
 BLOCK_BYTES = 2 + BLOCK // 2

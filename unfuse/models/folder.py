@@ -321,10 +321,7 @@ class ModelFolder:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Tensors of a safetensors file by name: dtype, shape, data_offsets.
-
-    Raises ConfigError, naming the file, for any other file and for one that is not whole.
-    """
+    """A safetensors file's tensors by name: dtype, shape, data_offsets. Raises ConfigError if it is no whole one."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(HEADER_LENGTH), "little")

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Classes by `general.architecture`."""
 
-SCALED = "rope_freqs.weight"
-"""The tensor by which the frequencies of rotary positions are divided, where a model has it."""
+SCALED = "rope_freqs.weight"  # the tensor that divides the frequencies of rotary positions, where a model has it
 
 OUTSIDE = {
     "token_embd.weight": ("model.embed_tokens.weight", "vh"), "output_norm.weight": ("model.norm.weight", "h"),
@@ -177,10 +176,7 @@ def files_of(path: Path) -> ModelFolder:
 
 
 def config_of(found: Contents) -> dict[str, Any]:
-    """The configuration that transformers would save.
-
-    Raises ConfigError for what is not served, ValueError or TypeError for values that no model can have.
-    """
+    """What transformers would save. Raises ConfigError if not served, ValueError or TypeError for wrong values."""
     said, stored = found.said, found.tensors
     architecture = said.get("general.architecture")
     if architecture not in ARCHITECTURES:

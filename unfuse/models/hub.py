@@ -28,9 +28,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models.folder import HubFile, ModelFolder, hub_errors
 
 AT_ONCE = 4  # files that come side by side
-
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Before the next try, when no byte came since the last one; then it is given up."""
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before the next try, when no byte came since the last; then it gives up
 
 CHUNK = 1 << 20
 TELL_S, RATE_S = 1.5, 10.0  # how often somebody is told, and over how long a rate is taken

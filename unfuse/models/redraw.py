@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-NAMED = {"image": "Img2Img", "mask": "Inpaint"}
-"""By what a request brings, the word that diffusers' names of files and classes have for it."""
+NAMED = {"image": "Img2Img", "mask": "Inpaint"}  # diffusers' words for what a request brings
 
 
 class OneVae(Loader):

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIXEL_MULTIPLE = 16  # WanPipeline refuses other sizes, whatever the VAE
-
-FPS, EXPANDED_FPS = 16, 24
-"""What the published models were trained at: those without a timestep for each token, and those with."""
-
+FPS, EXPANDED_FPS = 16, 24  # what published models were trained at: without a timestep for each token, and with
 TEXT = "WanPipeline"  # the class of models that are given no picture
 
 LATENT_BYTES = DTYPES["float32"]
@@ -68,10 +65,7 @@ class Shape(VideoShape):
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations of transformer and VAE; the published ones do not give the VAE's scale factors.
-
-        Raises ConfigError when they do not fit each other.
-        """
+        """Read transformer and VAE, whose scale factors are not published. Raises ConfigError for a misfit."""
         transformer, vae, index = folder.config("transformer"), folder.config("vae"), folder.index()
         with folder.reading("transformer or vae"):
             frames, rows, columns = transformer["patch_size"]

@@ -58,9 +58,7 @@ ASKED = {
 }  # fmt: skip
 """Parameters of requests that are refused where a call does not take these."""
 
-MAIN = ("transformer", "unet", "prior", "decoder")
-"""Components that tell a model from others, the first of which names its pool."""
-
+MAIN = ("transformer", "unet", "prior", "decoder")  # what tells models apart; the first names a pool
 SIDE, RATE, STEPS = 512, 16, 50  # where neither the call nor the configurations say what is usual
 LENGTHS = 4  # a video may be so many times as long as is usual for it
 

@@ -35,8 +35,7 @@ T = TypeVar("T")
 LOOPBACK = "lo"  # the network interface on which gloo listens: ranks are processes of one machine
 
 
-SMALL = 1 << 16
-"""Bytes of a tensor up to which each rank adds up all of it: one exchange is faster than two with half of them each."""
+SMALL = 1 << 16  # bytes of a tensor that each rank adds up whole: one exchange is faster than two with half of each
 
 
 class RankFailed(TransientError):

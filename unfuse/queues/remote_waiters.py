@@ -25,8 +25,7 @@ MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one
 MAX_CLAIMS = 1024  # the most tasks that one caller can claim at once
 
 
-Call = Callable[..., Awaitable[Any]]
-"""Runs a verb of the script with its arguments. Raises TransientError, and the errors of the verb."""
+Call = Callable[..., Awaitable[Any]]  # runs a verb of the script. Raises TransientError, and the verb's errors
 
 
 class Background:

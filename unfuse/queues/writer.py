@@ -20,10 +20,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """The content of one transaction: changed requests, and new pieces of some, by the requests' numbers.
-
-    `done` is set when it has ended.
-    """
+    """One transaction: changed requests, new pieces by requests' numbers; `done` is set when it has ended."""
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)

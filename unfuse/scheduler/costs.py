@@ -29,9 +29,7 @@ from unfuse.scheduler.time_model import TimeModel
 from unfuse.scheduler.waking import last_waking
 from unfuse.supervision.clock import SystemClock
 
-UNMEASURED_S = 1e-7
-"""Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""
-
+UNMEASURED_S = 1e-7  # seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 of 1024 × 1024
 LEARNED = 1024  # the last so many requests that were learned from are known by their ids: none teaches twice
 POOLS = 256  # the pools of which something is known, those learned of last: each version of a library makes new ones
 RECENT_S, REMEMBERED = 60.0, 64  # how far back, in seconds and in requests, the pace of completions is looked at

@@ -142,10 +142,7 @@ class Scheduler:
         return record
 
     async def retry(self, request: str, id: str = "", allowance: Allowance = ANY_NUMBER) -> Record:
-        """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.
-
-        Raises NotFound for one that is not dead, and Overloaded.
-        """
+        """Submit a dead request anew, without deadline; it is dead no more. Raises NotFound, Overloaded."""
         old = (await self.queue.load(request)).context
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")

@@ -15,9 +15,7 @@ Times = list[tuple[int, float]]  # which measurement of its model each was, and 
 
 Array = NDArray[np.float64]
 
-SIZES, EACH = 64, 8
-"""Amounts of work that are remembered, those measured last, and how many of the newest times of each."""
-
+SIZES, EACH = 64, 8  # amounts of work that are remembered, the latest ones, and how many of the newest times of each
 FORGET = 0.98  # what a measurement weighs after each newer one
 
 MAIN, SIMPLE, FAR = 2, 0.05, 3.0

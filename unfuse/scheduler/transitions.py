@@ -47,9 +47,7 @@ class OutputSizes:
 
 
 CROWD_S = 0.05  # longest pause before a decision that conflicted with another one is made again
-
-Decide = Callable[[Record, float], Change | None]
-"""What the lifecycle makes of a request as it is now, in Unix seconds; None leaves it so."""
+Decide = Callable[[Record, float], Change | None]  # what becomes of a request, by Unix time; None leaves it so
 
 
 class Transitions:

@@ -29,10 +29,7 @@ REVIEW_S, REVIEW_PAUSE_S, PAGE = 5.0, 0.5, 256
 many in one go."""
 
 LEARN_FROM = 64  # completed requests that are learned from at the start, and of other schedulers at each review
-
-RETURN_S = 2.0
-"""Seconds that a worker whose connection broke has to come back to some scheduler, before its tasks go to others."""
-
+RETURN_S = 2.0  # seconds a worker whose connection broke has to come back to a scheduler before others get its tasks
 GONE = 20  # a worker that was silent for this many lease times is dropped from the registry
 
 NO_ALARM: tuple[float, Callable[[], object]] = 0.0, lambda: None

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from unfuse.core.pool import declared
 from unfuse.core.request import RequestContext, StageState, Waking
 
-USUAL_S = 300.0
-"""Seconds that waking a pool is said to take before it was seen, as `coldStartSeconds` of the chart says."""
+USUAL_S = 300.0  # seconds that waking a pool is said to take before it was seen: the chart's `coldStartSeconds`
 
 
 def waiting(context: RequestContext, asleep: Collection[str], wall: float, limit_s: float = 0.0) -> RequestContext:

@@ -81,10 +81,7 @@ class Access:
 
 
 class Guard:
-    """Refuses calls that Access does not allow, unless keys are required. Answers preflights.
-
-    Raises Refusal.
-    """
+    """Refuses calls that Access does not allow, unless keys are required. Answers preflights. Raises Refusal."""
 
     def __init__(self, app: ASGIApp, access: Access, keyed: bool) -> None:
         self._access, self._keyed = access, keyed

@@ -33,8 +33,7 @@ READING_PAUSE_S = 5  # seconds after which a client should try again if there wa
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
-_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
-"""A form field that is part of another: `metadata[job]`, or `image[]` as one of several."""
+_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
 
 
 class Reading:

@@ -248,10 +248,7 @@ class HttpServer(Server):
 
 
 def _is_an_error(record: logging.LogRecord) -> bool:
-    """Whether a log record of uvicorn is an error.
-
-    That calls are cut short because the server ends is none, nor that a response was broken off on purpose.
-    """
+    """Whether a record of uvicorn is an error. Calls cut short by the end, or broken off on purpose, are none."""
     ends = str(record.msg).startswith(("Cancel %s running task(s)", "ASGI callable returned without completing"))
     return not ends and not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 

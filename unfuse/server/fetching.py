@@ -25,10 +25,7 @@ class Fetching:
         self._all = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(self, card: ModelCard, fields: dict[str, object]) -> None:
-        """Put the bytes of pictures in the place of their addresses, for a model that sees.
-
-        Raises InvalidParameter for what may not be fetched, or cannot be.
-        """
+        """Put pictures in the place of their addresses. Raises InvalidParameter for what may or can not be fetched."""
         messages = fields.get("messages")
         if card.vision is None or not self._targets or not isinstance(messages, list):
             return

@@ -57,10 +57,7 @@ def _timed(vision: Vision, tokenizer: ChatTokenizer, text: str, moments: Sequenc
 
 
 class _Reading:
-    """The messages of one chat: `shown` is what they have shown so far, `uploads` the bytes of it.
-
-    `moments` are those of each video's groups.
-    """
+    """A chat's messages, what they have `shown`, the bytes of its `uploads`, `moments` of each video's groups."""
 
     def __init__(self, vision: Vision) -> None:
         self._vision = vision

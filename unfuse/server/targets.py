@@ -18,8 +18,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
 from unfuse.server.access import ANY, address_of
 
-CALL_S = 10.0
-"""The longest that a target has, from looking up its name to the head of its answer. The rest is not read."""
+CALL_S = 10.0  # the longest a target has, from looking up its name to the head of its answer; the rest is not read
 
 HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}

@@ -15,10 +15,7 @@ from unfuse.transfer.base import TransferSettings
 
 
 def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:
-    """The description of a field, as `--help` shows it.
-
-    `flag` is the name of its flag (default: the field's name). The value of a `secret` must not be shown.
-    """
+    """A field's description for `--help`, its `flag` (default: its name), and whether it is a `secret`, never shown."""
     return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
 
 

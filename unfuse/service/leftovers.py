@@ -25,8 +25,7 @@ LOCK = ".lock"  # the file in such a folder that its process locks
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
 """Names of files that are being written, in a folder of results or objects, and of those in which ranks meet."""
 
-YOUNG_S, WRITTEN_S = 60.0, 3600.0
-"""Seconds: younger folders may not be locked yet, and no file takes so long to be written."""
+YOUNG_S, WRITTEN_S = 60.0, 3600.0  # seconds: younger folders may not be locked yet, and no file takes so long to write
 
 
 class Remain(msgspec.Struct, frozen=True):

@@ -225,9 +225,7 @@ class Service:
             ]  # fmt: skip
 
     def _planned(self, models: Sequence[str], taken: Counter[str], coming: Counter[str]) -> Plan:
-        """The plan for these models beside others, which take so many bytes of devices, and will take those that are
-        `coming`. Raises ConfigError.
-        """
+        """Plan models beside others, which take or (`coming`) will take bytes of devices. Raises ConfigError."""
         options = self._options
         found = devices(options.device_memory, elsewhere=options.launcher is not None)
         left = {device.name: max(0, device.free - coming[device.name]) for device in found}

@@ -18,9 +18,7 @@ from unfuse.stages.refusal import refusal
 from unfuse.stages.sight import Rows, Sight
 
 PAGED = "unfuse_paged"  # the name under which transformers finds the attention over paged keys and values
-
-LONG = 1 << 18
-"""Bytes a run (of a layer, on average) from which on reading several runs in place costs less than joining them."""
+LONG = 1 << 18  # bytes a run (of a layer, on average) from which reading several in place costs less than joining them
 
 OnLayer = Callable[[int], None]
 

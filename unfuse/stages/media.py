@@ -167,10 +167,7 @@ class Video(Recording):
 
 
 def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
-    """Frames of an MP4 file, by their ascending numbers from 0, each as soon as it is decoded.
-
-    Raises PermanentError for a file that cannot be decoded, or has fewer.
-    """
+    """An MP4 file's frames by ascending numbers from 0, each when decoded. Raises PermanentError if one is missing."""
     import av
 
     left = deque(numbers)

@@ -209,10 +209,7 @@ class KvSequence:
         return joined(self._kv.keys[layer], spans), joined(self._kv.values[layer], spans)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int = 0) -> None:
-        """Write keys and values of a layer, of shape (heads, tokens, width), from token `start` on.
-
-        Raises ValueError where the sequence has not grown so far.
-        """
+        """Write a layer's keys and values (heads, tokens, width) from token `start`. Raises ValueError beyond it."""
         done = 0
         for first, end in self.spans(start, start + keys.shape[1]):
             part = slice(done, done + end - first)

@@ -58,10 +58,7 @@ PROMPT = "prompt"  # the upload that has the ids of a prompt's tokens, as `core.
 
 @dataclass(frozen=True)
 class Growing:
-    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step.
-
-    `sight` is what its prompt shows.
-    """
+    """A sequence: `ids`, which later states share, `done` of them in the KV before this step, `sight` it shows."""
 
     kv: KvSequence
     ids: list[int]
@@ -150,10 +147,7 @@ class Sequences:
         return sequence
 
     def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put portions that others have made in their place, while they are such, and there is room.
-
-        Returns how many tokens there are then, `most` or less.
-        """
+        """Put others' portions in place while there are such, and room. Returns the tokens there are, up to `most`."""
         layout = self.layout(CHUNK)
         for portion in prefix:
             both, start = portion.get("kv"), sequence.length

@@ -37,10 +37,7 @@ class View:
 
 
 class VisionEncoder(Protocol):
-    """What a family says about pictures: its vision tower in memory.
-
-    What it makes has this dtype and width, and so many `deep` layers.
-    """
+    """A family's vision tower in memory. What it makes has this dtype and width, and so many `deep` layers."""
 
     dtype: str
     width: int

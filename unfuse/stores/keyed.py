@@ -164,10 +164,7 @@ class KeyedBackend(StorageBackend):
 
 
 def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
-    """Open the owner's objects in the blob store at `options.url`. `remedy` says what helps when it is full.
-
-    Raises ConfigError.
-    """
+    """Open the owner's objects at `options.url`; `remedy` says what helps when it is full. Raises ConfigError."""
     full = f"the {options.url.partition(':')[0]} store has no room", remedy
     return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full)
 

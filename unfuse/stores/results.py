@@ -61,10 +61,7 @@ class ResultStore(ABC):
         return self._read(request, str(index), f"result {index}")
 
     def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Keep an attachment, such as an upload or a preview, until the request is over.
-
-        Raises ResultsUnavailable if there is no room.
-        """
+        """Keep an upload or a preview until the request is over. Raises ResultsUnavailable if there is no room."""
         with _unavailable():
             self._blobs.write(_folder(request), _attachment(name), data, durable=durable)
 

@@ -227,10 +227,7 @@ class TensorStore:
         self._backend.delete(ref)
 
     def discard(self, ref: ObjectRef) -> None:
-        """Delete an object of this owner, and its durable copy whoever owns it. Idempotent.
-
-        Raises TransientError if the copy could not be deleted.
-        """
+        """Delete an object of this owner, and its copy, anyone's. Idempotent. Raises TransientError if that stays."""
         self.delete(ref)
         if self._copies:
             self._copies.delete(ref)

@@ -20,8 +20,7 @@ Value: TypeAlias = "NDArray[Any] | Tensor | Packed | None"
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """The numpy types for the bits of types that numpy lacks."""
 
-NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}
-"""Encodings of floats, and the types that they narrow them to."""
+NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}  # encodings of floats, and their types
 
 WIDE: dict[str, tuple[str, ...]] = {
     "bfloat16": ("float32",),

@@ -25,8 +25,7 @@ from unfuse.transfer.base import Link, Pairs, TransferEngine, TransferOptions
 from unfuse.transfer.owner_messages import Pull
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, write
 
-PIECE = 4 * 1024 * 1024
-"""Bytes that are moved at a time: so many must come within the seconds after which a peer counts as gone."""
+PIECE = 4 * 1024 * 1024  # bytes moved at a time: so many must come within the seconds after which a peer counts as gone
 
 
 class PairsEngine(TransferEngine):

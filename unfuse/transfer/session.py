@@ -63,8 +63,7 @@ SESSION_MOVES: dict[State, frozenset[State]] = {
 
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-MAX_PULL = 64 * 1024 * 1024
-"""The most bytes of one pull (or one chunk, if that is larger); then the thread serves other sessions."""
+MAX_PULL = 64 * 1024 * 1024  # the most bytes of one pull (or one larger chunk); then the thread serves other sessions
 LOOK_AGAIN_S = 0.01  # seconds between two looks of a session that waits for room, or for its object to be written
 
 Peers = Callable[[str], Mapping[str, str]]

@@ -208,10 +208,7 @@ class ChannelLink(PooledLink[Connection]):
 
 
 def prepare(connection: socket.socket, patience: float) -> None:
-    """Make a socket fail after `patience` seconds without a byte, and send small messages at once.
-
-    It stays blocking, as MSG_WAITALL needs.
-    """
+    """Fail after `patience` silent seconds, send small messages at once; block still, as MSG_WAITALL needs."""
     connection.settimeout(None)
     limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

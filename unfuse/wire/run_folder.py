@@ -16,10 +16,7 @@ MACHINE = "machine"  # the name of the file with this machine's id
 
 
 def open_run_folder(path: str | Path) -> Path:
-    """Make the folder if it is missing, and return its path.
-
-    Raises ConfigError if its path is too long, or another user could enter it.
-    """
+    """Make the folder if missing; return it. Raises ConfigError if its path is too long, or others could enter it."""
     folder = Path(path).expanduser().absolute()
     if len(os.fsencode(folder)) > MAX_PATH - ROOM_FOR_NAMES:
         raise ConfigError(

@@ -14,9 +14,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.stages.base import Checkpoint, Tensors
 
-FAILS_S = 4 * 3600.0
-"""The mean seconds between two failures of a worker that `auto` assumes, as for a machine that may be taken away."""
-
+FAILS_S = 4 * 3600.0  # the mean seconds between two failures of a worker that `auto` assumes: it may be taken away
 UNKNOWN_S = 0.05  # the seconds that saving is assumed to take before the first time
 VALUES = "unfuse.values"  # the tensor that holds a checkpoint's plain values, as bytes
 

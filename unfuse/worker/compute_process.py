@@ -59,10 +59,7 @@ class ComputeProcess:
         return self._child.pid if self._child else None
 
     async def start(self, rendezvous: str = "") -> Ready:
-        """Start the process and have it load; ranks meet in that file, each is started in a task of its own.
-
-        Raises ConfigError if it cannot.
-        """
+        """Start the process and have it load, in a task of its own; ranks meet in that file. Raises ConfigError."""
         if self._channel:
             self._channel.close()
         if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process

@@ -19,8 +19,7 @@ from unfuse.worker.turn import Job
 
 log = structlog.get_logger(__name__)
 
-ROOM_S = 2.0
-"""Seconds that an output waits for room in a full arena. Readers may free some; meanwhile nothing runs here."""
+ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
 
 
 def announce(

@@ -46,8 +46,7 @@ from unfuse.worker.shown import withdraw_parts
 from unfuse.worker.task_log import about
 from unfuse.worker.turn import Job
 
-TELL_S = 0.25
-"""The least seconds between two messages of a process that works; one that will wait tells what is left at once."""
+TELL_S = 0.25  # the least seconds between two messages of a process that works; before it waits, it tells what is left
 
 
 class TextMeter:
@@ -71,8 +70,7 @@ class TextMeter:
         self._told, self._at, self._retracted = held, now, retracted
 
 
-PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
-"""Seconds until a task that waits for the result store tries again: the first pause, and the longest."""
+PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
 
 log = structlog.get_logger(__name__)
 

@@ -369,10 +369,7 @@ class Worker:
             self._changed.set()
 
     async def _leave(self) -> None:
-        """Finish what runs, save and hand back what takes too long, let others read what lies here, and sign off.
-
-        All of that within the drain timeout.
-        """
+        """Within the drain timeout: finish, or save and hand back, let others read what lies here, and sign off."""
         log.info("draining", running=len(self._active))
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
