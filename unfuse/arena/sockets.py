@@ -49,7 +49,7 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
 def remove_stale(folder: Path) -> list[Path]:
     """Remove the sockets of arenas whose owners are gone, for example killed. Returns their paths."""
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removeprefix(DRAFT))]
-    stale = [path for path in found if _is_refused(path)]
+    stale = [path for path in found if is_refused(path)]
     for path in stale:
         path.unlink(missing_ok=True)
     return stale
@@ -83,7 +83,8 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def _is_refused(path: Path) -> bool:
+def is_refused(path: Path) -> bool:
+    """Whether a socket is there that nobody listens at."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             if stat.S_ISSOCK(path.lstat().st_mode):

@@ -62,15 +62,13 @@ def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
     shown = Size(field.default) if field.in_bytes else field.default
-    default = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
+    usual = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
     flag = field.flag
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
     OFFERED.add(name)
     more.setdefault("metavar", _metavar(field))
-    return typer.Option(
-        flag, help=field.description + default, show_default=False, rich_help_panel=_panel(name), **more
-    )
+    return typer.Option(flag, help=field.description + usual, show_default=False, rich_help_panel=_panel(name), **more)
 
 
 def _metavar(field: Field) -> str | None:

@@ -75,9 +75,7 @@ class Parameter(msgspec.Struct, frozen=True):
             return ", ".join(dict.fromkeys(map(str, self.choices)))
         if self.kind not in ("text", "integer", "number"):
             return ""
-        low, high = (
-            f"the model's {bound}" if isinstance(bound, str) else str(bound) for bound in (self.low, self.high)
-        )
+        low, high = (f"the model's {end}" if isinstance(end, str) else str(end) for end in (self.low, self.high))
         return f"up to {high} characters" if self.kind == "text" else f"{low} to {high}"
 
     def read(self, value: object, limits: object) -> Any:

@@ -212,9 +212,7 @@ def compile_plan(
             given = params | own
             read = [(key, given.get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
-            before = (
-                times[source][index : index + 1] if specs[source].per_sample else times[source] for source in sources
-            )
+            before = (times[one][index : index + 1] if specs[one].per_sample else times[one] for one in sources)
             planned.append(
                 PlannedStage(
                     name=name,

@@ -130,10 +130,8 @@ class ModelFolder:
         """The names of its components."""
         if self.is_whole:
             return [LANGUAGE, VISION] if "vision_config" in self.config(WHOLE) else [WHOLE]
-        pairs = ((name, entry) for name, entry in self.index().items() if isinstance(entry, list) and len(entry) == 2)
-        return [
-            name for name, entry in pairs if not name.startswith("_") and all(isinstance(one, str) for one in entry)
-        ]
+        pairs = ((name, pair) for name, pair in self.index().items() if isinstance(pair, list) and len(pair) == 2)
+        return [name for name, pair in pairs if not name.startswith("_") and all(isinstance(one, str) for one in pair)]
 
     def class_of(self, component: str) -> str:
         """The class of a component, in its library."""

@@ -197,9 +197,8 @@ class Modular(PackedFamily):
     @override
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """Halves of guidance are the blocks' own affair."""
-        return {
-            kind: {by: n for by, n in ways.items() if by != "cfg"} for kind, ways in super().spreads(folder).items()
-        }
+        ways = super().spreads(folder)
+        return {kind: {by: most for by, most in way.items() if by != "cfg"} for kind, way in ways.items()}
 
     @override
     def standard(self, folder: ModelFolder) -> Params:

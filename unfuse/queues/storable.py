@@ -15,9 +15,7 @@ from unfuse.core.task import Task
 EXACT = 2**53  # every backend stores integers up to this one exactly
 
 _NUMBERS = {
-    kind: attrgetter(
-        *(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float, float | None))
-    )
+    kind: attrgetter(*(one.name for one in msgspec.structs.fields(kind) if one.type in (int, float, float | None)))
     for kind in (RequestContext, Task, Event)
 }
 

@@ -84,9 +84,7 @@ class Costs(Observer):
         if self._path and not self._is_saved:
             self._is_saved = True
             models = self._models.items()
-            times = {
-                pool: {name: list(model.times.items()) for name, model in devices.items()} for pool, devices in models
-            }
+            times = {pool: {name: list(each.times.items()) for name, each in of.items()} for pool, of in models}
             data = msgspec.json.encode(_Saved(1, list(self._learned), times, self.woken))
             await asyncio.to_thread(_write, self._path, data)
 

@@ -54,9 +54,8 @@ def until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float
 
 def _moved(stages: Mapping[str, StageState], limit_s: float) -> float:
     """Seconds by which a deadline has moved for what these have waited."""
-    return min(
-        limit_s, max((state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1]), default=0.0)
-    )
+    slept = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
+    return min(limit_s, max(slept, default=0.0))
 
 
 def last_waking(known: Waking | None, waking: Waking) -> Waking:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from unfuse.arena.sockets import is_refused
 from unfuse.service.groups import Settings
 from unfuse.service.size import Size
 
@@ -74,22 +74,10 @@ def _sockets(folder: Path) -> Iterator[Remain]:
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         for path in sorted(folder.rglob("*")):
-            if stat.S_ISSOCK(path.lstat().st_mode) and _is_refused(path):
+            if is_refused(path):
                 yield from _take(path, "a socket nobody listens at")
     finally:
         os.close(held)
-
-
-def _is_refused(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
 
 
 def _passing() -> Iterator[Remain]:

@@ -187,9 +187,7 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
-    workers = [
-        roles_of(worker) for worker in wanted.numbers(roles) if not only_cpu(devices_of(worker, wanted, devices))
-    ]
+    workers = [roles_of(one) for one in wanted.numbers(roles) if not only_cpu(devices_of(one, wanted, devices))]
     on_gpu = {role for role in roles if any(held is None or role in held for held in workers)}
     found = []
     for name, folder in folders.items():

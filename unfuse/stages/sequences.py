@@ -232,9 +232,7 @@ class Sequences:
                 sequence.grow(tokens)
                 return True
             except NoBlocks:
-                last = max(
-                    (other for other in self._ranks if other.length), key=self._ranks.__getitem__, default=sequence
-                )
+                last = max((one for one in self._ranks if one.length), key=self._ranks.__getitem__, default=sequence)
                 if self._ranks[last] <= self._ranks[sequence]:
                     return False
                 last.free()

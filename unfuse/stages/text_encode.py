@@ -70,9 +70,7 @@ class TextEncode(Stage):
         for params, positive in zip(tasks, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
             if self.zeros and params in guided and params.get("negative_prompt") is None:
-                negative = {
-                    name: value if value is None else torch.zeros_like(value) for name, value in positive.items()
-                }
+                negative = {name: None if made is None else torch.zeros_like(made) for name, made in positive.items()}
             outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
         return outputs
 

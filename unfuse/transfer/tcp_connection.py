@@ -26,7 +26,7 @@ from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.framing import frame, read_message
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer import owner_messages
-from unfuse.transfer.base import TransferOptions
+from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.transfer.connection_pool import OwnerConnection, PooledLink
 
 NONCE = 32
@@ -132,6 +132,17 @@ class Owner:
             self._deliver(peer, extent, pull)
         finally:
             self._arena.unhold(pull.id)
+
+
+class OwnerEngine(TransferEngine):
+    """An engine whose `owner` agrees over TCP on what may be read."""
+
+    owner: Owner | None = None
+
+    @override
+    def close(self) -> None:
+        if self.owner:
+            self.owner.close()
 
 
 class Connection(OwnerConnection):
