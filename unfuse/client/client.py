@@ -32,10 +32,7 @@ class Request(calls.Viewed):
         return self.view
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """The events after number `after`, until the end; a lost connection is resumed where it broke.
-
-        Raises TransientError when the server cannot be reached any more.
-        """
+        """The events after `after`, over lost connections, to the end. Raises TransientError if the server is gone."""
         lost = 0
         while True:
             try:

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter, ProtocolError
@@ -46,7 +45,7 @@ class Follow(msgspec.Struct, frozen=True, array_like=True):
     """A text has these ids from number `start` on: say what may follow; or it is `over`."""
 
     text: int
-    start: Annotated[int, Meta(ge=0)] = 0
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
     ids: bytes = b""
     over: bool = False
 

@@ -68,10 +68,7 @@ class Stopped(Exception):
 
 
 def bring(model: ModelFolder, components: Collection[str], tell: Tell | None = None) -> None:
-    """Bring the weights of these components that are not on this disk.
-
-    Raises ConfigError, in a sentence that says what is here and what to do, where that cannot be.
-    """
+    """Bring what is not here of these components' weights. Raises ConfigError: what is here, and what to do."""
     if model.hub and (lacking := model.lacking(components)):
         _Download(model.hub, model.path, lacking, tell or bool).run()
 

@@ -165,16 +165,12 @@ class Modular(PackedFamily):
 
     packing = Packing.of
     takes_lora = False
-    blocks: tuple[str, str]
-    """Classes of its blocks: of a model that is guided, and of one that was distilled not to be."""
+    blocks: tuple[str, str]  # classes of its blocks: of a model that is guided, and of one that was distilled not to be
     embeds: Mapping[str, tuple[str, ...]]
     """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
-    unguided: float
-    """The guidance scale up to which the pipeline has no second half, and so its guider."""
-    negative = False
-    """Whether guidance goes away from a negative prompt, not only from an empty one."""
-    references = 0
-    """How many pictures it sees beside the prompt, if there are any."""
+    unguided: float  # the guidance scale up to which the pipeline has no second half, and so its guider
+    negative = False  # whether guidance goes away from a negative prompt, not only from an empty one
+    references = 0  # how many pictures it sees beside the prompt, if there are any
     fixed: Mapping[str, object] = MappingProxyType({})
     """Settings of model_index.json that the blocks do not read, and what they go by."""
 

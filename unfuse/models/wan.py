@@ -47,21 +47,14 @@ class Shape(VideoShape):
     """Sizes that follow from a model's configurations, and the latents they give a request."""
 
     text_dim: int
-    image_dim: int | None
-    """Width of the image embeddings; None of a model that takes no picture."""
+    image_dim: int | None  # width of the image embeddings; None of a model that takes no picture
     patch: tuple[int, int, int]
-    longest: int
-    """Most patches along one axis that the rotary embedding has room for."""
-    pictured: bool
-    """Whether the transformer sees a condition made of a picture beside the latents."""
-    expand: bool
-    """Whether each token has a timestep of its own."""
-    ends: bool
-    """Whether the transformer sees by CLIP a last frame beside the first one."""
-    first: bool
-    """Whether the first frame is given, which takes a timestep for each token."""
-    boundary: float | None
-    """From which part of the noise on, downwards, the second transformer takes over."""
+    longest: int  # most patches along one axis that the rotary embedding has room for
+    pictured: bool  # whether the transformer sees a condition made of a picture beside the latents
+    expand: bool  # whether each token has a timestep of its own
+    ends: bool  # whether the transformer sees by CLIP a last frame beside the first one
+    first: bool  # whether the first frame is given, which takes a timestep for each token
+    boundary: float | None  # from which part of the noise on, downwards, the second transformer takes over
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:

@@ -12,10 +12,7 @@ MICROSECONDS = 10**6  # times are whole microseconds, which every backend adds e
 
 
 class Tenants:
-    """The tenants of one queue: how many of their requests are not over, and how much of their rates is used.
-
-    A rate is kept as the time at which all of it is there again.
-    """
+    """A queue's tenants: how many requests are not over, and when each rate will be whole again."""
 
     def __init__(self) -> None:
         self._active = Counter[str]()

@@ -219,10 +219,7 @@ class Scheduler:
             await self._apply(request, lambda record, wall: lifecycle.left(record.context, wall))
 
     async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
-        """Record a task's outcome, and lease the worker what it wants next with nobody between.
-
-        Raises LeaseLost when it is not that worker's to complete (any more).
-        """
+        """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
         claim, leases = done.claim, list[Lease]()
 
         async def commit(change: Change) -> Record:

@@ -25,8 +25,7 @@ from unfuse.supervision.supervisor import Supervisor
 SWEEP_S = 0.5  # how late the end of a lease may be noticed
 
 REVIEW_S, REVIEW_PAUSE_S, PAGE = 5.0, 0.5, 256
-"""How often the requests that are not over are looked through, for deadlines that another scheduler knew of, and how
-many in one go."""
+"""How often requests that are not over are looked through, for deadlines that others knew of; how many in one go."""
 
 LEARN_FROM = 64  # completed requests that are learned from at the start, and of other schedulers at each review
 RETURN_S = 2.0  # seconds a worker whose connection broke has to come back to a scheduler before others get its tasks

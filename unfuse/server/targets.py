@@ -78,10 +78,7 @@ class Targets:
         return found is not None and self._may_be_called(found)
 
     async def call(self, url: str, headers: Mapping[str, str], body: bytes) -> int:
-        """Post something, and return the status of the answer. Redirects are not followed.
-
-        Raises TransientError for a target that cannot be reached, or does not answer in time.
-        """
+        """Post something; returns the status, be it a redirect's. Raises TransientError for no answer in time."""
         async with self._answer("POST", url, {"content-length": str(len(body)), **headers}, body) as answer:
             return int(answer.status)
 

@@ -30,10 +30,7 @@ def harmless(text: str) -> str:
 
 
 class Logs:
-    """Standard error of this process and of those it starts: how much is logged there, and how.
-
-    `usual` is the level where none is set. Writing to it never fails.
-    """
+    """What this process and those it starts log on standard error, by default from level `usual` on. Never fails."""
 
     def __init__(self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
         log = log or Log()

@@ -76,10 +76,7 @@ async def offered(settings: Settings) -> Welcome:
 
 
 def plan_here(settings: Settings, welcome: Welcome) -> Plan:
-    """The workers of this machine for that offer: roles that need results only if these are seen here.
-
-    Raises ConfigError for what cannot be served here, or does not fit.
-    """
+    """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
     compute, places = settings.compute, welcome.places

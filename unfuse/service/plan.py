@@ -178,10 +178,7 @@ def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
 
 
 def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[Model, ...]:
-    """These models, as the workers that are wanted would serve them.
-
-    Raises ConfigError for what cannot be served, and for a dtype or a component of `--dtype` that no model has.
-    """
+    """These models, as the workers wanted would serve them. Raises ConfigError, also for a vain `--dtype`."""
     spec = wanted.compute.dtype
     folders = {name: resolve_source(name, revision or None, ()) for name in names}
     cards = {name: card_of(name, folder) for name, folder in folders.items()}

@@ -40,9 +40,7 @@ Shown = Callable[[str], AbstractContextManager[object]]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Seconds of a step that the first rank computed, and that it waited for others and their numbers; `least_s` is how
-    long it waits where there is least to exchange.
-    """
+    """Seconds in which the first rank computed a step, and waited; `least_s`: where least is to be exchanged."""
 
     compute_s: float
     exchange_s: float = 0.0

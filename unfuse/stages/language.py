@@ -120,10 +120,7 @@ class Prefill(PromptStage[Prefilling, int]):
 
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything.
-
-    The answer has to match what a `constraint` says.
-    """
+    """A sequence whose tokens from `prompt` on are the answer, under a `constraint`; the last step made `sampled`."""
 
     prompt: int = 0
     how: Sampling = Sampling()

@@ -53,10 +53,7 @@ class Recording(ABC):
 
     @abstractmethod
     def add(self, frames: Frames) -> bytes:
-        """Encode the next frames. Returns what they add to the file's stream, which is played as it grows (b"": none).
-
-        Raises PermanentError for frames that cannot be encoded.
-        """
+        """Encode the next frames; returns what they add to the stream (b"": nothing). Raises PermanentError."""
 
     @abstractmethod
     def finish(self) -> tuple[Media, ...]:

@@ -128,10 +128,7 @@ def adjusted(logits: Tensor, how: Sampling, prompt_ids: Sequence[int], made_ids:
 
 
 def weights(scores: Tensor, how: Sampling) -> Tensor:
-    """How likely each token is, in whole numbers beside ONE of the likeliest; 0 for those that are left out.
-
-    Tokens of equal weight are kept or left out together.
-    """
+    """How likely tokens are beside ONE of the likeliest, 0 if left out; equal ones are kept or left out together."""
     import torch
 
     powers = ((scores - scores.max()) * (LOG2_E / how.temperature)).clamp(min=-62)

@@ -28,10 +28,7 @@ class TextEncoder(Protocol):
 
 
 class TextEncode(Stage):
-    """Prompt in, embeddings out: each by its name, and the negative ones after NEGATIVE (None without guidance).
-
-    `kind` tells a model's second text encoder from its first.
-    """
+    """Prompt in, embeddings out by name, negative ones after NEGATIVE, or None; `kind` tells two encoders apart."""
 
     zeros = False
     """Whether requests without a negative prompt are guided away from zeros, not from an empty text."""

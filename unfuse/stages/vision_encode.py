@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from PIL import Image
-from torch import Tensor
 from typing_extensions import override
 
 from unfuse.core.codec import decode
@@ -23,8 +22,8 @@ from unfuse.stages.media import read_frames
 class Seen:
     """Embeddings (tokens, width), and of as many what is added behind each of the first layers (deepstack)."""
 
-    embeddings: Tensor
-    deep: Sequence[Tensor] = ()
+    embeddings: torch.Tensor
+    deep: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,7 @@ def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
 
 
 def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
-    """The tensor that `meta` describes, as an array over an object's bytes; a narrowed one is copied to be widened.
-
-    bfloat16 and float8 are arrays of their bits.
-    """
+    """What `meta` describes over an object's bytes, copied to be widened; bfloat16 and float8 are their bits."""
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]

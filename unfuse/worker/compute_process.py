@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import compute_environment
@@ -70,9 +69,9 @@ class ComputeProcess:
                 raise ConfigError(f"the compute process ended while loading ({await self.last_words()})") from None
             match message:
                 case messages.Loading():
-                    log.info("loading", **asdict(message))
+                    log.info("loading", **msgspec.structs.asdict(message))
                 case messages.Loaded():
-                    log.info("loaded", **asdict(message))
+                    log.info("loaded", **msgspec.structs.asdict(message))
                 case messages.LoadFailed():
                     await self._child.wait()
                     raise ConfigError(message.message)

@@ -66,10 +66,7 @@ log = structlog.get_logger(__name__)
 
 
 class Worker:
-    """One worker, from its registration to its end. It closes the transfer `engines` that it is given.
-
-    Its compute is forked by the `fork_server`, if there is one.
-    """
+    """A worker from registration to end. Closes its transfer `engines`; a `fork_server`, if any, forks its compute."""
 
     def __init__(
         self,
