@@ -16,8 +16,6 @@ from unfuse.core.parameters import Parameter, Params, default_of, integer, print
 from unfuse.core.registry import nearest
 
 DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
-
-
 NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
 
 

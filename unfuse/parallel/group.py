@@ -33,8 +33,6 @@ from unfuse.parallel.devices import EXCHANGES
 T = TypeVar("T")
 
 LOOPBACK = "lo"  # the network interface on which gloo listens: ranks are processes of one machine
-
-
 SMALL = 1 << 16  # bytes of a tensor that each rank adds up whole: one exchange is faster than two with half of each
 
 

@@ -40,7 +40,6 @@ class Limits(msgspec.Struct, frozen=True):
 MOST_RETURNS = 3  # a worker that has turned a task down this often does not get it again
 MAX_CACHED = 512  # the most encoder outputs that are cached; few, because workers name each with every heartbeat
 
-
 Heading = tuple[str | None, str, object]
 """A key by which requests are indexed: a tenant (None: all), a field ("": any request), and the field's value."""
 

@@ -11,8 +11,6 @@ from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
 
 EXACTNESS = "exactness.json"  # the file, in the data folder, with what batches were found exact
-
-
 KEPT_LORAS = "loras"  # the folder, in the data folder, with adapters that came from another machine
 
 

@@ -14,8 +14,6 @@ from unfuse.core.messages import Failed, Spent
 from unfuse.worker.compute_messages import RankSpent, Turn, Waits
 
 Verdict = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
-
-
 TELL_S = 0.1  # the least seconds between two times that a rank says what it has spent
 
 
