@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unfuse import queues as queues
     from unfuse.client import aconnect, connect
-    from unfuse.core.errors import (
-        InvalidParameter,
-        ObjectLost,
-        Overloaded,
-        PermanentError,
-        TransientError,
-        UnfuseError,
-    )
+    from unfuse.core.errors import InvalidParameter, ObjectLost, Overloaded, PermanentError, TransientError, UnfuseError
     from unfuse.service.local import local
     from unfuse.stores.tensor_store import TensorStore
 

@@ -16,8 +16,7 @@ from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ConfigError
 
-MEMFD_NAME = "unfuse-arena"
-"""The name of the memory in /proc/PID/maps; no path leads to it."""
+MEMFD_NAME = "unfuse-arena"  # the name of the memory in /proc/PID/maps; no path leads to it
 
 
 class Arena(ObjectTable):

@@ -8,8 +8,7 @@ import msgspec
 
 from unfuse.core.errors import ArenaFull
 
-BLOCK = 4096
-"""Bytes of the smallest extent: a page."""
+BLOCK = 4096  # bytes of the smallest extent: a page
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -26,8 +26,7 @@ from unfuse.core.framing import HEADER_BYTES, length_of
 
 Reply = TypeVar("Reply", bound=protocol.FromOwner)
 
-ANSWER_WITHIN_S = 30
-"""Seconds without an answer after which an owner counts as gone; usually it answers in microseconds."""
+ANSWER_WITHIN_S = 30  # seconds without an answer after which an owner counts as gone; usually it takes microseconds
 
 
 class ArenaClient:

@@ -12,17 +12,10 @@ from unfuse.arena.buddy import Buddy, Usage
 from unfuse.arena.limits import available_memory
 from unfuse.core.errors import ArenaFull
 
-EXTENT = 2 << 20
-"""Bytes that are taken and given back together."""
-
-SPARE_S = 10.0
-"""Seconds for which an extent without objects is kept: taking it again costs three times what writing to it does."""
-
-ENTERED_FROM = 256 << 10
-"""Bytes of an object from which its pages are entered before it is written; single faults cost others less."""
-
-POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, since Linux 5.14: where it is unknown, pages are entered by faults."""
+EXTENT = 2 << 20  # bytes that are taken and given back together
+SPARE_S = 10.0  # seconds for which an empty extent is kept: taking it again costs three times what writing to it does
+ENTERED_FROM = 256 << 10  # bytes of an object whose pages are entered before writing; single faults cost others less
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14: where it is unknown, pages are entered by faults
 
 
 class Extents:
@@ -41,8 +34,7 @@ class Extents:
         self._spare: dict[int, float] = {}
         self._is_whole = self._trims = False
         self.spared: Callable[[], object] = bool
-        self.given_back = 0
-        """How often extents were given back: maps of those are empty again."""
+        self.given_back = 0  # how often extents were given back: maps of those are empty again
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, capacity)

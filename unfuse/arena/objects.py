@@ -69,10 +69,8 @@ class _Entry:
     holds: int = 1
     written: tuple[int, ...] | None = None
     whole: bool = False
-    shared: list[str] = field(default_factory=list)
-    """Further names that keep it, also after its request is released."""
-    spare: bool = False
-    """Whether its request is released, and only shared names keep it."""
+    shared: list[str] = field(default_factory=list)  # further names that keep it, also after its request is released
+    spare: bool = False  # whether its request is released, and only shared names keep it
 
 
 class ObjectTable:

@@ -11,8 +11,7 @@ from unfuse.arena.objects import Extent
 from unfuse.core import framing
 from unfuse.core.codec import encode
 
-MAX_MESSAGE = 128 * 1024
-"""The most bytes of a message."""
+MAX_MESSAGE = 128 * 1024  # the most bytes of a message
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -56,10 +55,7 @@ class Create(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Let an object of this connection be read while it is written. Answered by Done, or Lost.
-
-    `written` has the checksums of all chunks that are complete.
-    """
+    """Let an object be read while it is written. `written`: checksums of whole chunks. Answered by Done or Lost."""
 
     id: str
     written: tuple[int, ...]

@@ -22,11 +22,8 @@ from unfuse.core.framing import split_message
 
 RECEIVE_BYTES = 64 * 1024
 
-MOST_CLIENTS = 256
-"""The most connections: two for each other worker of the machine, and one for our own compute process."""
-
-AT_A_TIME = 32
-"""The most messages of one client that are answered before other clients have their turn."""
+MOST_CLIENTS = 256  # the most connections: two for each other worker of the machine, one for our own compute process
+AT_A_TIME = 32  # the most messages of one client that are answered before other clients have their turn
 
 
 @dataclass(eq=False, slots=True)

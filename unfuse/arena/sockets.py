@@ -13,14 +13,9 @@ from pathlib import Path
 from unfuse.core.errors import ConfigError, ProtocolError
 
 SCHEME = "unix:"
-ABSTRACT = "unix:@"
-"""The beginning of addresses in versions before run folders: abstract sockets, which every user can open."""
-
-NAME = re.compile(r"arena-[0-9a-f]{24}")
-"""96 random bits, so that no two arenas have one name, on this machine or on others."""
-
-DRAFT = "."
-"""The beginning of a socket's name until it listens."""
+ABSTRACT = "unix:@"  # the beginning of addresses in versions before run folders: abstract sockets, open to every user
+NAME = re.compile(r"arena-[0-9a-f]{24}")  # 96 random bits, so that no two arenas have one name, on any machine
+DRAFT = "."  # the beginning of a socket's name until it listens
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -54,7 +49,7 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
 def remove_stale(folder: Path) -> list[Path]:
     """Remove the sockets of arenas whose owners are gone, for example killed. Returns their paths."""
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removeprefix(DRAFT))]
-    stale = [path for path in found if _is_refused(path)]
+    stale = [path for path in found if is_refused(path)]
     for path in stale:
         path.unlink(missing_ok=True)
     return stale
@@ -81,17 +76,15 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes of a socket that blocks, whose own limit of silence holds for all of them together.
-
-    Raises OSError when they do not come.
-    """
+    """So many bytes of a blocking socket, within its own limit of silence for all of them. Raises OSError."""
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
         raise ConnectionResetError("it closed the connection")
     return data
 
 
-def _is_refused(path: Path) -> bool:
+def is_refused(path: Path) -> bool:
+    """Whether a socket is there that nobody listens at."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             if stat.S_ISSOCK(path.lstat().st_mode):

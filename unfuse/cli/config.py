@@ -17,8 +17,7 @@ app = Verbs("What is set, and where.")
 
 HIDDEN = "********"
 
-PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
-"""What follows the user in an address, of Redis or another store."""
+PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")  # what follows the user in an address, of Redis or another store
 
 
 @app.verb()

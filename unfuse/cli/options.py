@@ -48,11 +48,8 @@ PANELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The heading of a setting in `--help`, by the beginning of its name; the longest match counts."""
 
-OFFERED: set[str] = set()
-"""Settings that some verb has a flag for."""
-
-COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
-"""How compute processes work, for every verb that starts some."""
+OFFERED: set[str] = set()  # settings that some verb has a flag for
+COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))  # how compute processes work
 
 PLACING = (
     "serve.workers", "serve.place", "serve.device_memory", "serve.encoders", "serve.denoisers", "serve.decoders",
@@ -65,15 +62,13 @@ def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
     shown = Size(field.default) if field.in_bytes else field.default
-    default = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
+    usual = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
     flag = field.flag
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
     OFFERED.add(name)
     more.setdefault("metavar", _metavar(field))
-    return typer.Option(
-        flag, help=field.description + default, show_default=False, rich_help_panel=_panel(name), **more
-    )
+    return typer.Option(flag, help=field.description + usual, show_default=False, rich_help_panel=_panel(name), **more)
 
 
 def _metavar(field: Field) -> str | None:

@@ -11,8 +11,7 @@ from typing_extensions import override
 from unfuse.cli.terminal import Progress, Status, Terminal, retried
 from unfuse.core.event import Event
 
-SILENCE_S = 1.5
-"""Where lines are written, the longest time without one; people should not have to wait for 2 s."""
+SILENCE_S = 1.5  # where lines are written, the longest time without one; people should not have to wait for 2 s
 
 
 def progress_on(terminal: Terminal, status: Status) -> Progress:

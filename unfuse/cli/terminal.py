@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-Status = Callable[[], object]
-"""Returns what goes on, in a few words; "" if there is nothing to show."""
+Status = Callable[[], object]  # returns what goes on, in a few words; "" if there is nothing to show
 
 
 class Terminal(Logs):
@@ -30,10 +29,8 @@ class Terminal(Logs):
     ) -> None:  # fmt: skip
         super().__init__(log, usual, quiet=quiet)
         self.flags = flags or {}
-        self.wrote_at = time.monotonic()
-        """The time at which something was last written."""
-        self.draws = False
-        """Whether progress is being drawn, above which everything else goes."""
+        self.wrote_at = time.monotonic()  # the time at which something was last written
+        self.draws = False  # whether progress is being drawn, above which everything else goes
 
     @cached_property
     def console(self) -> Console:

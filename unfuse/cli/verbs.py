@@ -67,9 +67,7 @@ class Verbs(typer.Typer):
     def verb(
         self, usual: str = "warning", *, server: bool = False
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Make a function a verb. `usual` is the least level of what it logs unless something else is said, and
-        `server` says that it needs what only a server has installed.
-        """
+        """Make a function a verb that logs from level `usual` on; a `server` one needs what a server has installed."""
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
             self.command(cls=Headed)(_with_terminal(function, usual, server))

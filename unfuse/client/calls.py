@@ -16,14 +16,9 @@ from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
 
-TIMEOUT_S = 60.0
-"""The longest silence of a response, in seconds; event streams send something every 15 seconds."""
-
-USUAL = "http://127.0.0.1:8000"
-"""The default address of `unfuse serve`."""
-
-RECONNECTS = 8
-"""How often in a row an event stream is resumed without a new event."""
+TIMEOUT_S = 60.0  # the longest silence of a response, in seconds; event streams send something every 15 seconds
+USUAL = "http://127.0.0.1:8000"  # the default address of `unfuse serve`
+RECONNECTS = 8  # how often in a row an event stream is resumed without a new event
 
 CHATS = "/v1/chat/completions"
 
@@ -60,8 +55,7 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
     return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
 
 
-File = str | Path | bytes
-"""A file's path, or its bytes."""
+File = str | Path | bytes  # a file's path, or its bytes
 
 
 class Pictures(NamedTuple):
@@ -108,9 +102,7 @@ def event_of(message: httpx2.ServerSentEvent) -> Event | None:
 
 
 def chunk(message: httpx2.ServerSentEvent) -> tuple[str, list[dict[str, Any]]] | None:
-    """The id of an event of a chat, and what it tells of its choices; None for the last. Raises PermanentError for an
-    error.
-    """
+    """A chat event's id and what it tells of choices; None for the last. Raises PermanentError for an error."""
     if message.data == "[DONE]":
         return None
     told = msgspec.json.decode(message.data, type=dict[str, Any])

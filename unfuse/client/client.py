@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx2
@@ -33,10 +32,7 @@ class Request(calls.Viewed):
         return self.view
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """The events after number `after`, until the end; a lost connection is resumed where it broke.
-
-        Raises TransientError when the server cannot be reached any more.
-        """
+        """The events after `after`, over lost connections, to the end. Raises TransientError if the server is gone."""
         lost = 0
         while True:
             try:
@@ -95,9 +91,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -165,10 +159,7 @@ class Client:
         return self._list("/v1/dead", calls.given(limit=limit, after=after))
 
     def retry(self, id: str) -> Request:
-        """Ask again for what was given up; returns the new request. Raises NotFound, PermanentError if it is not dead.
-
-        Raises Overloaded, TransientError too.
-        """
+        """Ask anew for what was given up. Raises NotFound, PermanentError if not dead, Overloaded, TransientError."""
         return Request(self, self.post(f"/v1/dead/{id}/retry"))
 
     def forget_dead(self, id: str) -> None:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _VIDEO = "video/mp4"
-NUMBERED = re.compile(r"%0?\d*d")
-"""The part of a file's name that is replaced by the number of each frame."""
+NUMBERED = re.compile(r"%0?\d*d")  # the part of a file's name that is replaced by the number of each frame
 
 
 class Result:

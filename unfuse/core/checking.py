@@ -15,12 +15,8 @@ from unfuse.core.media import IMAGE, LAST_FRAME, MAX_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, default_of, integer, printable, text
 from unfuse.core.registry import nearest
 
-DRAWN_SEEDS = 2**31
-"""A seed that the client left out is drawn below this number, so that it is short enough to type."""
-
-
-NOTHING = (0, "", "auto")
-"""Values that ask for nothing: a model that lacks their parameter may be given them."""
+DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
+NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
 
 
 class Delivery(msgspec.Struct, frozen=True):

@@ -10,11 +10,8 @@ import msgspec
 from unfuse.core.errors import ProtocolError
 
 VERSION = 1
-READABLE = (1,)
-"""Versions that this code reads: the current one and, once there is one, the one before."""
-
-MAX_BYTES = 8 * 1024 * 1024
-"""The largest control message; tensors never travel in one."""
+READABLE = (1,)  # versions that this code reads: the current one and, once there is one, the one before
+MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -26,10 +23,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: object) -> bytes:
-    """Return the message as bytes.
-
-    Raises ProtocolError for text that is not Unicode, an integer beyond 64 bits, or a message larger than MAX_BYTES.
-    """
+    """The message's bytes. Raises ProtocolError for text not Unicode, integers above 64 bits, more than MAX_BYTES."""
     try:
         body = _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:

@@ -9,13 +9,11 @@ from msgspec import Meta
 
 Batching = Literal["auto", "exact", "batched"]
 Loop = Literal["normal", "overlapped"]
-Hold = Literal["all", "model"]
-"""What a worker has loaded at a time: all that it serves, or one model."""
+Hold = Literal["all", "model"]  # what a worker has loaded at a time: all that it serves, or one model
 
 Offload = Literal["none", "model", "sequential"]
 
-USUAL_BATCH = 8
-"""How many tasks share a forward at most, where nobody says it."""
+USUAL_BATCH = 8  # how many tasks share a forward at most, where nobody says it
 
 
 def compute_environment(threads: int) -> dict[str, str]:

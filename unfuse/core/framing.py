@@ -28,10 +28,7 @@ def read_message(read: Callable[[int], bytes], most: int) -> bytes:
 
 
 def split_message(received: bytearray, most: int) -> bytes | None:
-    """Remove the first message from `received` and return it; None while it is incomplete.
-
-    Raises ProtocolError for a message of more than `most` bytes.
-    """
+    """Take the first message off `received`; None if incomplete. Raises ProtocolError above `most` bytes."""
     if len(received) < HEADER_BYTES:
         return None
     end = HEADER_BYTES + length_of(received, most)

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter, ProtocolError
@@ -15,11 +14,8 @@ from unfuse.core.parameters import printable
 
 FORMAT = "response_format"
 
-GRAMMAR = "grammar"
-"""The upload that has a request's grammar, and the parameter that has its hash."""
-
-MAX_CHARS = 256 * 1024
-"""The longest grammar, in characters."""
+GRAMMAR = "grammar"  # the upload that has a request's grammar, and the parameter that has its hash
+MAX_CHARS = 256 * 1024  # the longest grammar, in characters
 
 GUIDANCE = {
     "item_separator": ",",
@@ -33,10 +29,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A JSON schema, as `schema_text` makes it; a regular expression; or a grammar in Lark's notation.
-
-    All are as llguidance reads them.
-    """
+    """A JSON schema (`schema_text`), a regular expression or a grammar in Lark's notation, as llguidance reads them."""
 
     kind: Kind
     text: str
@@ -52,7 +45,7 @@ class Follow(msgspec.Struct, frozen=True, array_like=True):
     """A text has these ids from number `start` on: say what may follow; or it is `over`."""
 
     text: int
-    start: Annotated[int, Meta(ge=0)] = 0
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
     ids: bytes = b""
     over: bool = False
 

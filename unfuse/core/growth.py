@@ -9,14 +9,9 @@ import msgspec
 from unfuse.core.errors import ProtocolError
 from unfuse.core.task import Claim
 
-PIECE_BYTES = 8192
-"""The most bytes of a piece."""
-
-MOST_PIECES = 1 << 20
-"""The most pieces of a stage."""
-
-PIECES_AT_ONCE = 512
-"""The most pieces in one call, and in one answer: all of them fit into a message."""
+PIECE_BYTES = 8192  # the most bytes of a piece
+MOST_PIECES = 1 << 20  # the most pieces of a stage
+PIECES_AT_ONCE = 512  # the most pieces in one call, and in one answer: all of them fit into a message
 
 
 class Grown(msgspec.Struct, frozen=True, tag=True):

@@ -6,8 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-LOG_EVERY_S = 1.0
-"""Seconds between two log lines about one cause."""
+LOG_EVERY_S = 1.0  # seconds between two log lines about one cause
 
 
 class LogThrottle:

@@ -1,7 +1,4 @@
-"""Media: what can be asked for. Each medium has a table of parameters, limits, and a rule for its size.
-
-No other module of `core/` knows about pixels.
-"""
+"""Media: a table of parameters, limits and a rule for sizes for each. Nothing else in `core/` knows about pixels."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from unfuse.core.medium import (
 from unfuse.core.parameters import Parameter, Params, default_of, integer, printable
 from unfuse.core.words import TEXT as TEXT
 
-MAX_STEPS, MAX_FRAMES = 1000, 1_000_000
-"""Bounds that are above what any model can do."""
+MAX_STEPS, MAX_FRAMES = 1000, 1_000_000  # bounds that are above what any model can do
 
 REFERENCES = ("image", *(f"image_{number}" for number in range(2, 9)))
 """Uploads: the picture that a request starts from, and more beside it, in their order."""
@@ -39,8 +35,7 @@ MASK, LAST_FRAME = "mask", "last_frame"
 
 UPLOADS = (*REFERENCES, MASK, LAST_FRAME)
 
-FRAME_SLACK = 0.001
-"""The part of a frame by which a length in seconds may be too short, because it was rounded."""
+FRAME_SLACK = 0.001  # the part of a frame by which a length in seconds may be too short, because it was rounded
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -11,11 +11,8 @@ import msgspec
 from unfuse.core.errors import ConfigError
 from unfuse.core.parameters import Parameter, Params
 
-MAX_SEED = 2**53 - 1
-"""The largest seed of any result: every JSON reader keeps integers up to this exact."""
-
-MIN_S, MAX_S = 0.001, 86_400
-"""Bounds of a time that a client may say, in seconds."""
+MAX_SEED = 2**53 - 1  # the largest seed of any result: every JSON reader keeps integers up to this exact
+MIN_S, MAX_S = 0.001, 86_400  # bounds of a time that a client may say, in seconds
 
 DELIVERED = (
     Parameter("model", "any", use="request", description="may be left out where one model is served"),
@@ -30,11 +27,8 @@ DELIVERED = (
 )  # fmt: skip
 """Parameters of every medium: how a request is handled, whatever it asks for."""
 
-PIXELS = ("width", "height", "num_frames")
-"""The parameters whose product is the size of a picture or a video, in pixels."""
-
-Work = tuple[float, float]
-"""How many forwards of a stage's network are needed, and the size of each."""
+PIXELS = ("width", "height", "num_frames")  # the parameters whose product is the size of a picture or video, in pixels
+Work = tuple[float, float]  # how many forwards of a stage's network are needed, and the size of each
 
 
 class Room(msgspec.Struct, frozen=True, rename={"each": "per_pixel", "group": "frame_group"}):
@@ -108,10 +102,7 @@ class Medium(msgspec.Struct, frozen=True):
         return limits.get(self.sign, 0) >= self.least
 
     def limits_of(self, limits: Mapping[str, float]) -> Any:
-        """A model's limits as this medium's type, with its defaults for limits that the model does not set.
-
-        Raises ConfigError for values that are not limits.
-        """
+        """A model's limits as this medium's type, with its defaults. Raises ConfigError for what are no limits."""
         try:
             return msgspec.convert(limits, self.limits)
         except msgspec.ValidationError as error:

@@ -23,16 +23,12 @@ DTYPES: dict[str, int] = {
 }
 """Tensor types that stages may hand on, with bytes per element."""
 
-PACKED = "q4"
-"""The type of a tensor that was narrowed to four bits a number: blocks of BLOCK numbers, the last one filled up."""
-
-BLOCK = 32
-"""Numbers that share a scale; one block takes BLOCK_BYTES, the scale's two and half a byte for each number."""
+PACKED = "q4"  # the type of a tensor narrowed to four bits a number: blocks of BLOCK numbers, the last one filled up
+BLOCK = 32  # numbers that share a scale; one block takes BLOCK_BYTES, the scale's two and half a byte for each number
 
 BLOCK_BYTES = 2 + BLOCK // 2
 
-ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes: a cache line, and enough for every vector load."""
+ALIGNMENT = 64  # tensors start at multiples of this many bytes: a cache line, and enough for every vector load
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_CHUNKS = 256

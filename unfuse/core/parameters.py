@@ -16,8 +16,7 @@ import msgspec
 from unfuse.core.errors import ConfigError, InvalidParameter
 
 Value = str | int | float | bool | None
-Params = dict[str, Value]
-"""The parameters of a request, by name, as stages get them."""
+Params = dict[str, Value]  # the parameters of a request, by name, as stages get them
 
 Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "scaled", "any"]
 """`form` is a text that matches a pattern, `texts` an object of a few short texts, `scaled` a name or
@@ -26,8 +25,7 @@ several, each with a scale or without one; `any` is not checked."""
 Use = Literal["stages", "request", "delivery", "nothing"]
 """Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody."""
 
-Bound = float | str
-"""A number, or the name of one of the model's limits."""
+Bound = float | str  # a number, or the name of one of the model's limits
 
 MAX_TEXTS = 16
 MAX_SCALED = 8
@@ -77,9 +75,7 @@ class Parameter(msgspec.Struct, frozen=True):
             return ", ".join(dict.fromkeys(map(str, self.choices)))
         if self.kind not in ("text", "integer", "number"):
             return ""
-        low, high = (
-            f"the model's {bound}" if isinstance(bound, str) else str(bound) for bound in (self.low, self.high)
-        )
+        low, high = (f"the model's {end}" if isinstance(end, str) else str(end) for end in (self.low, self.high))
         return f"up to {high} characters" if self.kind == "text" else f"{low} to {high}"
 
     def read(self, value: object, limits: object) -> Any:

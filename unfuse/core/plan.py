@@ -13,11 +13,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room, Work, Workload
 from unfuse.core.parameters import Params as Params, Value as Value, each_of
 
-ALL = "all"
-"""The role of a worker that runs all stages."""
-
-TOGETHER = {"language": ("prefill", "decode")}
-"""Words for several roles."""
+ALL = "all"  # the role of a worker that runs all stages
+TOGETHER = {"language": ("prefill", "decode")}  # words for several roles
 
 
 class StageSpec(msgspec.Struct, frozen=True):
@@ -215,9 +212,7 @@ def compile_plan(
             given = params | own
             read = [(key, given.get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
-            before = (
-                times[source][index : index + 1] if specs[source].per_sample else times[source] for source in sources
-            )
+            before = (times[one][index : index + 1] if specs[one].per_sample else times[one] for one in sources)
             planned.append(
                 PlannedStage(
                     name=name,

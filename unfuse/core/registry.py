@@ -9,8 +9,7 @@ from typing import Any
 
 from unfuse.core.errors import ConfigError
 
-LONGEST = 64
-"""The longest name, in characters, that is looked up: the time grows with the square of the length."""
+LONGEST = 64  # the longest name, in characters, that is looked up: the time grows with the square of the length
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -13,20 +13,11 @@ from unfuse.core.plan import TOGETHER, StageSpec
 KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
 
-SHARD = "shard"
-"""The kind that parts weights among ranks that compute different things."""
-
-SHARING = ("tiles", SHARD)
-"""The kinds that take ranks that others make; only where there are no others they make ranks."""
-
-HOLD = ("layers", SHARD)
-"""The kinds of which each rank holds a part of the weights."""
-
-PARTING = (*HOLD, "tensor")
-"""The kinds that leave a rank without some weights."""
-
-MOST = 64
-"""The most ranks of a worker."""
+SHARD = "shard"  # the kind that parts weights among ranks that compute different things
+SHARING = ("tiles", SHARD)  # the kinds that take ranks that others make; only where there are no others they make ranks
+HOLD = ("layers", SHARD)  # the kinds of which each rank holds a part of the weights
+PARTING = (*HOLD, "tensor")  # the kinds that leave a rank without some weights
+MOST = 64  # the most ranks of a worker
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -23,8 +23,7 @@ TASK_MOVES: dict[str, frozenset[str]] = {
 to `done` when the encoder cache has its output. It returns to `waiting` when an input was lost. `announced` is a leased
 stage whose output is read while it is written."""
 
-SLOTS, ARENA = "slots", "arena"
-"""The resources that every task needs: a slot of a worker, and bytes of its arena for the output."""
+SLOTS, ARENA = "slots", "arena"  # what every task needs: a slot of a worker, and bytes of its arena for the output
 
 CACHED = "cache:"
 

@@ -11,11 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-CHUNK = 256
-"""Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it."""
-
-MOST_SHARED = 256
-"""How many chunks of a prompt may be found by others."""
+CHUNK = 256  # Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it.
+MOST_SHARED = 256  # how many chunks of a prompt may be found by others
 
 
 def packed(ids: Sequence[int]) -> bytes:

@@ -13,14 +13,9 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.grammar import FORMAT, Grammar, asked_grammar, schema_text
 from unfuse.core.parameters import printable
 
-CALLS = "tool_calls"
-"""The parameter that says how a request's calls are written."""
-
-MAX_TOOLS, MAX_CALLS = 128, 16
-"""The most functions of a request, and the most calls that a model is held to write at once."""
-
-NOTHING = {"type": "object", "additionalProperties": False}
-"""The schema of a function's parameters that says none."""
+CALLS = "tool_calls"  # the parameter that says how a request's calls are written
+MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most calls that a model may write at once
+NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
 
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
@@ -51,10 +46,7 @@ FORMATS = {
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """The functions of a request, as templates read them, and whether the model may or must call any.
-
-    `named` is the only one that it may call, if one was said.
-    """
+    """A request's functions, as templates read them; whether any may or must be called, or only the one `named`."""
 
     functions: tuple[dict[str, Any], ...]
     choice: Choice = "auto"

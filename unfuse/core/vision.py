@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from unfuse.core.errors import InvalidParameter, PermanentError
 from unfuse.core.parameters import Params
@@ -15,10 +14,9 @@ from unfuse.core.parameters import Params
 SHOWN = "shown"
 """The parameter that has what a prompt shows, in its order, as JSON; and the parameter, of each, that names it."""
 
-MAX_RATIO = 200
-"""The longer side of what is shown, in shorter ones, may be at most this."""
+MAX_RATIO = 200  # the longer side of what is shown, in shorter ones, may be at most this
 
-Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -49,7 +47,7 @@ class Shown(msgspec.Struct, frozen=True):
     rows: Count
     columns: Count
     tokens: Count
-    images: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    images: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
     picked: str = ""
     seconds: float = 0.0
 

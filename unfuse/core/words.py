@@ -15,13 +15,11 @@ from unfuse.core.parameters import Parameter, Params, integer, number, text
 from unfuse.core.tools import CALLS
 from unfuse.core.vision import SHOWN
 
-MAX_STOPS, MAX_STOP = 4, 1000
-"""The most stop strings, and characters of one."""
+MAX_STOPS, MAX_STOP = 4, 1000  # the most stop strings, and characters of one
 
 MAX_BIASES = 1024
 
-EXPECTED = 256
-"""Tokens that an answer is predicted to have at most, since few are as long as they may be."""
+EXPECTED = 256  # tokens that an answer is predicted to have at most, since few are as long as they may be
 
 
 class TextLimits(msgspec.Struct, frozen=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from unfuse.core.registry import resolve
 from unfuse.launch.base import OpenLauncher
 
-ELSEWHERE = {"ray": "unfuse.launch.ray:at"}
-"""What opens launchers at the address that follows the name."""
+ELSEWHERE = {"ray": "unfuse.launch.ray:at"}  # what opens launchers at the address that follows the name
 
 
 def opener(url: str) -> OpenLauncher | None:

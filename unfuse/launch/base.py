@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-Hear = Callable[[int, bytes], None]
-"""Called with the number of a worker and a line that it wrote, without the line's end."""
+Hear = Callable[[int, bytes], None]  # called with a worker's number and a line that it wrote, without the line's end
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -55,10 +54,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start every worker, and each again when it dies: ever more slowly while it does so at once.
-
-        One that cannot start is not tried again.
-        """
+        """Start every worker, and again when it dies, ever more slowly; not one that cannot start at all."""
 
     @abstractmethod
     async def stop(self, drain_timeout: float) -> None:

@@ -11,11 +11,8 @@ from typing import BinaryIO
 
 from unfuse.launch.base import Hear
 
-PART = 1 << 16
-"""The most bytes of a line; a longer one is cut."""
-
-WAITING = 10_000
-"""The most lines that wait to be passed on; then the oldest are dropped and counted."""
+PART = 1 << 16  # the most bytes of a line; a longer one is cut
+WAITING = 10_000  # the most lines that wait to be passed on; then the oldest are dropped and counted
 
 LAST_S = 2.0
 """How long the end waits for a pipe that somebody keeps open, and for what is still to be told: who hears may be stuck,

@@ -17,20 +17,11 @@ from unfuse.core.spread import PARTING, SHARD, Spread, joined_by, own_spreads, p
 
 CPU = "cpu"
 
-CONTEXT = 512 << 20
-"""GPU memory that a process takes before its first weight: the context and the kernels of the libraries."""
-
-PROCESS = 288 << 20
-"""Host memory that a worker takes beside its weights and its arena, for libraries."""
-
-MOST = 1024
-"""The most workers of one kind."""
-
-LAYER = 2 << 30
-"""More bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary."""
-
-Needs = Mapping[str, "tuple[Part, ...]"]
-"""What each worker of a role holds, by role."""
+CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
+PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
+MOST = 1024  # the most workers of one kind
+LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
+Needs = Mapping[str, "tuple[Part, ...]"]  # what each worker of a role holds, by role
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -119,9 +110,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A worker to start, and what it will hold, of models that it `swaps` the largest. A `device` like cuda:0+cuda:1
-    has a rank on each of them.
-    """
+    """A worker to start and what it holds, of `swaps` the largest; device `cuda:0+cuda:1` is for two ranks."""
 
     role: str
     device: str

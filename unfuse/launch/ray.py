@@ -38,8 +38,7 @@ class RayLauncher(Launcher):
 
     def __init__(self, nodes: Nodes, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
         self._nodes, self._specs, self._output = nodes, specs, Output(hear)
-        self._relays: dict[Held, asyncio.Task[str] | None] = {}
-        """What relays the lines of each, once it has begun."""
+        self._relays: dict[Held, asyncio.Task[str] | None] = {}  # what relays the lines of each, once it has begun
         self._background = Supervisor()
         self.failed = asyncio.get_running_loop().create_future()
 

@@ -30,8 +30,7 @@ class Held:
     """A place on one node, whichever has room, with an actor that is to hold a worker there."""
 
     def __init__(self, cpus: float, gpus: int) -> None:
-        self.node = ""
-        """The id of the node, once there is one."""
+        self.node = ""  # the id of the node, once there is one
         self.leaves: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Set to the seconds within which the worker is to leave it."""
         self._made = asyncio.ensure_future(_answer(asyncio.to_thread(_make, cpus, gpus)))

@@ -41,8 +41,7 @@ FAMILIES = {
 }
 """Families by the class that model_index.json names, or config.json of a model that is no pipeline."""
 
-OUTSIDE = "unfuse.families"
-"""The group of entry points for families of other packages, by pipeline class; they cannot replace ours."""
+OUTSIDE = "unfuse.families"  # entry points of other packages' families, by pipeline class; they cannot replace ours
 
 
 def served_classes() -> tuple[str, ...]:

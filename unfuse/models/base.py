@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
 
-Report = Callable[[str, float, int], None]
-"""Called for each loaded component: its name, the seconds that took, its bytes of memory."""
+Report = Callable[[str, float, int], None]  # called for each loaded component: name, seconds, bytes of memory
 
 
 class Runtime(msgspec.Struct, frozen=True):

@@ -17,10 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from unfuse.core.errors import ConfigError, InvalidParameter
 
-MAX_CHARACTERS = 32 * 1024 * 1024
-"""The longest prompt a template may make."""
-MAX_S = 5.0
-"""Seconds of computing that it may take for that."""
+MAX_CHARACTERS = 32 * 1024 * 1024  # the longest prompt a template may make
+MAX_S = 5.0  # seconds of computing that it may take for that
 
 _deadline = ContextVar[float]("deadline", default=float("inf"))
 Message = Mapping[str, Any]

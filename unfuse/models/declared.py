@@ -34,10 +34,7 @@ class Declared(msgspec.Struct, frozen=True):
 
 @cache
 def declared(name: str) -> Declared | None:
-    """What diffusers declares of the pipeline class of that name; None if it has none, or one that is not called.
-
-    Raises ConfigError where diffusers is not installed.
-    """
+    """What diffusers declares of that pipeline class; None if it cannot be called. ConfigError without diffusers."""
     family = [*_family(name)]
     call = next(
         (part for one in family for part in one.body if isinstance(part, ast.FunctionDef) if part.name == CALL), None

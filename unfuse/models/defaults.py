@@ -63,10 +63,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {**standard, **msgspec.to_builtins(self.defaults)}
 
     def within(self, limits: Limits, standard: Params) -> Params:
-        """These defaults, and where there is none the standard ones, which give way to the limits.
-
-        Raises ConfigError when a default of serving.json is itself outside the limits.
-        """
+        """These defaults, and standard ones within the limits. Raises ConfigError if serving.json's own are not."""
         defaults = self.over(fit(limits, standard))
         for name, nearest in fit(limits, defaults).items():
             if defaults[name] != nearest:

@@ -46,8 +46,7 @@ SEES = Matrices(
 )  # fmt: skip
 """What sees for a language model."""
 
-READS = replace(SPEAKS, gathered=("*embed_tokens",))
-"""One that does not speak."""
+READS = replace(SPEAKS, gathered=("*embed_tokens",))  # one that does not speak
 
 ENCODERS = {
     "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPTextModelWithProjection": CLIP,

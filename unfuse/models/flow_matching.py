@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int | None, ...]]
 
-PATCH = 2
-"""Side of the square of latents that the transformer sees as one."""
+PATCH = 2  # side of the square of latents that the transformer sees as one
 
 
 @dataclass(frozen=True)

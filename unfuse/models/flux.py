@@ -38,8 +38,7 @@ class Shape(Packing):
 
     text_dim: int
     pooled_dim: int
-    distilled: bool
-    """Whether the guidance scale is an input."""
+    distilled: bool  # whether the guidance scale is an input
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:

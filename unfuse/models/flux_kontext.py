@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-MOST_PIXELS = 1328 * 800
-"""The largest of the sizes to which a reference is brought."""
+MOST_PIXELS = 1328 * 800  # the largest of the sizes to which a reference is brought
 
 
 class Reference:

@@ -26,12 +26,10 @@ from unfuse.models.single import single_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
-WHOLE = "model"
-"""The component of a model that has no other."""
+WHOLE = "model"  # the component of a model that has no other
 LANGUAGE, VISION = "language", "vision"
 """The components of a model of transformers that sees: parts of one class, which lie in the same files."""
-SEES = "visual."
-"""What names of the tensors have that are the vision's."""
+SEES = "visual."  # what names of the tensors have that are the vision's
 CONFIGS = {
     "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
     "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
@@ -47,8 +45,7 @@ WEIGHTS = (
 )  # fmt: skip
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
 
-STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What safetensors files call these types."""
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what safetensors files call these types
 
 ADAPTER = "adapter_config.json"
 _ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER"
@@ -63,19 +60,13 @@ UNSERVED = {
 }  # fmt: skip
 """Files that are found in place of a model or its weights, and what is to be done."""
 
-PAUSES_S = (0.5, 1.0, 2.0)
-"""Before a header is asked for again."""
-
-WHOLE_BYTES = 64 * 1024 * 1024
-"""Files up to this size are hashed whole."""
+PAUSES_S = (0.5, 1.0, 2.0)  # before a header is asked for again
+WHOLE_BYTES = 64 * 1024 * 1024  # files up to this size are hashed whole
 
 SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
-HEADER_LENGTH = 8
-"""A safetensors file begins with the length of its JSON header, as 8 bytes, least first."""
-
-MAX_HEADER = 100 * 1024 * 1024
-"""Longest header of a safetensors file, in bytes, as its own library has it."""
+HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
+MAX_HEADER = 100 * 1024 * 1024  # longest header of a safetensors file, in bytes, as its own library has it
 
 
 class HubFile(msgspec.Struct, frozen=True):
@@ -139,10 +130,8 @@ class ModelFolder:
         """The names of its components."""
         if self.is_whole:
             return [LANGUAGE, VISION] if "vision_config" in self.config(WHOLE) else [WHOLE]
-        pairs = ((name, entry) for name, entry in self.index().items() if isinstance(entry, list) and len(entry) == 2)
-        return [
-            name for name, entry in pairs if not name.startswith("_") and all(isinstance(one, str) for one in entry)
-        ]
+        pairs = ((name, pair) for name, pair in self.index().items() if isinstance(pair, list) and len(pair) == 2)
+        return [name for name, pair in pairs if not name.startswith("_") and all(isinstance(one, str) for one in pair)]
 
     def class_of(self, component: str) -> str:
         """The class of a component, in its library."""
@@ -330,10 +319,7 @@ class ModelFolder:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Tensors of a safetensors file by name: dtype, shape, data_offsets.
-
-    Raises ConfigError, naming the file, for any other file and for one that is not whole.
-    """
+    """A safetensors file's tensors by name: dtype, shape, data_offsets. Raises ConfigError if it is no whole one."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(HEADER_LENGTH), "little")

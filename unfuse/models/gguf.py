@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from unfuse.core.errors import ConfigError
 
-GGUF = ".gguf"
-"""The suffix of such files."""
+GGUF = ".gguf"  # the suffix of such files
 
 REPAIR = "download or save the model again"
 

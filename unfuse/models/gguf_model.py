@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Classes by `general.architecture`."""
 
-SCALED = "rope_freqs.weight"
-"""The tensor by which the frequencies of rotary positions are divided, where a model has it."""
+SCALED = "rope_freqs.weight"  # the tensor that divides the frequencies of rotary positions, where a model has it
 
 OUTSIDE = {
     "token_embd.weight": ("model.embed_tokens.weight", "vh"), "output_norm.weight": ("model.norm.weight", "h"),
@@ -40,8 +39,7 @@ BIASES = {f"attn_{one}.bias": (f"self_attn.{one}_proj.bias", of) for one, of in 
 OUTPUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "h")}
 NORMS = {f"attn_{one}_norm.weight": (f"self_attn.{one}_norm.weight", "d") for one in "qk"}
 
-CHUNK = 1 << 21
-"""Numbers that are dequantised at a time."""
+CHUNK = 1 << 21  # numbers that are dequantised at a time
 
 
 class GgufModel(ModelFolder):
@@ -178,10 +176,7 @@ def files_of(path: Path) -> ModelFolder:
 
 
 def config_of(found: Contents) -> dict[str, Any]:
-    """The configuration that transformers would save.
-
-    Raises ConfigError for what is not served, ValueError or TypeError for values that no model can have.
-    """
+    """What transformers would save. Raises ConfigError if not served, ValueError or TypeError for wrong values."""
     said, stored = found.said, found.tensors
     architecture = said.get("general.architecture")
     if architecture not in ARCHITECTURES:

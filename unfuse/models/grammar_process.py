@@ -27,8 +27,7 @@ from unfuse.core.text import unpacked
 TRIAL_S, COMPILE_S, STEP_S = 2.0, 4.0, 1.0
 """Seconds of computing that trying a grammar may take, compiling it for a model's tokens, and one answer."""
 
-MEMORY = 512 * 1024 * 1024
-"""Bytes that the process of a grammar may take, beside what it begins with."""
+MEMORY = 512 * 1024 * 1024  # bytes that the process of a grammar may take, beside what it begins with
 
 MAX_ERROR = 300
 

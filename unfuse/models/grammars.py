@@ -22,11 +22,8 @@ from unfuse.core.framing import frame, split_message
 from unfuse.core.grammar import Allowed, Compiled, Follow
 from unfuse.core.text import packed
 
-KEPT = 16
-"""Processes of grammars that are kept, those that nobody follows, too."""
-
-PATIENCE_S = 0.03
-"""How long a step waits for what may follow; a text whose answer comes later joins a later step."""
+KEPT = 16  # processes of grammars that are kept, those that nobody follows, too
+PATIENCE_S = 0.03  # how long a step waits for what may follow; a text whose answer comes later joins a later step
 
 PROGRAM = "unfuse.models.grammar_process"
 
@@ -102,10 +99,7 @@ class Grammars:
         return Constraint(self, grammar, next(self._numbers))
 
     def refusal(self, grammar: bytes) -> str:
-        """Why a packed grammar cannot be compiled; "" if it can. Waits for that: the process has its bounds.
-
-        Raises TransientError where none can be compiled now.
-        """
+        """Why a packed grammar cannot be compiled, "" if it can. Waits. Raises TransientError where none can be now."""
         process = self.start(grammar)
         while process.compiled is None and not process.dead:
             process.hear(None)
@@ -210,10 +204,7 @@ class Constraint:
         return self._late
 
     def allowed(self, ids: Sequence[int]) -> bytes | None:
-        """A bit for each token, set if it may follow these ids; None if that takes longer than a step waits.
-
-        Raises BrokenGrammar.
-        """
+        """A bit per token, set if it may follow these ids; None if a step cannot wait for it. Raises BrokenGrammar."""
         self.begin(ids)
         self._late = not self._heard(self._grammars.patience_s)
         answer, compiled = self._process.answers.get(self._number), self._process.compiled

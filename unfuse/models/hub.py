@@ -27,21 +27,13 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
 from unfuse.models.folder import HubFile, ModelFolder, hub_errors
 
-AT_ONCE = 4
-"""Files that come side by side."""
-
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Before the next try, when no byte came since the last one; then it is given up."""
+AT_ONCE = 4  # files that come side by side
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before the next try, when no byte came since the last; then it gives up
 
 CHUNK = 1 << 20
-TELL_S, RATE_S = 1.5, 10.0
-"""How often somebody is told, and over how long a rate is taken."""
-
-LOOK_S = 0.5
-"""How often who waits for another process looks how far that is."""
-
-PART = ".unfuse-part"
-"""What is behind the name of a file's content while it is not whole."""
+TELL_S, RATE_S = 1.5, 10.0  # how often somebody is told, and over how long a rate is taken
+LOOK_S = 0.5  # how often who waits for another process looks how far that is
+PART = ".unfuse-part"  # what is behind the name of a file's content while it is not whole
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -76,10 +68,7 @@ class Stopped(Exception):
 
 
 def bring(model: ModelFolder, components: Collection[str], tell: Tell | None = None) -> None:
-    """Bring the weights of these components that are not on this disk.
-
-    Raises ConfigError, in a sentence that says what is here and what to do, where that cannot be.
-    """
+    """Bring what is not here of these components' weights. Raises ConfigError: what is here, and what to do."""
     if model.hub and (lacking := model.lacking(components)):
         _Download(model.hub, model.path, lacking, tell or bool).run()
 

@@ -33,14 +33,9 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-PIXEL_MULTIPLE = 16
-"""HunyuanVideoPipeline refuses other sizes, whatever the VAE."""
-
-FPS = 24
-"""What the published model was trained at."""
-
-HIDDEN = -3
-"""Which of Llama's hidden states is the prompt's: two layers are left out."""
+PIXEL_MULTIPLE = 16  # HunyuanVideoPipeline refuses other sizes, whatever the VAE
+FPS = 24  # what the published model was trained at
+HIDDEN = -3  # which of Llama's hidden states is the prompt's: two layers are left out
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from unfuse.stages.base import Stage
     from unfuse.stages.sequences import Sequences
 
-BLOCK = 16
-"""Tokens of a block of the KV."""
+BLOCK = 16  # tokens of a block of the KV
 
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What generation_config.json may say, in the names of our parameters."""
@@ -175,10 +174,7 @@ def axis_of(runtime: Runtime) -> Axis | None:
 
 
 def _usual(device: str, least: int, ranks: int) -> int:
-    """Bytes for keys and values where nobody says how many: a quarter of what is free, or more for the longest text.
-
-    Ranks on CPUs share what is free.
-    """
+    """Default bytes for keys and values: a quarter of what is free, which CPU ranks share, or one longest text."""
     from unfuse.parallel.devices import memory
 
     free = available_memory() // ranks if device.startswith("cpu") else memory(device)[0]

@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PIXEL_MULTIPLE = 32
-"""LTXPipeline refuses other sizes, whatever the VAE."""
-
-FPS = 25
-"""The pipeline's frame rate."""
+PIXEL_MULTIPLE = 32  # LTXPipeline refuses other sizes, whatever the VAE
+FPS = 25  # the pipeline's frame rate
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ BLOCKS = {
 SEEN, SIZES = "image_latents", "image_sizes"
 """Latents of all pictures that are seen (1, channels, all places), and the height and width of each."""
 
-MOST_PIXELS = 1024 * 1024
-"""Larger pictures are made smaller before they are seen."""
+MOST_PIXELS = 1024 * 1024  # larger pictures are made smaller before they are seen
 
 SCALE = "guidance_scale"
 TYPES: dict[str, Any] = {
@@ -166,16 +165,12 @@ class Modular(PackedFamily):
 
     packing = Packing.of
     takes_lora = False
-    blocks: tuple[str, str]
-    """Classes of its blocks: of a model that is guided, and of one that was distilled not to be."""
+    blocks: tuple[str, str]  # classes of its blocks: of a model that is guided, and of one that was distilled not to be
     embeds: Mapping[str, tuple[str, ...]]
     """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
-    unguided: float
-    """The guidance scale up to which the pipeline has no second half, and so its guider."""
-    negative = False
-    """Whether guidance goes away from a negative prompt, not only from an empty one."""
-    references = 0
-    """How many pictures it sees beside the prompt, if there are any."""
+    unguided: float  # the guidance scale up to which the pipeline has no second half, and so its guider
+    negative = False  # whether guidance goes away from a negative prompt, not only from an empty one
+    references = 0  # how many pictures it sees beside the prompt, if there are any
     fixed: Mapping[str, object] = MappingProxyType({})
     """Settings of model_index.json that the blocks do not read, and what they go by."""
 
@@ -198,9 +193,8 @@ class Modular(PackedFamily):
     @override
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """Halves of guidance are the blocks' own affair."""
-        return {
-            kind: {by: n for by, n in ways.items() if by != "cfg"} for kind, ways in super().spreads(folder).items()
-        }
+        ways = super().spreads(folder)
+        return {kind: {by: most for by, most in way.items() if by != "cfg"} for kind, way in ways.items()}
 
     @override
     def standard(self, folder: ModelFolder) -> Params:

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from unfuse.core.errors import ConfigError
 from unfuse.models.folder import INDEX
 
-SUFFIX = "-Diffusers"
-"""What hubs call the copy of a model in the layout that is served, beside the one of its makers."""
+SUFFIX = "-Diffusers"  # what hubs call the copy of a model in the layout that is served, beside the one of its makers
 
 PLANS = {
     "unfuse/shapes": "WanPipeline",
@@ -39,10 +38,7 @@ PLANS = {
 
 
 def pipeline_class(name: str) -> str:
-    """The pipeline class of a model known by name: the exact name first, then the first pattern that fits.
-
-    Raises ConfigError for another name: it says what is known.
-    """
+    """A model's pipeline class: the exact name first, then the first pattern that fits. Raises ConfigError."""
     for pattern, found in PLANS.items():
         if name == pattern or (name not in PLANS and fnmatchcase(name, pattern)):
             return found
@@ -50,10 +46,7 @@ def pipeline_class(name: str) -> str:
 
 
 def hub_name(name: str) -> str:
-    """The hub name of a model that is called without its owner or without SUFFIX, in any case; else the name itself.
-
-    An exact name goes before a pattern.
-    """
+    """A model's hub name, called without owner or SUFFIX, in any case; else the name itself. Exact names go first."""
     if name in PLANS or "@" in name:
         return name
     owner, _, short = name.rpartition("/")

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DEFAULT_CELLS = 128
-"""The pipelines' default size, in latents."""
+DEFAULT_CELLS = 128  # the pipelines' default size, in latents
 
 
 class PackedDenoiser(FlowDenoiser):

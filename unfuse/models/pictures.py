@@ -32,10 +32,8 @@ class Grid:
     channels: int
     scale: int
     multiple: int
-    usual: int
-    """The side in pixels that nobody has to ask for."""
-    longest: int = Limits().max_size
-    """The longest side in pixels that the transformer knows."""
+    usual: int  # the side in pixels that nobody has to ask for
+    longest: int = Limits().max_size  # the longest side in pixels that the transformer knows
 
     def latents(self, params: Params) -> tuple[int, ...]:
         """(1, channels, height, width) of a request's latents."""
@@ -94,8 +92,7 @@ class GridPictureVae:
 class GridFamily(Redrawing):
     """Pictures only; a folder with other components than these is served undivided."""
 
-    shape: Callable[[ModelFolder], Any]
-    """Its Grid. Raises ConfigError for configurations that do not fit each other."""
+    shape: Callable[[ModelFolder], Any]  # Its Grid. Raises ConfigError for configurations that do not fit each other.
     vae: Callable[[Loader], VaeDecoder] = GridPictureVae
     else_whole = True
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 TORCHAO = "torchao"
-SETTING = "quantization_config"
-"""What says in a configuration that it is of quantised weights."""
+SETTING = "quantization_config"  # what says in a configuration that it is of quantised weights
 
 ANYWHERE = frozenset({
     "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig",
@@ -31,8 +30,7 @@ DETAILS = frozenset({
 })  # fmt: skip
 """What configurations of these say more: torchao would look up any other name, and call what it finds."""
 
-CASTS = "Tensor", "Int8Tensor"
-"""Tensors that compute in any dtype, whichever they were made of."""
+CASTS = "Tensor", "Int8Tensor"  # tensors that compute in any dtype, whichever they were made of
 
 
 def refusal(said: object, speaks: bool) -> str:

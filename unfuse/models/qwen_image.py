@@ -31,8 +31,7 @@ from unfuse.parallel.cut import Along, Cut, Matrices
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_TOKENS = 1024
-"""Where the pipeline cuts a prompt, whatever the length that is asked for."""
+MOST_TOKENS = 1024  # where the pipeline cuts a prompt, whatever the length that is asked for
 
 
 @dataclass(frozen=True)

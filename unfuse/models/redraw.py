@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-NAMED = {"image": "Img2Img", "mask": "Inpaint"}
-"""By what a request brings, the word that diffusers' names of files and classes have for it."""
+NAMED = {"image": "Img2Img", "mask": "Inpaint"}  # diffusers' words for what a request brings
 
 
 class OneVae(Loader):
@@ -77,12 +76,9 @@ class Redrawing(DiffusersFamily):
 
     starts: Sequence[str] = ()
     """What such a request may bring; in diffusers each has a pipeline of its own, whose strength is usual for it."""
-    packs = False
-    """Whether the transformer sees latents as patches."""
-    whole_steps = False
-    """Whether a step that the strength spares in part is not made."""
-    repeats = False
-    """Whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures."""
+    packs = False  # whether the transformer sees latents as patches
+    whole_steps = False  # whether a step that the strength spares in part is not made
+    repeats = False  # whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:

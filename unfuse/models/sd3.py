@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-DUAL = "dual_attention_layers"
-"""Blocks in which the picture also sees itself alone."""
+DUAL = "dual_attention_layers"  # blocks in which the picture also sees itself alone
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,7 @@ class Shape(Grid):
 
     patch: int = 0
     text_dim: int = 0
-    clips: tuple[int, ...] = ()
-    """Widths of what each CLIP makes of a token, and projects of all."""
+    clips: tuple[int, ...] = ()  # widths of what each CLIP makes of a token, and projects of all
     tokens: int = 0
 
     @classmethod
@@ -154,9 +152,7 @@ class Sd3(GridFamily):
 
     @override
     def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
-        """The last block gives no text, and what it is not given others cannot hand on; a picture that sees itself
-        alone cannot be shared out.
-        """
+        """The last block makes no text to be handed on; a picture that sees itself alone cannot be shared out."""
         found = super().denoiser_spreads(folder)
         without = {"layers", *(("ulysses", "ring") if folder.config("transformer").get(DUAL) else ())}
         return {kind: found[kind] for kind in found if kind not in without}

@@ -34,8 +34,7 @@ from unfuse.stages.guidance import AWAY
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIXEL_MULTIPLE = 8
-"""The pipeline refuses other sizes, whatever the VAE."""
+PIXEL_MULTIPLE = 8  # the pipeline refuses other sizes, whatever the VAE
 
 ZEROS = "force_zeros_for_empty_prompt"
 
@@ -44,8 +43,7 @@ ZEROS = "force_zeros_for_empty_prompt"
 class Shape(Grid):
     """Sizes that follow from a model's configurations."""
 
-    widths: tuple[int, int] = (0, 0)
-    """Of what the text encoders make of a token."""
+    widths: tuple[int, int] = (0, 0)  # of what the text encoders make of a token
     pooled: int = 0
     tokens: int = 0
 

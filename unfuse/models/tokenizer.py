@@ -54,10 +54,7 @@ class ChatTokenizer:
         return cls(of_gguf(path))
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text as it is: special tokens written in it are those tokens, and none is added.
-
-        Raises InvalidParameter for what is no Unicode.
-        """
+        """The ids of a text, special tokens in it taken as such, none added. Raises InvalidParameter for no Unicode."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         except TypeError as error:
@@ -79,10 +76,7 @@ class ChatTokenizer:
         shows: Collection[str] = (),
         **template_kwargs: Any,
     ) -> str:
-        """The text of a chat as `prompt` reads it, whose messages may have parts of types in `shows`.
-
-        Raises InvalidParameter as `prompt` does.
-        """
+        """A chat's text as `prompt` reads it, with parts of the types in `shows`. Raises InvalidParameter."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -93,10 +87,7 @@ class ChatTokenizer:
     def told(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
-        """Messages and tools as clients send them, as `prompt` takes them. Raises InvalidParameter.
-
-        To a template that knows no tools, they are messages too.
-        """
+        """Messages, and tools as such where a template knows none, for `prompt`. Raises InvalidParameter."""
         return with_calls(messages, tools, self._knows_tools), tools if self._knows_tools else None
 
     def decode(self, ids: Iterable[int]) -> str:

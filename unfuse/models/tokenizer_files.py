@@ -17,8 +17,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 NAMED_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """And how a GGUF file calls their ids."""
 TEMPLATE = "tokenizer.chat_template"
-CONTROL, USER_DEFINED = 3, 4
-"""Of `tokenizer.ggml.token_type`: tokens that are no text, and those that are, but never split."""
+CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`: tokens that are no text, and those that are, unsplit
 
 
 class Parts(NamedTuple):

@@ -9,8 +9,7 @@ from typing import Any
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.tools import FORMATS, CallFormat
 
-OURS = FORMATS["tagged"]
-"""How calls are written where a template does not say."""
+OURS = FORMATS["tagged"]  # how calls are written where a template does not say
 
 ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>
@@ -33,10 +32,7 @@ def format_of(template: str) -> tuple[CallFormat, bool]:
 def with_calls(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, knows: bool
 ) -> list[Mapping[str, Any]]:
-    """Messages whose calls a template can read: arguments are objects.
-
-    If it knows nothing of tools, all is said as text, and `tools` in the first message. Raises InvalidParameter.
-    """
+    """Messages with calls as objects, or all as text, and `tools` in the first. Raises InvalidParameter."""
     told = [_told(message, number, knows) for number, message in enumerate(messages)]
     if not tools or knows or not told:
         return told

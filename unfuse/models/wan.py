@@ -33,19 +33,13 @@ from unfuse.stages.guidance import guidance_scale
 if TYPE_CHECKING:
     from torch import Tensor
 
-PIXEL_MULTIPLE = 16
-"""WanPipeline refuses other sizes, whatever the VAE."""
-
-FPS, EXPANDED_FPS = 16, 24
-"""What the published models were trained at: those without a timestep for each token, and those with."""
-
-TEXT = "WanPipeline"
-"""The class of models that are given no picture."""
+PIXEL_MULTIPLE = 16  # WanPipeline refuses other sizes, whatever the VAE
+FPS, EXPANDED_FPS = 16, 24  # what published models were trained at: without a timestep for each token, and with
+TEXT = "WanPipeline"  # the class of models that are given no picture
 
 LATENT_BYTES = DTYPES["float32"]
 
-SECOND = "guidance_scale_2"
-"""The guidance scale of the second transformer; None for that of the first."""
+SECOND = "guidance_scale_2"  # the guidance scale of the second transformer; None for that of the first
 
 
 @dataclass(frozen=True)
@@ -53,28 +47,18 @@ class Shape(VideoShape):
     """Sizes that follow from a model's configurations, and the latents they give a request."""
 
     text_dim: int
-    image_dim: int | None
-    """Width of the image embeddings; None of a model that takes no picture."""
+    image_dim: int | None  # width of the image embeddings; None of a model that takes no picture
     patch: tuple[int, int, int]
-    longest: int
-    """Most patches along one axis that the rotary embedding has room for."""
-    pictured: bool
-    """Whether the transformer sees a condition made of a picture beside the latents."""
-    expand: bool
-    """Whether each token has a timestep of its own."""
-    ends: bool
-    """Whether the transformer sees by CLIP a last frame beside the first one."""
-    first: bool
-    """Whether the first frame is given, which takes a timestep for each token."""
-    boundary: float | None
-    """From which part of the noise on, downwards, the second transformer takes over."""
+    longest: int  # most patches along one axis that the rotary embedding has room for
+    pictured: bool  # whether the transformer sees a condition made of a picture beside the latents
+    expand: bool  # whether each token has a timestep of its own
+    ends: bool  # whether the transformer sees by CLIP a last frame beside the first one
+    first: bool  # whether the first frame is given, which takes a timestep for each token
+    boundary: float | None  # from which part of the noise on, downwards, the second transformer takes over
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations of transformer and VAE; the published ones do not give the VAE's scale factors.
-
-        Raises ConfigError when they do not fit each other.
-        """
+        """Read transformer and VAE, whose scale factors are not published. Raises ConfigError for a misfit."""
         transformer, vae, index = folder.config("transformer"), folder.config("vae"), folder.index()
         with folder.reading("transformer or vae"):
             frames, rows, columns = transformer["patch_size"]

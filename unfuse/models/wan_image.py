@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-ENCODED_FRAMES = 4
-"""After the first frame AutoencoderKLWan encodes so many at a time, whatever its scale factor, and drops a rest."""
+ENCODED_FRAMES = 4  # what AutoencoderKLWan encodes at a time after the first frame, always; it drops a rest
 
 
 class WanPicture:

@@ -43,11 +43,8 @@ SEEN = {
 }  # fmt: skip
 """Classes whose call sees a list of pictures, and whether it needs one. For others a list is a batch of requests."""
 
-LAST = "last_image"
-"""What calls call the last frame of a video."""
-
-RATES = ("frame_rate", "fps")
-"""What calls call frames a second."""
+LAST = "last_image"  # what calls call the last frame of a video
+RATES = ("frame_rate", "fps")  # what calls call frames a second
 
 BEYOND = (
     "mask_image", "mask", "video", "control_image", "control_video", "control_mode", "audio", "depth_map",
@@ -61,14 +58,9 @@ ASKED = {
 }  # fmt: skip
 """Parameters of requests that are refused where a call does not take these."""
 
-MAIN = ("transformer", "unet", "prior", "decoder")
-"""Components that tell a model from others, the first of which names its pool."""
-
-SIDE, RATE, STEPS = 512, 16, 50
-"""Where neither the call nor the configurations say what is usual."""
-
-LENGTHS = 4
-"""A video may be so many times as long as is usual for it."""
+MAIN = ("transformer", "unet", "prior", "decoder")  # what tells models apart; the first names a pool
+SIDE, RATE, STEPS = 512, 16, 50  # where neither the call nor the configurations say what is usual
+LENGTHS = 4  # a video may be so many times as long as is usual for it
 
 
 class WholeFamily(Family):
@@ -150,8 +142,7 @@ class WholeFamily(Family):
         return found
 
 
-PREVIEWS = ("preview_every", "partial_images")
-"""What latents become is for a pipeline alone to say."""
+PREVIEWS = ("preview_every", "partial_images")  # what latents become is for a pipeline alone to say
 
 
 def _declared(model: ModelFolder) -> Declared:

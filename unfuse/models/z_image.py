@@ -36,11 +36,8 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-PATCH, FRAMES = 2, 1
-"""Latents along a side, and along time, that the pipeline has the transformer see as one."""
-
-USUAL = 1024
-"""The pipeline's side in pixels, whatever the VAE."""
+PATCH, FRAMES = 2, 1  # latents along a side, and along time, that the pipeline has the transformer see as one
+USUAL = 1024  # the pipeline's side in pixels, whatever the VAE
 
 
 @dataclass(frozen=True)

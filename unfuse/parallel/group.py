@@ -32,12 +32,8 @@ from unfuse.parallel.devices import EXCHANGES
 
 T = TypeVar("T")
 
-LOOPBACK = "lo"
-"""The network interface on which gloo listens: ranks are processes of one machine."""
-
-
-SMALL = 1 << 16
-"""Bytes of a tensor up to which each rank adds up all of it: one exchange is faster than two with half of them each."""
+LOOPBACK = "lo"  # the network interface on which gloo listens: ranks are processes of one machine
+SMALL = 1 << 16  # bytes of a tensor that each rank adds up whole: one exchange is faster than two with half of each
 
 
 class RankFailed(TransientError):
@@ -53,10 +49,8 @@ class Group:
 
     def __init__(self, rank: int, size: int, rendezvous: str, device: str, limit_s: float) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
-        self.folder = Path(rendezvous).parent
-        """Where they met."""
-        self.waited_s = 0.0
-        """Seconds spent in exchanges so far."""
+        self.folder = Path(rendezvous).parent  # where they met
+        self.waited_s = 0.0  # seconds spent in exchanges so far
         self.limit, self._met = timedelta(seconds=limit_s), True
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
         kind, on_gpu = self.device.type, self.device.type in EXCHANGES

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 c10d: Any = torch.distributed  # its types leave out groups beside the default one
-GIVER, TAKER = 0, 1
-"""The ranks of a pair."""
+GIVER, TAKER = 0, 1  # the ranks of a pair
 
 
 class TorchPairs:

@@ -19,9 +19,7 @@ from unfuse.parallel.sequence import Shares
 
 
 class Ring:
-    """Attention in a ring of ranks, each of which stands for `heads.size` neighbours that hold a part of its heads. An
-    Attend.
-    """
+    """An Attend in a ring of ranks, each for `heads.size` neighbours that hold a part of its heads."""
 
     def __init__(self, ring: Axis, heads: Axis) -> None:
         self._ring, self._heads = ring, heads

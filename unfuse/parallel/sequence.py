@@ -26,8 +26,7 @@ ROWS, FEW = 8, 16
 also take fewer than these otherwise, so a share has no fewer unless the whole has.
 """
 
-TOKENS = 2
-"""The dimension of tokens in what attention is given: (rows, heads, tokens, width)."""
+TOKENS = 2  # the dimension of tokens in what attention is given: (rows, heads, tokens, width)
 
 
 class Shares:

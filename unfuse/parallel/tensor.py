@@ -17,8 +17,7 @@ from torch.nn import Linear, Module, Parameter
 from unfuse.parallel.cut import EXPERTS, Matrices
 from unfuse.parallel.group import Axis
 
-OUTPUTS, INPUTS = 0, 1
-"""Where in the weight of a linear layer they are; an embedding has it the other way round."""
+OUTPUTS, INPUTS = 0, 1  # where in the weight of a linear layer they are; an embedding has it the other way round
 
 
 def spread(model: Module, matrices: Matrices, axis: Axis) -> None:

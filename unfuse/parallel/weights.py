@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from torch.nn import Module
 
 from unfuse.core.errors import ConfigError
@@ -31,12 +30,11 @@ DTYPES = {
 }  # fmt: skip
 """What safetensors files call these types."""
 
-WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""What the first rank does to the file when all is in it."""
+WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # what the first rank does to the file when all is in it
 
 
 @contextmanager
-def together(group: Group, load: Callable[[], dict[str, Tensor]]) -> Iterator[str]:
+def together(group: Group, load: Callable[[], dict[str, torch.Tensor]]) -> Iterator[str]:
     """The path, within the block, of a file with the tensors that `load` gives the first rank; all ranks call this.
 
     "" where it gives none, or where a rank may not open what the first one has. Raises ConfigError, for the same reason
@@ -65,7 +63,7 @@ def together(group: Group, load: Callable[[], dict[str, Tensor]]) -> Iterator[st
             os.close(file)
 
 
-def _fill(file: int, load: Callable[[], dict[str, Tensor]]) -> None:
+def _fill(file: int, load: Callable[[], dict[str, torch.Tensor]]) -> None:
     """Write what is loaded, or why it could not be."""
     try:
         if tensors := load():
@@ -78,7 +76,7 @@ def _fill(file: int, load: Callable[[], dict[str, Tensor]]) -> None:
     give_back()
 
 
-def write(file: int, tensors: dict[str, Tensor]) -> None:
+def write(file: int, tensors: dict[str, torch.Tensor]) -> None:
     """Write tensors as a file of safetensors, and let each go: it need not be there twice. Takes them out of `tensors`.
 
     Those that are one have one place and one name. What fills whole lines of memory lies first, so that all of it

@@ -37,12 +37,8 @@ class Limits(msgspec.Struct, frozen=True):
     tenant: Allowance = Allowance()
 
 
-MOST_RETURNS = 3
-"""A worker that has turned a task down this often does not get it again."""
-
-MAX_CACHED = 512
-"""The most encoder outputs that are cached; few, because workers name each with every heartbeat."""
-
+MOST_RETURNS = 3  # a worker that has turned a task down this often does not get it again
+MAX_CACHED = 512  # the most encoder outputs that are cached; few, because workers name each with every heartbeat
 
 Heading = tuple[str | None, str, object]
 """A key by which requests are indexed: a tenant (None: all), a field ("": any request), and the field's value."""
@@ -126,8 +122,7 @@ class Stats(msgspec.Struct, frozen=True):
     pools: dict[str, PoolStats]
 
 
-FRONT = 4
-"""How many tasks, from the front of a pool's queue, count for `PoolStats.oldest_s`."""
+FRONT = 4  # how many tasks, from the front of a pool's queue, count for `PoolStats.oldest_s`
 
 
 class Damage(msgspec.Struct, frozen=True):

@@ -13,8 +13,7 @@ class CachedRefs:
 
     def __init__(self) -> None:
         self._refs: dict[str, ObjectRef] = {}
-        self.bytes = 0
-        """Bytes of all objects in the index."""
+        self.bytes = 0  # bytes of all objects in the index
 
     def add(self, key: str, ref: ObjectRef, room: int) -> None:
         """Put a ref under the key, and drop the least recently used until `room` bytes and MAX_CACHED refs are kept."""

@@ -11,14 +11,9 @@ import msgspec
 
 from unfuse.core.event import Event
 
-MAX_EVENTS = 512
-"""Events kept of one request."""
-
-PASSING = ("progress", "preview")
-"""Events that may be dropped, because a later one replaces them."""
-
-APPENDED = "appended"
-"""The event of which only the last one of each stage is kept."""
+MAX_EVENTS = 512  # events kept of one request
+PASSING = ("progress", "preview")  # events that may be dropped, because a later one replaces them
+APPENDED = "appended"  # the event of which only the last one of each stage is kept
 
 
 class History:
@@ -28,10 +23,8 @@ class History:
         self._events = {event.seq: event for event in events}
         self._droppable: deque[int] = deque()
         self._appended: dict[str, int] = {}
-        self.last = last
-        """The highest number that an event has got."""
-        self.ended = False
-        """Whether no more events will come."""
+        self.last = last  # the highest number that an event has got
+        self.ended = False  # whether no more events will come
         self._listeners: dict[Callable[[], None], None] = {}
 
     def publish(self, event: Event, wall: float) -> None:

@@ -12,8 +12,7 @@ from unfuse.core.request import RequestContext, RequestStatus
 from unfuse.queues.base import LISTED_VALUES, TENANT_FIELDS, Filter, Heading
 from unfuse.queues.history import History
 
-BLOCK = 512
-"""The usual size of a block: adding or removing an entry moves the others of its block."""
+BLOCK = 512  # the usual size of a block: adding or removing an entry moves the others of its block
 
 
 @dataclass(eq=False, slots=True)

@@ -18,8 +18,7 @@ import msgspec
 from unfuse.core.errors import ConfigError, InUse, TransientError
 from unfuse.queues.row import Pieces, Row
 
-APPLICATION, SCHEMA = 0x756E6675, 2
-"""SQLite's application_id for a queue of unfuse, and the version of the tables."""
+APPLICATION, SCHEMA = 0x756E6675, 2  # SQLite's application_id for a queue of unfuse, and the version of the tables
 
 TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB NOT NULL) STRICT;
@@ -45,15 +44,13 @@ SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
 """
 """As many rows as there may be pieces, beginning with the one that has number `after`."""
 
-MAGIC = b"SQLite format 3\0"
-"""The first bytes of every SQLite database."""
+MAGIC = b"SQLite format 3\0"  # the first bytes of every SQLite database
 
 MOUNTS = Path("/proc/self/mountinfo")
 REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
 LOCAL_FUSE = "fuse.fuse-overlayfs"
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of the system when the disk is full."""
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of the system when the disk is full
 
 
 class Journal:

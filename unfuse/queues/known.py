@@ -9,8 +9,7 @@ import msgspec
 from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 
-MOST_KNOWN = 1024
-"""Requests that are known at most: those that were stored last."""
+MOST_KNOWN = 1024  # requests that are known at most: those that were stored last
 
 
 class KnownRecords:

@@ -74,10 +74,7 @@ class Leases:
                 held.lease = msgspec.structs.replace(held.lease, expires=min(held.lease.expires, now))
 
     def expired(self, now: float, ttl: float) -> list[Lease]:
-        """Leases whose time has passed.
-
-        If the last call was more than ttl / 2 ago, workers could not renew: all leases are extended instead.
-        """
+        """Leases that ran out. If the last call was over ttl / 2 ago, none could be renewed: all are extended."""
         if now - self._swept > ttl / 2:
             for held in self._held.values():
                 held.lease = msgspec.structs.replace(held.lease, expires=max(held.lease.expires, now + ttl))

@@ -12,8 +12,7 @@ from operator import itemgetter
 from unfuse.core.task import Task
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 
-Key = tuple[str, str]
-"""The request and the stage of a task."""
+Key = tuple[str, str]  # the request and the stage of a task
 
 Rank = tuple[float, float, int, Task]
 """The sort key of a task, (−priority, order, arrival), then the task, which is never compared: arrivals differ."""

@@ -6,11 +6,8 @@ from collections import Counter
 
 from unfuse.core.request import RequestContext
 
-NANOSECONDS = 10**9
-"""Sums count whole nanoseconds: adding and subtracting the same number leaves exactly nothing."""
-
-MOST_S = 10**5
-"""The longest prediction, in seconds, that counts; a longer one, or one of no number, counts as 0."""
+NANOSECONDS = 10**9  # sums count whole nanoseconds: adding and subtracting the same number leaves exactly nothing
+MOST_S = 10**5  # the longest prediction, in seconds, that counts; a longer one, or one of no number, counts as 0
 
 
 def remaining_of(context: RequestContext) -> dict[str, int]:

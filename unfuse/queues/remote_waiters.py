@@ -20,18 +20,10 @@ from unfuse.queues.known import KnownRecords
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import Wanted
 
-RETRY_S = 0.2
-"""Seconds until a server that did not answer is asked again."""
-
-MAX_BATCH = 128
-"""The most calls in one round trip, and the most waiters in one call."""
-
-MAX_CLAIMS = 1024
-"""The most tasks that one caller can claim at once."""
-
-
-Call = Callable[..., Awaitable[Any]]
-"""Runs a verb of the script with its arguments. Raises TransientError, and the errors of the verb."""
+RETRY_S = 0.2  # seconds until a server that did not answer is asked again
+MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one call
+MAX_CLAIMS = 1024  # the most tasks that one caller can claim at once
+Call = Callable[..., Awaitable[Any]]  # runs a verb of the script. Raises TransientError, and the verb's errors
 
 
 class Background:

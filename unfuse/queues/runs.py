@@ -12,15 +12,13 @@ from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 from unfuse.queues.remote_waiters import MAX_BATCH, Background
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
 
-Call = tuple[str, bytes]
-"""A verb of the script, and its arguments."""
+Call = tuple[str, bytes]  # a verb of the script, and its arguments
 
 RUN_CALLS, RUN_BYTES = 32, 2**20
 """The most calls in one run of the script, and the most bytes of their arguments: other clients wait for its end."""
 
 
-REPLICATED_MS = 1000
-"""The longest time, in milliseconds, for replicas to have what was changed."""
+REPLICATED_MS = 1000  # the longest time, in milliseconds, for replicas to have what was changed
 
 
 def runs(calls: Sequence[Call]) -> list[list[Call]]:

@@ -159,8 +159,7 @@ def change_fields(change: Change) -> dict[str, Any]:
     return context_fields(change.context, change.push, change.events) | more
 
 
-UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}
-"""The `remaining_fields` of a request that cannot be read."""
+UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}  # the `remaining_fields` of a request that cannot be read
 
 
 def remaining_fields(context: RequestContext) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from unfuse.queues.waiters import follow
 from unfuse.queues.writer import Writer
 from unfuse.supervision.clock import SystemClock
 
-EVENTS_A_START = 2**24
-"""More than the events of one request between two starts: after a start, numbers go on at the next multiple."""
+EVENTS_A_START = 2**24  # above a request's events between two starts: numbers go on at the next multiple after one
 
 
 class _UnixClock(Clock):

@@ -12,13 +12,10 @@ from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
 
-EXACT = 2**53
-"""Every backend stores integers up to this one exactly."""
+EXACT = 2**53  # every backend stores integers up to this one exactly
 
 _NUMBERS = {
-    kind: attrgetter(
-        *(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float, float | None))
-    )
+    kind: attrgetter(*(one.name for one in msgspec.structs.fields(kind) if one.type in (int, float, float | None)))
     for kind in (RequestContext, Task, Event)
 }
 

@@ -12,8 +12,7 @@ from redis.exceptions import RedisError
 from unfuse.queues.remote_waiters import RETRY_S, RemoteWaiters
 from unfuse.supervision.supervisor import Supervisor
 
-SWEEP_S = 5.0
-"""Seconds without a message after which all waiters look at the queue anyway."""
+SWEEP_S = 5.0  # seconds without a message after which all waiters look at the queue anyway
 
 
 class Subscription:

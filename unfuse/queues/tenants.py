@@ -8,15 +8,11 @@ from math import ceil
 from unfuse.core.errors import LimitReached
 from unfuse.core.request import Allowance
 
-MICROSECONDS = 10**6
-"""Times are whole microseconds, which every backend adds exactly."""
+MICROSECONDS = 10**6  # times are whole microseconds, which every backend adds exactly
 
 
 class Tenants:
-    """The tenants of one queue: how many of their requests are not over, and how much of their rates is used.
-
-    A rate is kept as the time at which all of it is there again.
-    """
+    """A queue's tenants: how many requests are not over, and when each rate will be whole again."""
 
     def __init__(self) -> None:
         self._active = Counter[str]()

@@ -9,8 +9,7 @@ from unfuse.core.errors import ProtocolError
 from unfuse.queues.base import Damage
 from unfuse.supervision.supervisor import RepeatedErrors
 
-MOST = 1000
-"""How many are remembered: enough to begin a repair."""
+MOST = 1000  # how many are remembered: enough to begin a repair
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ import msgspec
 from unfuse.core.task import SLOTS
 
 PREFERENCE_AMONG = 16
-PREFERENCE_S = 0.02
-"""A preference chooses among so many tasks; a task can be passed over for so many seconds."""
+PREFERENCE_S = 0.02  # a preference chooses among so many tasks; a task can be passed over for so many seconds
 
 
 class Offer(msgspec.Struct, frozen=True):

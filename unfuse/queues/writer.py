@@ -13,18 +13,14 @@ from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.row import Pieces, Row
 
-FULL_PAUSE_S = 1.0
-"""Seconds until a write is tried again after the disk was full."""
+FULL_PAUSE_S = 1.0  # seconds until a write is tried again after the disk was full
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """The content of one transaction: changed requests, and new pieces of some, by the requests' numbers.
-
-    `done` is set when it has ended.
-    """
+    """One transaction: changed requests, new pieces by requests' numbers; `done` is set when it has ended."""
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)

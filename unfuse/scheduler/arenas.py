@@ -10,8 +10,7 @@ from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.pool import declared
 from unfuse.queues.base import Member
 
-BLOCK = 4096
-"""Arenas are cut in pages."""
+BLOCK = 4096  # arenas are cut in pages
 
 MIB = 1 << 20
 

@@ -27,8 +27,7 @@ RANKS: dict[Dispatch, Callable[[int, int], float]] = {
 }
 """Who goes first of those that wait, the lowest, by slots and free ones."""
 
-AHEAD = 4
-"""Tasks that may wait in a pool, for each slot of its workers, before those that feed it stop."""
+AHEAD = 4  # tasks that may wait in a pool, for each slot of its workers, before those that feed it stop
 
 
 class Backpressure(msgspec.Struct, frozen=True):

@@ -29,22 +29,14 @@ from unfuse.scheduler.time_model import TimeModel
 from unfuse.scheduler.waking import last_waking
 from unfuse.supervision.clock import SystemClock
 
-UNMEASURED_S = 1e-7
-"""Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""
-
-LEARNED = 1024
-"""The last so many requests that were learned from are known by their ids: none teaches twice."""
-
-POOLS = 256
-"""The pools of which something is known, those learned of last: each version of a library makes new ones."""
-
-RECENT_S, REMEMBERED = 60.0, 64
-"""How far back, in seconds and in requests, the pace of completions is looked at."""
+UNMEASURED_S = 1e-7  # seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 of 1024 × 1024
+LEARNED = 1024  # the last so many requests that were learned from are known by their ids: none teaches twice
+POOLS = 256  # the pools of which something is known, those learned of last: each version of a library makes new ones
+RECENT_S, REMEMBERED = 60.0, 64  # how far back, in seconds and in requests, the pace of completions is looked at
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
-LEAST_S, MOST_S = 1e-9, 1e9
-"""What is outside was not measured."""
+LEAST_S, MOST_S = 1e-9, 1e9  # what is outside was not measured
 
 Some = Annotated[float, Meta(ge=LEAST_S, le=1e12)]
 
@@ -92,9 +84,7 @@ class Costs(Observer):
         if self._path and not self._is_saved:
             self._is_saved = True
             models = self._models.items()
-            times = {
-                pool: {name: list(model.times.items()) for name, model in devices.items()} for pool, devices in models
-            }
+            times = {pool: {name: list(each.times.items()) for name, each in of.items()} for pool, of in models}
             data = msgspec.json.encode(_Saved(1, list(self._learned), times, self.woken))
             await asyncio.to_thread(_write, self._path, data)
 

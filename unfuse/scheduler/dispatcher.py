@@ -24,23 +24,15 @@ from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.supervision.supervisor import Supervisor
 
-MAX_WAIT_S = 30.0
-"""How long one Ask may wait; a worker asks again after it."""
-
-MAX_STEPS = 512
-"""Steps that one message may list, the newest; no history keeps more."""
-
-BEATS_MISSED = 3
-"""Heartbeats without a word after which a worker is set aside: a stranger, until it is heard again."""
-
-BACKPRESSURE_S = 1.0
-"""How old may be what is known of the pools and of who serves them."""
+MAX_WAIT_S = 30.0  # how long one Ask may wait; a worker asks again after it
+MAX_STEPS = 512  # steps that one message may list, the newest; no history keeps more
+BEATS_MISSED = 3  # heartbeats without a word after which a worker is set aside: a stranger, until it is heard again
+BACKPRESSURE_S = 1.0  # how old may be what is known of the pools and of who serves them
 
 QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
 """How often, and how far apart, an outcome is recorded while the queue is away; then the worker says it again."""
 
-PROGRESS: tuple[EventType, ...] = ("progress", "preview")
-"""What a step may publish, in order."""
+PROGRESS: tuple[EventType, ...] = ("progress", "preview")  # what a step may publish, in order
 
 NOTHING = messages.Granted((), {})
 NOT_LEASED = messages.Refused("it is not leased to this worker (any more)", lease_lost=True)

@@ -17,8 +17,7 @@ from unfuse.queues.base import TaskQueue
 from unfuse.scheduler.observer import Observer
 from unfuse.supervision.observers import Observers
 
-MOST = 4096
-"""Requests whose growth is known here at one time; the one that is known longest is forgotten first."""
+MOST = 4096  # requests whose growth is known here at one time; the one that is known longest is forgotten first
 
 log = structlog.get_logger(__name__)
 

@@ -24,17 +24,10 @@ from unfuse.queues.storable import EXACT
 from unfuse.scheduler import waking
 from unfuse.scheduler.draft import Draft
 
-BEGUN = ("queued", "announced")
-"""What a stage that runs can be in its context."""
-
-BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})
-"""Why a task may be handed back any number of times."""
-
-GIVEN_UP = 3
-"""A task that so many workers get no more, because each handed it back again and again, is dead."""
-
-BACKOFF_S = 0.5
-"""Wait before the first retry of a transient failure; each further one waits twice as long."""
+BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
+BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # why a task may be handed back at will
+GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
+BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
 
 def admitted(
@@ -121,10 +114,7 @@ def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[
 def announced(
     context: RequestContext, news: Announced, worker: str, wall: float, running: Sequence[Running] = ()
 ) -> Change | None:
-    """A running stage's output can be read while it is written: queue what can begin to read it. It keeps its lease.
-
-    None if that is known. Raises LeaseLost.
-    """
+    """Queue what reads a running stage's output as it grows; its lease stays. None if known. Raises LeaseLost."""
     claim, ref = news.claim, news.output
     state = _current(context, claim, worker, running)
     if not held_by(worker, claim, running) or not _made_by(ref, claim, worker):
@@ -207,10 +197,7 @@ def cancelled(context: RequestContext, wall: float) -> Change | None:
 
 
 def joined(context: RequestContext, leaves: bool) -> Change | None:
-    """One more caller wants the result: one that waits, or (not `leaves`) for whom it goes on whoever waits.
-
-    None if that changes nothing.
-    """
+    """One more caller waits for the result, or (not `leaves`) wants it whoever waits. None if that changes nothing."""
     if context.over or context.callers is None:
         return None
     callers = context.callers + 1 if leaves else None

@@ -17,8 +17,7 @@ from unfuse.core.request import Change, Record, RequestContext, Webhook
 from unfuse.queues.base import Filter
 from unfuse.scheduler.transitions import Transitions
 
-TAKEN_S = 20.0
-"""Seconds that who takes an attempt has for it; then others may make the next one."""
+TAKEN_S = 20.0  # seconds that who takes an attempt has for it; then others may make the next one
 
 PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0)
 """Seconds after each failed attempt before the next one. The one behind the last pause is the last."""

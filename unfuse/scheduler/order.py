@@ -7,8 +7,7 @@ from typing import Literal
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Filter, TaskQueue
 
-Order = Literal["fifo", "edf", "shortest", "fair"]
-"""By arrival, by deadline, short ones first, every tenant its share."""
+Order = Literal["fifo", "edf", "shortest", "fair"]  # by arrival, by deadline, short ones first, every tenant its share
 
 NO_HURRY_S = 86_400.0
 """Under edf a request without a deadline is due this long after it came, the longest that any can ask for: it goes

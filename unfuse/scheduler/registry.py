@@ -14,8 +14,7 @@ from unfuse.core.pool import declared
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration, Member, TaskQueue
 
-ADMITTED = "model "
-"""What a declaration is called, before a model's name, by which it was admitted or dismissed."""
+ADMITTED = "model "  # what a declaration is called, before a model's name, by which it was admitted or dismissed
 
 log = structlog.get_logger(__name__)
 
@@ -33,14 +32,11 @@ class Registry:
         self._manned: dict[str, Counter[str]] = {}
         self._asleep: dict[str, int] = {}
         self._differing: set[tuple[str, str]] = set()
-        self.known: dict[str, WorkerInfo] = {}
-        """Every registered worker by id, those that were silent lately too."""
-        self.admitted = set[str]()
-        """The models that were admitted while schedulers ran."""
+        self.known: dict[str, WorkerInfo] = {}  # every registered worker by id, those that were silent lately too
+        self.admitted = set[str]()  # the models that were admitted while schedulers ran
         self.may_sleep: Mapping[str, int] = {}
         """Roles whose workers may be away, for models declared here, with the slots that they would have."""
-        self.wake_limit = 0.0
-        """The most seconds that a deadline moves while they come."""
+        self.wake_limit = 0.0  # the most seconds that a deadline moves while they come
 
     async def workers(self) -> Sequence[Member]:
         """Workers heard of within a lease time."""

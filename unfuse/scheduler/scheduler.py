@@ -40,14 +40,9 @@ from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.observers import Observers
 from unfuse.supervision.supervisor import Supervisor
 
-UNLIMITED = Limits(EXACT, EXACT)
-"""Room for a request that is over when it comes."""
-
-ANY_NUMBER = Allowance()
-"""Of requests that nobody asks for within an allowance."""
-
-PATIENCE = 5.0
-"""A request may take so many times what was predicted, whatever the limit."""
+UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
+ANY_NUMBER = Allowance()  # of requests that nobody asks for within an allowance
+PATIENCE = 5.0  # a request may take so many times what was predicted, whatever the limit
 
 
 class Scheduler:
@@ -74,8 +69,7 @@ class Scheduler:
         wake_limit: float = 0.0,
     ) -> None:
         self.queue, self.lease_ttl = queue, lease_ttl
-        self.draining = False
-        """Whether new requests are refused because this scheduler is about to end."""
+        self.draining = False  # whether new requests are refused because this scheduler is about to end
         self._limits = limits or Limits()
         self.clock = clock or SystemClock()
         self._order: Order = order
@@ -148,10 +142,7 @@ class Scheduler:
         return record
 
     async def retry(self, request: str, id: str = "", allowance: Allowance = ANY_NUMBER) -> Record:
-        """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.
-
-        Raises NotFound for one that is not dead, and Overloaded.
-        """
+        """Submit a dead request anew, without deadline; it is dead no more. Raises NotFound, Overloaded."""
         old = (await self.queue.load(request)).context
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
@@ -228,10 +219,7 @@ class Scheduler:
             await self._apply(request, lambda record, wall: lifecycle.left(record.context, wall))
 
     async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
-        """Record a task's outcome, and lease the worker what it wants next with nobody between.
-
-        Raises LeaseLost when it is not that worker's to complete (any more).
-        """
+        """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
         claim, leases = done.claim, list[Lease]()
 
         async def commit(change: Change) -> Record:

@@ -11,26 +11,19 @@ from numpy.typing import NDArray
 
 from unfuse.core.media import Work
 
-Times = list[tuple[int, float]]
-"""Which measurement of its model each was, and the seconds."""
+Times = list[tuple[int, float]]  # which measurement of its model each was, and the seconds
 
 Array = NDArray[np.float64]
 
-SIZES, EACH = 64, 8
-"""Amounts of work that are remembered, those measured last, and how many of the newest times of each."""
-
-FORGET = 0.98
-"""What a measurement weighs after each newer one."""
+SIZES, EACH = 64, 8  # amounts of work that are remembered, the latest ones, and how many of the newest times of each
+FORGET = 0.98  # what a measurement weighs after each newer one
 
 MAIN, SIMPLE, FAR = 2, 0.05, 3.0
 """Every part but the main one has a penalty of so much of a measurement, if it grows FAR + 1 times as much as the main
 one over what was measured. Where the two are harder to tell apart it is larger, and the main one explains it."""
 
-SPREAD = 0.1
-"""Relative errors of this size are usual, however well the others fit."""
-
-ROUNDS = 3
-"""How often a fit is weighed again."""
+SPREAD = 0.1  # relative errors of this size are usual, however well the others fit
+ROUNDS = 3  # how often a fit is weighed again
 
 
 class TimeModel:

@@ -23,8 +23,7 @@ from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 from unfuse.supervision.observers import Observers
 
-SHARE, REMEMBERED = 0.95, 64
-"""The part of outputs that the room is meant for, of the last so many of a pool."""
+SHARE, REMEMBERED = 0.95, 64  # the part of outputs that the room is meant for, of the last so many of a pool
 
 
 class OutputSizes:
@@ -47,11 +46,8 @@ class OutputSizes:
         return tuple(task if task.room else msgspec.structs.replace(task, room=self.of(task.pool)) for task in tasks)
 
 
-CROWD_S = 0.05
-"""Longest pause before a decision that conflicted with another one is made again."""
-
-Decide = Callable[[Record, float], Change | None]
-"""What the lifecycle makes of a request as it is now, in Unix seconds; None leaves it so."""
+CROWD_S = 0.05  # longest pause before a decision that conflicted with another one is made again
+Decide = Callable[[Record, float], Change | None]  # what becomes of a request, by Unix time; None leaves it so
 
 
 class Transitions:

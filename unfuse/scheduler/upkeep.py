@@ -22,21 +22,14 @@ from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.transitions import Transitions
 from unfuse.supervision.supervisor import Supervisor
 
-SWEEP_S = 0.5
-"""How late the end of a lease may be noticed."""
+SWEEP_S = 0.5  # how late the end of a lease may be noticed
 
 REVIEW_S, REVIEW_PAUSE_S, PAGE = 5.0, 0.5, 256
-"""How often the requests that are not over are looked through, for deadlines that another scheduler knew of, and how
-many in one go."""
+"""How often requests that are not over are looked through, for deadlines that others knew of; how many in one go."""
 
-LEARN_FROM = 64
-"""Completed requests that are learned from at the start, and of other schedulers at each review."""
-
-RETURN_S = 2.0
-"""Seconds that a worker whose connection broke has to come back to some scheduler, before its tasks go to others."""
-
-GONE = 20
-"""A worker that was silent for this many lease times is dropped from the registry."""
+LEARN_FROM = 64  # completed requests that are learned from at the start, and of other schedulers at each review
+RETURN_S = 2.0  # seconds a worker whose connection broke has to come back to a scheduler before others get its tasks
+GONE = 20  # a worker that was silent for this many lease times is dropped from the registry
 
 NO_ALARM: tuple[float, Callable[[], object]] = 0.0, lambda: None
 
@@ -105,8 +98,7 @@ class Upkeep(Observer):
         task = lease.task
         with suppress(LeaseLost, NotFound):
             _, ours = await self._transitions.apply(
-                task.request,
-                lambda record, wall: lifecycle.expired_lease(record.context, lease, wall, record.running),
+                task.request, lambda record, wall: lifecycle.expired_lease(record.context, lease, wall, record.running)
             )
             if ours:
                 log.warning(
@@ -150,8 +142,7 @@ class Upkeep(Observer):
                 settled = await self._transitions.settled(record)
                 self.arm(settled.context, now)
                 await self._transitions.apply_if_due(
-                    settled,
-                    lambda record, wall: lifecycle.overran(record.context, wall, record.running),
+                    settled, lambda record, wall: lifecycle.overran(record.context, wall, record.running)
                 )
             if len(page) == PAGE:
                 await asyncio.sleep(REVIEW_PAUSE_S)

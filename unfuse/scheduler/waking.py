@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from unfuse.core.pool import declared
 from unfuse.core.request import RequestContext, StageState, Waking
 
-USUAL_S = 300.0
-"""Seconds that waking a pool is said to take before it was seen, as `coldStartSeconds` of the chart says."""
+USUAL_S = 300.0  # seconds that waking a pool is said to take before it was seen: the chart's `coldStartSeconds`
 
 
 def waiting(context: RequestContext, asleep: Collection[str], wall: float, limit_s: float = 0.0) -> RequestContext:
@@ -55,9 +54,8 @@ def until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float
 
 def _moved(stages: Mapping[str, StageState], limit_s: float) -> float:
     """Seconds by which a deadline has moved for what these have waited."""
-    return min(
-        limit_s, max((state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1]), default=0.0)
-    )
+    slept = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
+    return min(limit_s, max(slept, default=0.0))
 
 
 def last_waking(known: Waking | None, waking: Waking) -> Waking:

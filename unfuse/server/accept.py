@@ -27,17 +27,14 @@ from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_mask, read_picture
 
-REPEAT_WITHIN_S = 15 * 60
-"""Seconds in which a repeat without an idempotency key still gets the request of the first call."""
+REPEAT_WITHIN_S = 15 * 60  # seconds in which a repeat without an idempotency key still gets the first call's request
 
 MAX_KEY = 255
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What stages get as the upload `prompt`, digests of its beginnings, which those of others may equal, and what else
-    they get, by name.
-    """
+    """The upload `prompt`, digests of its beginnings, which others' may equal, and what else stages get, by name."""
 
     data: bytes
     begins: tuple[str, ...] = ()

@@ -15,14 +15,12 @@ from unfuse.server.errors import Refusal
 from unfuse.wire.address import is_loopback
 
 ANY = "*"
-EXEMPT = frozenset({"/health", "/ready", "/metrics"})
-"""Paths for probes, which may reach the server under any address."""
+EXEMPT = frozenset({"/health", "/ready", "/metrics"})  # paths for probes, which may reach the server under any address
 
 EXPOSED = ("x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms")
 """Response headers that an allowed website may read."""
 
-MOST_SHOWN = 100
-"""The most characters of a name that a refusal quotes."""
+MOST_SHOWN = 100  # the most characters of a name that a refusal quotes
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -83,10 +81,7 @@ class Access:
 
 
 class Guard:
-    """Refuses calls that Access does not allow, unless keys are required. Answers preflights.
-
-    Raises Refusal.
-    """
+    """Refuses calls that Access does not allow, unless keys are required. Answers preflights. Raises Refusal."""
 
     def __init__(self, app: ASGIApp, access: Access, keyed: bool) -> None:
         self._access, self._keyed = access, keyed

@@ -14,8 +14,7 @@ Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
 
 TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
-ANY: Schema = {}
-"""An object whose fields depend on the model, or on the client."""
+ANY: Schema = {}  # an object whose fields depend on the model, or on the client
 
 UNIX = {**NUMBER, "description": "Unix seconds"}
 SECONDS = {**NUMBER, "description": "seconds"}
@@ -143,8 +142,7 @@ CHATTED[200]["content"] |= {"text/event-stream": {"schema": SENT}}
 DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
 REMOVED = one(thing({"id": TEXT, "object": {"const": "model"}, "deleted": FLAG}))
 HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/event-stream")}
-EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
-"""The schema of each event's data, which is listed under this name."""
+EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]  # the schema of each event's data, listed by this name
 
 FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
 READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}))

@@ -16,32 +16,24 @@ from starlette.requests import Request
 from unfuse.core.errors import InvalidParameter
 from unfuse.server.errors import Refusal
 
-MAX_BODY = 2 * 1024 * 1024
-"""The most bytes of a body without pictures; reading stops there."""
+MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 
 MAX_TEXT_BODY = 8 * 1024 * 1024
 """The most bytes of a body with a picture as text, which is slow to decode; larger pictures must be sent as files."""
 
-MAX_SHOWN_BODY = 32 * 1024 * 1024
-"""The most bytes of a chat, whose messages may show pictures as text."""
-
-MAX_VALUES = 50_000
-"""The most commas and opening brackets in a JSON body: decoding them blocks all threads."""
+MAX_SHOWN_BODY = 32 * 1024 * 1024  # the most bytes of a chat, whose messages may show pictures as text
+MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body: decoding them blocks all threads
 
 MAX_FORM = 32 * 1024 * 1024
 
 MAX_FIELDS, MAX_FILES = 64, 8
 
-MAX_READING = 256 * 1024 * 1024
-"""The most bytes of all bodies that are being read at one time."""
-
-READING_PAUSE_S = 5
-"""Seconds after which a client should try again if there was no room for its body."""
+MAX_READING = 256 * 1024 * 1024  # the most bytes of all bodies that are being read at one time
+READING_PAUSE_S = 5  # seconds after which a client should try again if there was no room for its body
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
-_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
-"""A form field that is part of another: `metadata[job]`, or `image[]` as one of several."""
+_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
 
 
 class Reading:

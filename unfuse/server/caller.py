@@ -16,9 +16,7 @@ from unfuse.server.sse import stream
 
 
 async def answer_call(
-    call: Call,
-    events: Callable[[Record], AsyncIterator[bytes]],
-    reply: Callable[[RequestContext, Delivery], bytes],
+    call: Call, events: Callable[[Record], AsyncIterator[bytes]], reply: Callable[[RequestContext, Delivery], bytes]
 ) -> Response:
     """Answer a call: by the request alone if its client prefers not to wait; by events of what is made, if it streams;
     else, once it is completed, by a `reply`, which is made in a thread.
@@ -44,8 +42,7 @@ class Caller:
 
     def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:
         self._gateway, self._request, self._id = gateway, request, record.context.id
-        self.is_answered = False
-        """Whether the answer is there, whatever it is."""
+        self.is_answered = False  # whether the answer is there, whatever it is
         if record.context.callers is not None and not record.context.over:
             gateway.background.once("noticing that a client is gone", self._notice)
 

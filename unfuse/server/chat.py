@@ -42,8 +42,7 @@ router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
-TOKENIZERS = 8
-"""How many models' tokenizers a gateway keeps."""
+TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)

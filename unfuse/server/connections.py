@@ -32,11 +32,8 @@ MAX_TARGET = 8 * 1024
 FINE_CHUNKS, CHUNK = 1024, 64
 """How many chunks a body may have in any case, and the least average bytes of further ones: each chunk costs time."""
 
-ACCEPTED_AT_ONCE = 32
-"""The most connections accepted in one turn of the event loop, so that others have their turn."""
-
-OTHER_FILES = 256
-"""Open files that are reserved for everything else than connections."""
+ACCEPTED_AT_ONCE = 32  # the most connections accepted in one turn of the event loop, so that others have their turn
+OTHER_FILES = 256  # open files that are reserved for everything else than connections
 
 log = structlog.get_logger(__name__)
 
@@ -251,10 +248,7 @@ class HttpServer(Server):
 
 
 def _is_an_error(record: logging.LogRecord) -> bool:
-    """Whether a log record of uvicorn is an error.
-
-    That calls are cut short because the server ends is none, nor that a response was broken off on purpose.
-    """
+    """Whether a record of uvicorn is an error. Calls cut short by the end, or broken off on purpose, are none."""
     ends = str(record.msg).startswith(("Cancel %s running task(s)", "ASGI callable returned without completing"))
     return not ends and not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 

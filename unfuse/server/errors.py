@@ -29,8 +29,7 @@ _ENVELOPE: Schema = {
     "description": "What is wrong, and what to do",
     "content": {"application/json": {"schema": thing({"error": _ERROR})}},
 }
-DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}
-"""The error replies of every route, for /openapi.json."""
+DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}  # the error replies of every route, for /openapi.json
 
 
 class Refusal(errors.UnfuseError):

@@ -11,11 +11,8 @@ from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.server.targets import Targets
 from unfuse.server.uploads import MAX_BYTES
 
-AT_ONCE = 8
-"""Pictures that a gateway fetches at one time: each may take MAX_BYTES of memory."""
-
-MOST = 16
-"""The most pictures that one call may have fetched; more are sent as data: URLs."""
+AT_ONCE = 8  # pictures that a gateway fetches at one time: each may take MAX_BYTES of memory
+MOST = 16  # the most pictures that one call may have fetched; more are sent as data: URLs
 
 SCHEMES = ("http:", "https:")
 
@@ -28,10 +25,7 @@ class Fetching:
         self._all = asyncio.Semaphore(AT_ONCE)
 
     async def fetch(self, card: ModelCard, fields: dict[str, object]) -> None:
-        """Put the bytes of pictures in the place of their addresses, for a model that sees.
-
-        Raises InvalidParameter for what may not be fetched, or cannot be.
-        """
+        """Put pictures in the place of their addresses. Raises InvalidParameter for what may or can not be fetched."""
         messages = fields.get("messages")
         if card.vision is None or not self._targets or not isinstance(messages, list):
             return

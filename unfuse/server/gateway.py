@@ -84,8 +84,7 @@ class Gateway(Observer):
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
-        self.waiting = 0
-        """How many callers wait here for a result."""
+        self.waiting = 0  # how many callers wait here for a result
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self.metrics, self, self.metrics.texts, self.metrics.devices)

@@ -24,14 +24,9 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.request import Allowance
 
 DEFAULT_TENANT = "default"
-ADMIN = "admin"
-"""The tenant of an admin key that has no name."""
-
-LOOK_S = 1.0
-"""Seconds between two looks at the files. One that has changed is read once it was the same twice."""
-
-MOST = 10**6
-"""The highest number that a limit can have."""
+ADMIN = "admin"  # the tenant of an admin key that has no name
+LOOK_S = 1.0  # Seconds between two looks at the files. One that has changed is read once it was the same twice.
+MOST = 10**6  # the highest number that a limit can have
 
 _NUMBER, _RATE = re.compile(r"[1-9][0-9]{0,6}"), re.compile(r"([1-9][0-9]{0,6})/(s|min|h|d)")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -54,11 +49,8 @@ class Key(msgspec.Struct, frozen=True):
     allowance: Allowance = Allowance()
 
 
-Known = dict[bytes, Key]
-"""Keys by their hashes."""
-
-Stamp = tuple[tuple[int, int, int] | None, ...]
-"""What tells whether files have changed."""
+Known = dict[bytes, Key]  # keys by their hashes
+Stamp = tuple[tuple[int, int, int] | None, ...]  # what tells whether files have changed
 
 
 class Keys:

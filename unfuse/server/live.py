@@ -22,8 +22,7 @@ from unfuse.server.gateway import Gateway
 from unfuse.stages.fragments import streamed
 from unfuse.stores.results import part_name
 
-CHUNK_BYTES = 256 * 1024
-"""About so many bytes of a finished file are read at a time."""
+CHUNK_BYTES = 256 * 1024  # about so many bytes of a finished file are read at a time
 
 
 class Live:

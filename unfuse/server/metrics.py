@@ -19,11 +19,8 @@ from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-POOL = ("pool", "outcome")
-"""The labels of a pool: its declared name, and the hash of its outcome."""
-
-REMEMBERED = 1024
-"""Pools that had workers are looked at again, so many of them: tasks may wait there for the next one."""
+POOL = ("pool", "outcome")  # the labels of a pool: its declared name, and the hash of its outcome
+REMEMBERED = 1024  # pools that had workers are looked at again, so many of them: tasks may wait there for the next one
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 

@@ -6,8 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-PATH = (b"moov", b"trak", b"mdia")
-"""The boxes, each in the one before, that describe a track."""
+PATH = (b"moov", b"trak", b"mdia")  # the boxes, each in the one before, that describe a track
 
 MAX_BOXES = 10_000
 

@@ -13,8 +13,7 @@ from unfuse.core.request import RequestContext
 KINDS = ("cpu", "cuda", "xpu", "mps")
 """Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda."""
 
-UNKNOWN = "unknown"
-"""A device of which a worker of an earlier version did not say what it is."""
+UNKNOWN = "unknown"  # a device of which a worker of an earlier version did not say what it is
 
 _PRICE = re.compile(r"([a-z]+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)/h")
 
@@ -44,8 +43,7 @@ class Prices:
         return sum(self._by_kind.get(kind_of(device), 0.0) * seconds / 3600 for device, seconds in spent.items())
 
 
-FREE = Prices()
-"""No prices."""
+FREE = Prices()  # no prices
 
 
 def kind_of(device: str) -> str:

@@ -74,10 +74,7 @@ async def preview(id: str, index: int, step: int, gateway: Served, caller: Known
 
 @router.get("/{id}/events", response_class=StreamingResponse, responses=HAPPENED)
 async def events(
-    id: str,
-    gateway: Served,
-    caller: Known,
-    last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0,
+    id: str, gateway: Served, caller: Known, last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0
 ) -> StreamingResponse:
     """The events of a request after `Last-Event-ID`, until its end, as server-sent events."""
     await gateway.load(id, caller.sees)

@@ -17,8 +17,7 @@ from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stores.results import ResultStore
 
-LOOKED_AT = 8
-"""How many earlier requests with the same body are looked at, the newest first."""
+LOOKED_AT = 8  # how many earlier requests with the same body are looked at, the newest first
 
 
 def makes(card: ModelCard, given: Mapping[str, object], params: Params, n: int, delivery: Delivery) -> str:

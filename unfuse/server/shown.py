@@ -16,17 +16,13 @@ from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.mp4 import film_of
 from unfuse.server.uploads import MAX_SIDE, decoded, read_picture, size_of
 
-MAX_SHOWN = 64
-"""The most pictures and videos of one chat."""
-
-MAX_PIXELS = 400_000_000
-"""The most pixels of all pictures, those of videos too: each is decoded, to be sure of it."""
+MAX_SHOWN = 64  # the most pictures and videos of one chat
+MAX_PIXELS = 400_000_000  # the most pixels of all pictures, those of videos too: each is decoded, to be sure of it
 
 MAX_FRAMES, MAX_FILM = 10_000, 10_000_000_000
 """The most frames of a video file, and pixels of all of them: encoders decode them up to the last one that is shown."""
 
-SHOWS = ("image", "video")
-"""The types of parts by which templates write tokens for what is shown."""
+SHOWS = ("image", "video")  # the types of parts by which templates write tokens for what is shown
 
 DETAILS = ("auto", "low", "high")
 
@@ -34,10 +30,7 @@ Read = tuple[list[int], str, dict[str, bytes]]
 
 
 def read_shown(
-    vision: Vision,
-    tokenizer: ChatTokenizer,
-    messages: Sequence[Any],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    vision: Vision, tokenizer: ChatTokenizer, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> Read:
     """The ids of messages, what they show as JSON ("" for nothing), and the uploads of that. Takes long.
 
@@ -64,10 +57,7 @@ def _timed(vision: Vision, tokenizer: ChatTokenizer, text: str, moments: Sequenc
 
 
 class _Reading:
-    """The messages of one chat: `shown` is what they have shown so far, `uploads` the bytes of it.
-
-    `moments` are those of each video's groups.
-    """
+    """A chat's messages, what they have `shown`, the bytes of its `uploads`, `moments` of each video's groups."""
 
     def __init__(self, vision: Vision) -> None:
         self._vision = vision

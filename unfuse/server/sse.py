@@ -11,8 +11,7 @@ from starlette.responses import StreamingResponse
 
 from unfuse.core.errors import TransientError
 
-COMMENT_EVERY_S = 15.0
-"""Seconds of silence after which a comment is sent, so that no proxy closes the stream."""
+COMMENT_EVERY_S = 15.0  # seconds of silence after which a comment is sent, so that no proxy closes the stream
 
 
 def event(told: object, kind: str = "", id: str = "") -> bytes:

@@ -18,16 +18,12 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
 from unfuse.server.access import ANY, address_of
 
-CALL_S = 10.0
-"""The longest that a target has, from looking up its name to the head of its answer. The rest is not read."""
+CALL_S = 10.0  # the longest a target has, from looking up its name to the head of its answer; the rest is not read
 
 HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}
-LOOKUPS = 8
-"""How many names are looked up at one time."""
-
-TRANSLATED = ip_network("64:ff9b::/96")
-"""IPv6 addresses that stand for the IPv4 address at their end."""
+LOOKUPS = 8  # how many names are looked up at one time
+TRANSLATED = ip_network("64:ff9b::/96")  # IPv6 addresses that stand for the IPv4 address at their end
 
 
 class Targets:
@@ -82,10 +78,7 @@ class Targets:
         return found is not None and self._may_be_called(found)
 
     async def call(self, url: str, headers: Mapping[str, str], body: bytes) -> int:
-        """Post something, and return the status of the answer. Redirects are not followed.
-
-        Raises TransientError for a target that cannot be reached, or does not answer in time.
-        """
+        """Post something; returns the status, be it a redirect's. Raises TransientError for no answer in time."""
         async with self._answer("POST", url, {"content-length": str(len(body)), **headers}, body) as answer:
             return int(answer.status)
 

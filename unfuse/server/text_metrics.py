@@ -53,8 +53,7 @@ class TextMetrics(Observer):
         self._prefill = Gauge("unfuse_prefill_queue", says, registry=registry)
         says = "Texts that wait until their grammar is compiled: before they are accepted, or at a worker"
         self._grammar = Gauge("unfuse_grammar_queue", says, registry=registry)
-        self.trials = 0
-        """How many requests wait here, now, until their grammar was tried."""
+        self.trials = 0  # how many requests wait here, now, until their grammar was tried
         says = "Texts that no decoder has taken yet: there is no room for their keys and values, or no free slot"
         self._prealloc = Gauge("unfuse_decode_prealloc_queue", says, registry=registry)
         says = "Texts for which a decoder keeps room, and whose keys and values are not all there yet"

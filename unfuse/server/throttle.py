@@ -9,8 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse.server.access import EXEMPT
 
-AT_ONCE = 4
-"""How many calls begin or end in one turn of the event loop; each takes about a millisecond."""
+AT_ONCE = 4  # how many calls begin or end in one turn of the event loop; each takes about a millisecond
 
 
 class Throttle:

@@ -11,11 +11,8 @@ from unfuse.core.grammar import FORMAT, digest
 from unfuse.models.grammars import Grammars
 from unfuse.server.text_metrics import TextMetrics
 
-AT_ONCE = 2
-"""How many grammars are tried at one time; each may compute for some seconds."""
-
-KNOWN = 1024
-"""Of how many grammars it is known what came of trying them."""
+AT_ONCE = 2  # how many grammars are tried at one time; each may compute for some seconds
+KNOWN = 1024  # of how many grammars it is known what came of trying them
 
 
 class Trials:

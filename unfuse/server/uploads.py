@@ -45,10 +45,7 @@ def read_picture(name: str, value: object) -> bytes:
 
 
 def read_mask(value: object, picture: bytes) -> bytes:
-    """The bytes of a mask for a picture that was read: as large as it, and transparent where that is to change.
-
-    Raises InvalidParameter, as `read_picture` does, whose time it takes.
-    """
+    """A mask's bytes: as large as its picture, transparent where that may change. Raises InvalidParameter."""
     data = read_picture("mask", value)
     sizes = ["{}x{}".format(*size_of(one)) for one in (data, picture)]
     if sizes[0] != sizes[1]:

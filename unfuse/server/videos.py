@@ -29,8 +29,7 @@ from unfuse.server.view import video_object
 
 router = APIRouter(prefix="/videos", tags=["videos"])
 
-POLL_MS = 500
-"""How long a client waits before it asks again for a video that is not done."""
+POLL_MS = 500  # how long a client waits before it asks again for a video that is not done
 
 
 @router.post("", openapi_extra=CREATE, responses=FILMED)

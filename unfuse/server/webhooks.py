@@ -28,20 +28,11 @@ from unfuse.server.targets import Targets, host_of
 from unfuse.server.view import request_object
 from unfuse.supervision.supervisor import Supervisor
 
-REVIEW_S = 10.0
-"""Seconds between two looks for what other gateways left untold."""
-
-MOST = 1024
-"""How many requests one gateway tells of, or waits for, at one time. Others are found by a later look."""
-
-AT_ONCE, AT_ONCE_EACH = 64, 4
-"""How many calls are under way at one time, and to one host: one that hangs holds up nobody else."""
-
-LEAST_SECRET = 24
-"""The fewest bytes of a secret, by the rules of Standard Webhooks."""
-
-GONE = 410
-"""The status by which a target says that it never wants to hear of anything again."""
+REVIEW_S = 10.0  # seconds between two looks for what other gateways left untold
+MOST = 1024  # How many requests one gateway tells of, or waits for, at one time. Others are found by a later look.
+AT_ONCE, AT_ONCE_EACH = 64, 4  # calls under way at one time, and to one host: one that hangs holds up nobody else
+LEAST_SECRET = 24  # the fewest bytes of a secret, by the rules of Standard Webhooks
+GONE = 410  # the status by which a target says that it never wants to hear of anything again
 
 log = structlog.get_logger(__name__)
 

@@ -38,9 +38,7 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def layouts_of(plan: Plan) -> list[dict[str, Any]]:
-    """The layouts among which `serve` would choose, by predicted rate (that of the chosen one is 1), and the requests a
-    second that they `gave` when that was measured.
-    """
+    """`serve`'s layouts: predicted rates (the chosen one's is 1), and what they `gave` a second when measured."""
     if plan.layouts is None:
         return []
     whole = plan.layouts.chosen.rate or 1.0

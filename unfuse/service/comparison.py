@@ -30,8 +30,7 @@ from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan
 from unfuse.service.scaling import Scaling, circumstances
 
-Digests = tuple[str, ...]
-"""The SHA-256 of each file of a request."""
+Digests = tuple[str, ...]  # the SHA-256 of each file of a request
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -67,10 +66,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Pipeline(Side):
-    """The undivided pipeline in a process of its own, which takes one request after the other.
-
-    `hear` is told each line that it writes.
-    """
+    """The undivided pipeline in a process, one request after the other. `hear` gets each line that it writes."""
 
     def __init__(self, plan: Plan, image: Path | None, hear: Hear) -> None:
         model = plan.models[0]
@@ -170,9 +166,7 @@ def measure_layouts(plan: Plan, means: Means, measured: Callable[[str], float]) 
 
 
 def most_at_once(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, count: int) -> float:
-    """Requests a second with so many at once, the median of some rounds after a first one, which finds out what may
-    share a forward.
-    """
+    """Requests a second with so many at once: the median of rounds after one that finds out what shares a forward."""
     found = [count / _seconds(side, card, asked, number * count, count) for number in range(rounds + 1)]
     return median(found[1:])
 

@@ -22,11 +22,8 @@ from unfuse.server.joining import Joining
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Plan
 
-LOOK_S = 1.0
-"""Seconds between two looks at which models have left."""
-
-QUIET = 2
-"""How many looks in a row find no request of a model that has left before its workers go: one may be on its way in."""
+LOOK_S = 1.0  # seconds between two looks at which models have left
+QUIET = 2  # how many looks in a row find no request of a model that left before its workers go: one may be on its way
 
 log = structlog.get_logger(__name__)
 

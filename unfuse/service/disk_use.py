@@ -10,8 +10,7 @@ from typing import Any
 from unfuse.core.media import MEDIA
 from unfuse.service.groups import Settings
 
-REQUESTS = tuple(medium.prefix for medium in MEDIA)
-"""What folders of results begin with."""
+REQUESTS = tuple(medium.prefix for medium in MEDIA)  # what folders of results begin with
 
 RESULTS_GO = "what is over goes after --retention, the oldest before that over --results-limit"
 

@@ -15,10 +15,7 @@ from unfuse.transfer.base import TransferSettings
 
 
 def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:
-    """The description of a field, as `--help` shows it.
-
-    `flag` is the name of its flag (default: the field's name). The value of a `secret` must not be shown.
-    """
+    """A field's description for `--help`, its `flag` (default: its name), and whether it is a `secret`, never shown."""
     return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
 
 
@@ -191,8 +188,7 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "all"
     hold: Annotated[Hold, says("What is loaded at a time: all that it serves, or one model, by what waits.")] = "all"
     component: Annotated[
-        tuple[str, ...],
-        says("Of these stages only those of one component: --role encoder --component text_encoder_2."),
+        tuple[str, ...], says("Of these stages only those of one component: --role encoder --component text_encoder_2.")
     ] = ()
     scheduler: Annotated[tuple[str, ...], says(
         "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one is "

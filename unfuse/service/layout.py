@@ -24,14 +24,11 @@ THREADS = 4
 is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
 
 
-EQUAL = 0.95
-"""A layout that gave so much of what the best one gave is as good: rates of two runs differ by that."""
+EQUAL = 0.95  # a layout that gave so much of what the best one gave is as good: rates of two runs differ by that
 
 
 class Means(msgspec.Struct, frozen=True):
-    """What there is to compute with, beside devices: cores, what a worker may take of host memory (0: any), the file of
-    what stages took, and that of what layouts gave.
-    """
+    """What there is beside devices: cores, host memory a worker may take (0: any), files of costs and of rates."""
 
     cores: int = 1
     memory_limit: int = 0

@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -16,20 +15,17 @@ from pathlib import Path
 
 import msgspec
 
+from unfuse.arena.sockets import is_refused
 from unfuse.service.groups import Settings
 from unfuse.service.size import Size
 
-PASSING = "unfuse-passing-"
-"""The beginning of the names of such folders, in the system's temporary folder."""
-
-LOCK = ".lock"
-"""The file in such a folder that its process locks."""
+PASSING = "unfuse-passing-"  # the beginning of the names of such folders, in the system's temporary folder
+LOCK = ".lock"  # the file in such a folder that its process locks
 
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
 """Names of files that are being written, in a folder of results or objects, and of those in which ranks meet."""
 
-YOUNG_S, WRITTEN_S = 60.0, 3600.0
-"""Seconds: younger folders may not be locked yet, and no file takes so long to be written."""
+YOUNG_S, WRITTEN_S = 60.0, 3600.0  # seconds: younger folders may not be locked yet, and no file takes so long to write
 
 
 class Remain(msgspec.Struct, frozen=True):
@@ -78,22 +74,10 @@ def _sockets(folder: Path) -> Iterator[Remain]:
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         for path in sorted(folder.rglob("*")):
-            if stat.S_ISSOCK(path.lstat().st_mode) and _is_refused(path):
+            if is_refused(path):
                 yield from _take(path, "a socket nobody listens at")
     finally:
         os.close(held)
-
-
-def _is_refused(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
 
 
 def _passing() -> Iterator[Remain]:

@@ -8,8 +8,7 @@ from typing import Any
 from unfuse.arena.limits import readable_bytes
 
 STARTING, READY = "starting", "ready"
-IMPORTING = (-1, 0)
-"""Where a rank is before it loads: behind those that have loaded so many bytes, of so many."""
+IMPORTING = (-1, 0)  # where a rank is before it loads: behind those that have loaded so many bytes, of so many
 
 
 class Loading:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-PLAIN = ("dumb", "unknown")
-"""Values of TERM for terminals that cannot move the cursor."""
+PLAIN = ("dumb", "unknown")  # values of TERM for terminals that cannot move the cursor
 
 
 def harmless(text: str) -> str:
@@ -31,10 +30,7 @@ def harmless(text: str) -> str:
 
 
 class Logs:
-    """Standard error of this process and of those it starts: how much is logged there, and how.
-
-    `usual` is the level where none is set. Writing to it never fails.
-    """
+    """What this process and those it starts log on standard error, by default from level `usual` on. Never fails."""
 
     def __init__(self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
         log = log or Log()

@@ -25,8 +25,7 @@ ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free"
 BUILDS = ("+xpu", "+rocm")
 ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
 GPU_ANSWER_S = 10.0
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The variable with which users choose the GPUs of a process, by index or by the beginning of the UUID."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # with it users choose a process's GPUs, by index or the beginning of the UUID
 
 
 class Gpu(msgspec.Struct, frozen=True):

@@ -21,11 +21,8 @@ from unfuse.service.specs import Slots, environment_of, flags_of, forked, specs_
 from unfuse.stores.results import sees
 from unfuse.worker.link import Link
 
-STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))
-"""A worker without pools, which asks what there is to serve."""
-
-LEAVING_S = 10.0
-"""Seconds beside the drain timeout that workers get to end."""
+STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
+LEAVING_S = 10.0  # seconds beside the drain timeout that workers get to end
 
 
 class MachineWorkers:
@@ -79,10 +76,7 @@ async def offered(settings: Settings) -> Welcome:
 
 
 def plan_here(settings: Settings, welcome: Welcome) -> Plan:
-    """The workers of this machine for that offer: roles that need results only if these are seen here.
-
-    Raises ConfigError for what cannot be served here, or does not fit.
-    """
+    """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
     compute, places = settings.compute, welcome.places

@@ -178,18 +178,13 @@ def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
 
 
 def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[Model, ...]:
-    """These models, as the workers that are wanted would serve them.
-
-    Raises ConfigError for what cannot be served, and for a dtype or a component of `--dtype` that no model has.
-    """
+    """These models, as the workers wanted would serve them. Raises ConfigError, also for a vain `--dtype`."""
     spec = wanted.compute.dtype
     folders = {name: resolve_source(name, revision or None, ()) for name in names}
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
-    workers = [
-        roles_of(worker) for worker in wanted.numbers(roles) if not only_cpu(devices_of(worker, wanted, devices))
-    ]
+    workers = [roles_of(one) for one in wanted.numbers(roles) if not only_cpu(devices_of(one, wanted, devices))]
     on_gpu = {role for role in roles if any(held is None or role in held for held in workers)}
     found = []
     for name, folder in folders.items():

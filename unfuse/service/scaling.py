@@ -9,15 +9,13 @@ from typing import Annotated
 
 import msgspec
 import structlog
-from msgspec import Meta
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.launch.placement import Device
 
-Rates = dict[str, Annotated[float, Meta(gt=0)]]
-"""Requests a second, by layout."""
+Rates = dict[str, Annotated[float, msgspec.Meta(gt=0)]]  # requests a second, by layout
 
 log = structlog.get_logger(__name__)
 

@@ -24,11 +24,8 @@ from unfuse.stores.results import sees
 from unfuse.wire.address import Trust, unix_path
 from unfuse.wire.dealer import Dealer
 
-ANSWER_S = 6.0
-"""The longest that a scheduler may take to answer."""
-
-CLOCKS_S = 5.0
-"""Seconds by which two clocks may differ."""
+ANSWER_S = 6.0  # the longest that a scheduler may take to answer
+CLOCKS_S = 5.0  # seconds by which two clocks may differ
 
 
 class Check(msgspec.Struct, frozen=True):

@@ -57,17 +57,10 @@ from unfuse.worker.registration import pools_of
 
 DRAIN_CHECK_S = 0.1
 
-FORGET_S = 60.0
-"""Seconds between two rounds of deleting old requests and results."""
-
-BOUND_S = 10.0
-"""Seconds between two looks at the bytes of all results."""
-
-REMAINS_S = 10.0
-"""Seconds between two searches for what dead workers left in durable stores."""
-
-ARENAS = ("auto", "shared_memory", "spill")
-"""Stores that keep objects in arenas."""
+FORGET_S = 60.0  # seconds between two rounds of deleting old requests and results
+BOUND_S = 10.0  # seconds between two looks at the bytes of all results
+REMAINS_S = 10.0  # seconds between two searches for what dead workers left in durable stores
+ARENAS = ("auto", "shared_memory", "spill")  # stores that keep objects in arenas
 
 log = structlog.get_logger(__name__)
 
@@ -128,8 +121,7 @@ class Service:
 
     def __init__(self, options: ServeOptions, plan: Plan, logs: Logs, forks: Forks | None = None) -> None:
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
-        self.addresses: list[str] = []
-        """The control addresses, once they are open; a unix socket is first."""
+        self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -233,9 +225,7 @@ class Service:
             ]  # fmt: skip
 
     def _planned(self, models: Sequence[str], taken: Counter[str], coming: Counter[str]) -> Plan:
-        """The plan for these models beside others, which take so many bytes of devices, and will take those that are
-        `coming`. Raises ConfigError.
-        """
+        """Plan models beside others, which take or (`coming`) will take bytes of devices. Raises ConfigError."""
         options = self._options
         found = devices(options.device_memory, elsewhere=options.launcher is not None)
         left = {device.name: max(0, device.free - coming[device.name]) for device in found}

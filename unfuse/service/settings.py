@@ -90,9 +90,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 def load(
-    flags: Mapping[str, Any] | None = None,
-    config: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
+    flags: Mapping[str, Any] | None = None, config: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> Loaded:
     """Load settings from flags (by dotted name; None: not given), a file and the environment.
 

@@ -17,10 +17,7 @@ class Size(int):
 
     @staticmethod
     def parse(text: str) -> int:
-        """Parse a number of bytes: a number, or "2GiB", "512MB"; a bare prefix ("2G") is binary.
-
-        Raises ValueError when it says none.
-        """
+        """A number of bytes: a number, "2GiB", "512MB"; a bare prefix ("2G") is binary. Raises ValueError."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")

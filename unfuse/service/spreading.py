@@ -22,11 +22,8 @@ from unfuse.service.plan import Plan
 from unfuse.service.resources import means
 from unfuse.service.settings import load
 
-STEPS, ROUNDS = 4, 3
-"""The steps of a request that is measured, and how many requests are, behind one that warms up."""
-
-MOST_DEGREE = 8
-"""The largest degree that is predicted."""
+STEPS, ROUNDS = 4, 3  # the steps of a request that is measured, and how many requests are, behind one that warms up
+MOST_DEGREE = 8  # the largest degree that is predicted
 
 SENT: Mapping[str, Callable[[int], float]] = {
     "cfg": lambda degree: degree - 1,
@@ -43,9 +40,7 @@ Shown = Callable[[str], AbstractContextManager[object]]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Seconds of a step that the first rank computed, and that it waited for others and their numbers; `least_s` is how
-    long it waits where there is least to exchange.
-    """
+    """Seconds in which the first rank computed a step, and waited; `least_s`: where least is to be exchanged."""
 
     compute_s: float
     exchange_s: float = 0.0

@@ -14,10 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
-    """Open the engines that are set; none without keys, because peers could not prove who they are.
-
-    Raises ConfigError for one that cannot run, or must not.
-    """
+    """Open the engines that are set, none without keys to prove who peers are. Raises ConfigError if one cannot run."""
     if not options.authentic:
         log.info("other machines cannot pull tensors from this worker: it has no --keys")
         return {}

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Mapping
 
 import msgspec
-from msgspec.structs import asdict
 
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
@@ -51,7 +50,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
             insecure=settings.insecure_listen,
-            **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
+            **{name: value for name, value in msgspec.structs.asdict(settings.transfer).items() if name != "engine"},
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,

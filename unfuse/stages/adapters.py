@@ -23,14 +23,9 @@ from unfuse.core.plan import Params
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_BYTES = 4 << 30
-"""Of an adapter's file: they are far smaller than what they adapt."""
-
-SHOWN = 20
-"""The most names that an error lists."""
-
-UNET = "unet"
-"""The part of a model whose adapters other tools number otherwise."""
+MAX_BYTES = 4 << 30  # of an adapter's file: they are far smaller than what they adapt
+SHOWN = 20  # the most names that an error lists
+UNET = "unet"  # the part of a model whose adapters other tools number otherwise
 
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")

@@ -26,8 +26,7 @@ from unfuse.stages.redraw import MOMENTS, Begun, Kept, Redraw, layout, scaled
 
 Inputs = Mapping[str, Tensor]
 
-SIMILAR = "feature_cache"
-"""The parameter by which a request allows blocks to be skipped."""
+SIMILAR = "feature_cache"  # the parameter by which a request allows blocks to be skipped
 
 
 class NoiseScheduler(Protocol):

@@ -75,10 +75,7 @@ class Stops:
 
 
 class _Match:
-    """How much of the beginning of a string ends a text, by Knuth, Morris and Pratt.
-
-    Its table is made as far as the text has matched, so that a long string costs nothing.
-    """
+    """How much of a string's beginning ends a text (Knuth, Morris, Pratt). Its table goes as far as has matched."""
 
     def __init__(self, string: str) -> None:
         self.string, self.length = string, 0

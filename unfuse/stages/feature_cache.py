@@ -15,14 +15,9 @@ from torch.nn import Module
 
 from unfuse.core.errors import PermanentError
 
-LEADER = "fbc_leader_block_hook"
-"""The name of diffusers' hook on the first block."""
-
-NEVER = -1.0
-"""A threshold below every difference: every block runs, and the result is exact."""
-
-Memory = dict[int, dict[str, Any]]
-"""What each transformer remembered, by the names of its forwards."""
+LEADER = "fbc_leader_block_hook"  # the name of diffusers' hook on the first block
+NEVER = -1.0  # a threshold below every difference: every block runs, and the result is exact
+Memory = dict[int, dict[str, Any]]  # what each transformer remembered, by the names of its forwards
 
 
 class FeatureCache:

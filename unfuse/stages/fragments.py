@@ -17,11 +17,8 @@ START_CODE = re.compile(rb"\x00+\x00\x01")
 TYPE, IDR, SEQUENCE, PICTURE = 31, 5, 7, 8
 """The bits of a NAL unit's first byte that are its type; the types of IDR pictures and of both sets of parameters."""
 
-MATRIX = pack(">9i", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
-"""Shown as it is: neither turned nor scaled."""
-
-KEY, OTHER = 0x02000000, 0x01010000
-"""Flags of a frame that can be decoded by itself, and of one that needs others."""
+MATRIX = pack(">9i", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)  # shown as it is: neither turned nor scaled
+KEY, OTHER = 0x02000000, 0x01010000  # flags of a frame that can be decoded by itself, and of one that needs others
 
 ONLY_TRACK = 1
 

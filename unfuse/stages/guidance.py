@@ -5,11 +5,8 @@ from __future__ import annotations
 from unfuse.core.plan import Params
 from unfuse.stages.base import need
 
-NEGATIVE = "negative_"
-"""Prefix of what was made from the negative prompt; such a value is None when guidance does not apply."""
-
-TOWARDS, AWAY = "towards", "away"
-"""The halves of guidance: what is predicted for the prompt, and for its negative."""
+NEGATIVE = "negative_"  # prefix of what was made from the negative prompt; the value is None without guidance
+TOWARDS, AWAY = "towards", "away"  # the halves of guidance: what is predicted for the prompt, and for its negative
 
 
 def guidance_scale(params: Params) -> float:

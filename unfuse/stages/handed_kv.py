@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Axis
 
-CHUNKS, REST = "chunks", "rest"
-"""The tensors: all chunks that are full, and the last one if it is not."""
+CHUNKS, REST = "chunks", "rest"  # the tensors: all chunks that are full, and the last one if it is not
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,7 @@ class KvLayout:
 
     def fits(self, tensors: Mapping[str, Tensor | None]) -> bool:
         """Whether those of such an object are among these tensors."""
-        found = [
-            (tensor.dtype, tuple(tensor.shape)) for tensor in map(tensors.get, (CHUNKS, REST)) if tensor is not None
-        ]
+        found = [(one.dtype, tuple(one.shape)) for one in map(tensors.get, (CHUNKS, REST)) if one is not None]
         return found == [(self.dtype, shape) for _, _, shape in self.outline()]
 
     def read(self, tensors: Mapping[str, Any]) -> Iterator[tuple[int, int, Tensor]]:

@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from unfuse.parallel.group import Group
 
 
-MADE_UP = 16
-"""Tokens of the prompts that stages warm up with."""
-
-PATIENCE_S = 0.005
-"""How long a step waits where there is nothing else to do."""
+MADE_UP = 16  # tokens of the prompts that stages warm up with
+PATIENCE_S = 0.005  # how long a step waits where there is nothing else to do
 
 Drawn = Sampled | PermanentError | None
 """A token, why there cannot be one, or that there is none yet, since it is not known what may follow."""
@@ -123,10 +120,7 @@ class Prefill(PromptStage[Prefilling, int]):
 
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything.
-
-    The answer has to match what a `constraint` says.
-    """
+    """A sequence whose tokens from `prompt` on are the answer, under a `constraint`; the last step made `sampled`."""
 
     prompt: int = 0
     how: Sampling = Sampling()

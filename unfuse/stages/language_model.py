@@ -17,11 +17,8 @@ from unfuse.stages.paged_kv import KvSequence, PagedKv, Span, joined
 from unfuse.stages.refusal import refusal
 from unfuse.stages.sight import Rows, Sight
 
-PAGED = "unfuse_paged"
-"""The name under which transformers finds the attention over paged keys and values."""
-
-LONG = 1 << 18
-"""Bytes a run (of a layer, on average) from which on reading several runs in place costs less than joining them."""
+PAGED = "unfuse_paged"  # the name under which transformers finds the attention over paged keys and values
+LONG = 1 << 18  # bytes a run (of a layer, on average) from which reading several in place costs less than joining them
 
 OnLayer = Callable[[int], None]
 
@@ -64,12 +61,7 @@ class LanguageModel:
         self._kv = kv
 
     @torch.no_grad()
-    def forward(
-        self,
-        parts: Sequence[Part],
-        alone: bool = False,
-        on_layer: OnLayer | None = None,
-    ) -> list[Tensor]:
+    def forward(self, parts: Sequence[Part], alone: bool = False, on_layer: OnLayer | None = None) -> list[Tensor]:
         """Compute keys and values of the last tokens of each sequence, and what may follow.
 
         A part is a sequence, once, which has grown by its new tokens, and their ids, and what its prompt shows, if

@@ -30,8 +30,7 @@ Frames = NDArray[np.uint8]
 
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 
-THREADS = 1
-"""A fixed number, not the machine's, as the bytes depend on it; more made larger files in no less time."""
+THREADS = 1  # a fixed number, not the machine's, as the bytes depend on it; more made larger files in no less time
 
 X264 = {"preset": "veryfast", "crf": "18", "x264-params": "mbtree=0:bframes=0:force-cfr=1"}
 """Each frame is encoded as soon as it is there, without looking ahead, in the order in which frames are shown.
@@ -54,10 +53,7 @@ class Recording(ABC):
 
     @abstractmethod
     def add(self, frames: Frames) -> bytes:
-        """Encode the next frames. Returns what they add to the file's stream, which is played as it grows (b"": none).
-
-        Raises PermanentError for frames that cannot be encoded.
-        """
+        """Encode the next frames; returns what they add to the stream (b"": nothing). Raises PermanentError."""
 
     @abstractmethod
     def finish(self) -> tuple[Media, ...]:
@@ -168,10 +164,7 @@ class Video(Recording):
 
 
 def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
-    """Frames of an MP4 file, by their ascending numbers from 0, each as soon as it is decoded.
-
-    Raises PermanentError for a file that cannot be decoded, or has fewer.
-    """
+    """An MP4 file's frames by ascending numbers from 0, each when decoded. Raises PermanentError if one is missing."""
     import av
 
     left = deque(numbers)

@@ -18,10 +18,7 @@ PLAIN = (int, float, str, bool, type(None))
 
 
 def save(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name, copied, and plain values, that tell a scheduler from a fresh one of the same request.
-
-    Raises PermanentError when it remembers something else.
-    """
+    """Copied tensors and plain values that tell a scheduler from a fresh one. Raises PermanentError for others."""
     tensors: dict[str, Tensor] = {}
     before = vars(fresh)
     changed = {n: value for n, value in vars(scheduler).items() if n not in before or not _equal(value, before[n])}

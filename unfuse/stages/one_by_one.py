@@ -42,19 +42,15 @@ INTO: dict[Function, Function] = {
     if (overloads := getattr(torch.ops.aten, name, None)) and "out" in overloads.overloads()
 }  # fmt: skip
 """Of pointwise functions, those that write into memory that is given: joining what each row made costs a third more."""
-KEPT = {"approximate"}
-"""What these are told beside the row."""
+KEPT = {"approximate"}  # what these are told beside the row
 BASES = _named("__rpow__")
 POWERS = _named("pow float_power __pow__ __ipow__") | BASES
 EXACT_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 """Exponents for which a power is products, quotients and square roots: these round alike everywhere."""
 PRODUCTS = _named("linear matmul mm __matmul__")
-UNWRITTEN = _named("empty empty_like empty_strided new_empty")
-"""What makes memory that holds anything."""
-FEW, FEW_NARROW = 16, 64
-"""For fewer vectors a row than these, of 32 bits and of 16, a product may pick a kernel by the number of rows."""
-MATRIX = 2
-"""Dimensions of what is for all rows."""
+UNWRITTEN = _named("empty empty_like empty_strided new_empty")  # what makes memory that holds anything
+FEW, FEW_NARROW = 16, 64  # for fewer vectors, of 32 bits and of 16, a product may pick a kernel by the number of rows
+MATRIX = 2  # dimensions of what is for all rows
 
 
 class OneByOne(TorchFunctionMode):

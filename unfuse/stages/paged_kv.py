@@ -15,8 +15,7 @@ from torch import Tensor
 
 from unfuse.core.errors import TransientError
 
-Span = tuple[int, int]
-"""The first of adjacent places (blocks or tokens), and the one behind the last."""
+Span = tuple[int, int]  # the first of adjacent places (blocks or tokens), and the one behind the last
 
 
 class NoBlocks(TransientError):
@@ -158,8 +157,7 @@ class KvSequence:
     def __init__(self, kv: PagedKv) -> None:
         self._kv = kv
         self._runs: list[Span] = []
-        self.length = 0
-        """Tokens that it has room for, all of which count."""
+        self.length = 0  # tokens that it has room for, all of which count
 
     @property
     def blocks(self) -> int:
@@ -211,10 +209,7 @@ class KvSequence:
         return joined(self._kv.keys[layer], spans), joined(self._kv.values[layer], spans)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int = 0) -> None:
-        """Write keys and values of a layer, of shape (heads, tokens, width), from token `start` on.
-
-        Raises ValueError where the sequence has not grown so far.
-        """
+        """Write a layer's keys and values (heads, tokens, width) from token `start`. Raises ValueError beyond it."""
         done = 0
         for first, end in self.spans(start, start + keys.shape[1]):
             part = slice(done, done + end - first)

@@ -12,8 +12,7 @@ from unfuse.stages.base import Media
 from unfuse.stages.media import encode
 from unfuse.stages.vae_decode import VaeDecoder, to_pixels
 
-CELLS = 32
-"""Longest side that is decoded, in latent cells: 256 pixels of a VAE that makes eight of a cell."""
+CELLS = 32  # longest side that is decoded, in latent cells: 256 pixels of a VAE that makes eight of a cell
 
 FORMAT: Params = {"output_format": "jpeg", "output_compression": 80}
 

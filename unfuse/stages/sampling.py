@@ -14,15 +14,11 @@ from unfuse.core.errors import PermanentError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ONE = 1 << 40
-"""The weight of the likeliest token: what is 2⁴⁰ times less likely is never drawn, and sums of any vocabulary fit."""
+ONE = 1 << 40  # the weight of the likeliest token: 2⁴⁰ times less likely is never drawn, and sums of any vocabulary fit
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-SERIES = tuple(accumulate(range(1, 9), lambda term, n: term * LN_2 / n, initial=1.0))
-"""Of 2ˣ: right to 2·10⁻¹⁰ up to x = ½."""
-GREEDY = 1e-5
-"""Temperatures below this take the likeliest token, as in vLLM."""
-UNLIKELY = -9999.0
-"""What OpenAI's API says for the logarithm of next to nothing."""
+SERIES = tuple(accumulate(range(1, 9), lambda term, n: term * LN_2 / n, initial=1.0))  # 2ˣ, right to 2·10⁻¹⁰ to x = ½
+GREEDY = 1e-5  # temperatures below this take the likeliest token, as in vLLM
+UNLIKELY = -9999.0  # what OpenAI's API says for the logarithm of next to nothing
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -132,10 +128,7 @@ def adjusted(logits: Tensor, how: Sampling, prompt_ids: Sequence[int], made_ids:
 
 
 def weights(scores: Tensor, how: Sampling) -> Tensor:
-    """How likely each token is, in whole numbers beside ONE of the likeliest; 0 for those that are left out.
-
-    Tokens of equal weight are kept or left out together.
-    """
+    """How likely tokens are beside ONE of the likeliest, 0 if left out; equal ones are kept or left out together."""
     import torch
 
     powers = ((scores - scores.max()) * (LOG2_E / how.temperature)).clamp(min=-62)

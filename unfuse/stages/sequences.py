@@ -53,16 +53,12 @@ class Grammars(Protocol):
         """A new text, which has to match this grammar."""
 
 
-PROMPT = "prompt"
-"""The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
+PROMPT = "prompt"  # the upload that has the ids of a prompt's tokens, as `core.text.packed` has them
 
 
 @dataclass(frozen=True)
 class Growing:
-    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step.
-
-    `sight` is what its prompt shows.
-    """
+    """A sequence: `ids`, which later states share, `done` of them in the KV before this step, `sight` it shows."""
 
     kv: KvSequence
     ids: list[int]
@@ -110,8 +106,7 @@ class Sequences:
         self._begun = 0
         self.retracted, self.prompts = 0, 0
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
-        self.constraints = set[Constraint]()
-        """Those of the texts that have to match a grammar."""
+        self.constraints = set[Constraint]()  # those of the texts that have to match a grammar
 
     @property
     def tokens(self) -> int:
@@ -152,10 +147,7 @@ class Sequences:
         return sequence
 
     def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put portions that others have made in their place, while they are such, and there is room.
-
-        Returns how many tokens there are then, `most` or less.
-        """
+        """Put others' portions in place while there are such, and room. Returns the tokens there are, up to `most`."""
         layout = self.layout(CHUNK)
         for portion in prefix:
             both, start = portion.get("kv"), sequence.length
@@ -240,9 +232,7 @@ class Sequences:
                 sequence.grow(tokens)
                 return True
             except NoBlocks:
-                last = max(
-                    (other for other in self._ranks if other.length), key=self._ranks.__getitem__, default=sequence
-                )
+                last = max((one for one in self._ranks if one.length), key=self._ranks.__getitem__, default=sequence)
                 if self._ranks[last] <= self._ranks[sequence]:
                     return False
                 last.free()

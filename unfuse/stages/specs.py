@@ -48,5 +48,4 @@ VAE_DECODE = StageSpec(
     "vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4
 )  # fmt: skip
 
-ADAPTED = DENOISE.kind, WHOLE.kind
-"""The kinds of stages that use adapters."""
+ADAPTED = DENOISE.kind, WHOLE.kind  # the kinds of stages that use adapters

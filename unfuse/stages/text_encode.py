@@ -28,10 +28,7 @@ class TextEncoder(Protocol):
 
 
 class TextEncode(Stage):
-    """Prompt in, embeddings out: each by its name, and the negative ones after NEGATIVE (None without guidance).
-
-    `kind` tells a model's second text encoder from its first.
-    """
+    """Prompt in, embeddings out by name, negative ones after NEGATIVE, or None; `kind` tells two encoders apart."""
 
     zeros = False
     """Whether requests without a negative prompt are guided away from zeros, not from an empty text."""
@@ -70,9 +67,7 @@ class TextEncode(Stage):
         for params, positive in zip(tasks, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
             if self.zeros and params in guided and params.get("negative_prompt") is None:
-                negative = {
-                    name: value if value is None else torch.zeros_like(value) for name, value in positive.items()
-                }
+                negative = {name: None if made is None else torch.zeros_like(made) for name, made in positive.items()}
             outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
         return outputs
 

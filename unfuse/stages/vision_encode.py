@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from PIL import Image
-from torch import Tensor
 from typing_extensions import override
 
 from unfuse.core.codec import decode
@@ -23,8 +22,8 @@ from unfuse.stages.media import read_frames
 class Seen:
     """Embeddings (tokens, width), and of as many what is added behind each of the first layers (deepstack)."""
 
-    embeddings: Tensor
-    deep: Sequence[Tensor] = ()
+    embeddings: torch.Tensor
+    deep: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,7 @@ class View:
 
 
 class VisionEncoder(Protocol):
-    """What a family says about pictures: its vision tower in memory.
-
-    What it makes has this dtype and width, and so many `deep` layers.
-    """
+    """A family's vision tower in memory. What it makes has this dtype and width, and so many `deep` layers."""
 
     dtype: str
     width: int

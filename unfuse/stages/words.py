@@ -24,8 +24,7 @@ class Words:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], most: int) -> None:
         self._ends, self._detokenizer, self._stops = tokenizer.stops, Detokenizer(tokenizer), Stops(stops)
         self.most, self.made = most, list[Piece]()
-        self.ended = ""
-        """Why the answer is over: "stop" or "length"."""
+        self.ended = ""  # why the answer is over: "stop" or "length"
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, str, float], ...]) -> Piece:
         """Add a token."""

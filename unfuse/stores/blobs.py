@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 Data: TypeAlias = "bytes | NDArray[np.uint8]"
 
-PART_BYTES = 4 * 1024 * 1024
-"""Bytes that are read or written at a time."""
+PART_BYTES = 4 * 1024 * 1024  # bytes that are read or written at a time
 
 
 class Entry(NamedTuple):

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from unfuse.core.object_ref import chunk_bytes
 
-PIECE = 256 * 1024
-"""Bytes that are written and then hashed, before the next: a core still has them in a cache of its own."""
+PIECE = 256 * 1024  # bytes that are written and then hashed, before the next: a core still has them in its own cache
 
 
 class Checksums:

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from unfuse.core.object_ref import BLOCK
 
-LEVELS = 7
-"""A number is −7 to 7 times its block's scale."""
+LEVELS = 7  # a number is −7 to 7 times its block's scale
 
 
 class Packed:

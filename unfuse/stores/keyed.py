@@ -22,8 +22,7 @@ from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
 
-OBJECTS, COPIES = "objects", "copies"
-"""The folders of a blob store for objects, and for durable copies."""
+OBJECTS, COPIES = "objects", "copies"  # the folders of a blob store for objects, and for durable copies
 
 
 class KeyedBackend(StorageBackend):
@@ -165,10 +164,7 @@ class KeyedBackend(StorageBackend):
 
 
 def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
-    """Open the owner's objects in the blob store at `options.url`. `remedy` says what helps when it is full.
-
-    Raises ConfigError.
-    """
+    """Open the owner's objects at `options.url`; `remedy` says what helps when it is full. Raises ConfigError."""
     full = f"the {options.url.partition(':')[0]} store has no room", remedy
     return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full)
 

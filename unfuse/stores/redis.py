@@ -23,8 +23,7 @@ except ImportError as error:
     raise ConfigError("keeping things in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
-SILENT_S = 30
-"""Seconds without an answer after which a server counts as gone."""
+SILENT_S = 30  # seconds without an answer after which a server counts as gone
 
 
 class RedisBlobs(BlobStore):

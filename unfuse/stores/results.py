@@ -28,14 +28,9 @@ PART = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
 REQUEST_ID = re.compile(rf"({'|'.join(medium.prefix for medium in MEDIA)})[0-9a-f]{{32}}")
 
-LEAST_ROOM = 1 << 20
-"""A disk with less free bytes than this, about a picture, counts as full."""
-
-MARK = "results.mark"
-"""The file in a folder of results by whose content machines see that it is one and the same."""
-
-COPY_S = 3600
-"""Seconds that a local copy of a result is kept: longer than anybody reads it."""
+LEAST_ROOM = 1 << 20  # a disk with less free bytes than this, about a picture, counts as full
+MARK = "results.mark"  # the file in a folder of results by whose content machines see that it is one and the same
+COPY_S = 3600  # seconds that a local copy of a result is kept: longer than anybody reads it
 
 
 class ResultStore(ABC):
@@ -66,10 +61,7 @@ class ResultStore(ABC):
         return self._read(request, str(index), f"result {index}")
 
     def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Keep an attachment, such as an upload or a preview, until the request is over.
-
-        Raises ResultsUnavailable if there is no room.
-        """
+        """Keep an upload or a preview until the request is over. Raises ResultsUnavailable if there is no room."""
         with _unavailable():
             self._blobs.write(_folder(request), _attachment(name), data, durable=durable)
 

@@ -27,8 +27,7 @@ URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.
 TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}
 """The longest time to connect, without receiving a byte, and for a whole call."""
 
-AGAIN = timedelta(seconds=10)
-"""How long a call to a server that fails is repeated."""
+AGAIN = timedelta(seconds=10)  # how long a call to a server that fails is repeated
 
 
 class S3Blobs(BlobStore):

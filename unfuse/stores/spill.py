@@ -21,8 +21,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
 
-SPILLED_S = 24 * 3600
-"""Seconds after which a spilled object is deleted at the next start: its owner has ended by then."""
+SPILLED_S = 24 * 3600  # seconds after which a spilled object is deleted at the next start: its owner has ended by then
 
 Place = TypeVar("Place")
 

@@ -17,15 +17,7 @@ from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
-from unfuse.stores.base import (
-    DEFAULT_CAPACITY,
-    SPILL_CAPACITY,
-    Draft,
-    Hold,
-    StorageBackend,
-    StoreOptions,
-    open_backend,
-)
+from unfuse.stores.base import DEFAULT_CAPACITY, SPILL_CAPACITY, Draft, Hold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.checksums import PIECE, Checksums, checksums_of
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
@@ -33,8 +25,7 @@ from unfuse.stores.tensors import WIDE, Value, copy_into, describe, flat_bytes, 
 from unfuse.stores.unsealed import Unsealed
 from unfuse.supervision.clock import SystemClock
 
-LOOK_AGAIN_S = 0.005
-"""Seconds between two tries of a `put` that waits for room."""
+LOOK_AGAIN_S = 0.005  # seconds between two tries of a `put` that waits for room
 
 
 class Held(Mapping[str, Any]):
@@ -236,10 +227,7 @@ class TensorStore:
         self._backend.delete(ref)
 
     def discard(self, ref: ObjectRef) -> None:
-        """Delete an object of this owner, and its durable copy whoever owns it. Idempotent.
-
-        Raises TransientError if the copy could not be deleted.
-        """
+        """Delete an object of this owner, and its copy, anyone's. Idempotent. Raises TransientError if that stays."""
         self.delete(ref)
         if self._copies:
             self._copies.delete(ref)

@@ -20,8 +20,7 @@ Value: TypeAlias = "NDArray[Any] | Tensor | Packed | None"
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """The numpy types for the bits of types that numpy lacks."""
 
-NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}
-"""Encodings of floats, and the types that they narrow them to."""
+NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}  # encodings of floats, and their types
 
 WIDE: dict[str, tuple[str, ...]] = {
     "bfloat16": ("float32",),
@@ -92,10 +91,7 @@ def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
 
 
 def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
-    """The tensor that `meta` describes, as an array over an object's bytes; a narrowed one is copied to be widened.
-
-    bfloat16 and float8 are arrays of their bits.
-    """
+    """What `meta` describes over an object's bytes, copied to be widened; bfloat16 and float8 are their bits."""
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]

@@ -34,8 +34,7 @@ class RepeatedErrors:
             log.error("failed, going on", doing=what, exc_info=error, times=times, **about)
 
 
-PAUSE_S = 0.2
-"""Seconds before work that has failed is repeated."""
+PAUSE_S = 0.2  # seconds before work that has failed is repeated
 
 
 class Supervisor:

@@ -9,8 +9,7 @@ from math import inf
 from threading import Condition, Lock, Thread, current_thread
 from typing import Protocol
 
-SPARE_S = 10.0
-"""Seconds for which a thread without a session waits for the next: starting one delays a pull by a third of a ms."""
+SPARE_S = 10.0  # seconds for which an idle thread waits for a session: starting one delays a pull by a third of a ms
 
 
 class Stepwise(Protocol):

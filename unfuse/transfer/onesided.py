@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
-from unfuse.transfer.base import Link, TransferEngine
+from unfuse.transfer.base import Link
 from unfuse.transfer.owner_messages import Got
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, send
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine, read, send
 
-PIECE = 16 * 1024 * 1024
-"""Bytes read between two reports."""
+PIECE = 16 * 1024 * 1024  # bytes read between two reports
 
 
 class About(msgspec.Struct, frozen=True):
@@ -26,11 +25,10 @@ class About(msgspec.Struct, frozen=True):
     base: int
 
 
-class OneSidedEngine(TransferEngine):
+class OneSidedEngine(OwnerEngine):
     """Agrees over TCP on what may be read; a library then moves the bytes between memory that both ends registered."""
 
     enforces_refs = False
-    _owner: Owner | None = None
 
     @abstractmethod
     def publish(self) -> bytes:
@@ -45,17 +43,12 @@ class OneSidedEngine(TransferEngine):
         arena.fill()
         self.register(arena.view)
         about = msgspec.msgpack.encode(About(self.publish(), arena.view.ctypes.data))
-        self._owner = Owner(arena, self.options, lambda peer, *_: read(peer), about)
-        return self._owner.address
+        self.owner = Owner(arena, self.options, lambda peer, *_: read(peer), about)
+        return self.owner.address
 
     @override
     def connect(self, address: str) -> Link:
         return _OneSidedLink(address, self)
-
-    @override
-    def close(self) -> None:
-        if self._owner:
-            self._owner.close()
 
 
 class _OneSidedLink(ChannelLink):

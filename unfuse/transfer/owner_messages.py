@@ -10,8 +10,7 @@ from unfuse.arena.protocol import Lost, Shown, Written
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import chunk_bytes
 
-MAX_MESSAGE = 16 * 1024
-"""The most bytes of a message."""
+MAX_MESSAGE = 16 * 1024  # the most bytes of a message
 
 
 class Pull(Shown, frozen=True, tag=True):

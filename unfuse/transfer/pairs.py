@@ -21,19 +21,17 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
-from unfuse.transfer.base import Link, Pairs, TransferEngine, TransferOptions
+from unfuse.transfer.base import Link, Pairs, TransferOptions
 from unfuse.transfer.owner_messages import Pull
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, write
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine, read, write
 
-PIECE = 4 * 1024 * 1024
-"""Bytes that are moved at a time: so many must come within the seconds after which a peer counts as gone."""
+PIECE = 4 * 1024 * 1024  # bytes moved at a time: so many must come within the seconds after which a peer counts as gone
 
 
-class PairsEngine(TransferEngine):
+class PairsEngine(OwnerEngine):
     """Each connection's pair is made for its first pull, and ends with it."""
 
     enforces_refs = False
-    _owner: Owner | None = None
     _pairs: Pairs
     _memory: NDArray[np.uint8]
 
@@ -51,17 +49,12 @@ class PairsEngine(TransferEngine):
 
     @override
     def serve(self, arena: Arena) -> str:
-        self._owner = Owner(arena, self.options, self._send)
-        return self._owner.address
+        self.owner = Owner(arena, self.options, self._send)
+        return self.owner.address
 
     @override
     def connect(self, address: str) -> Link:
         return _PairsLink(address, self)
-
-    @override
-    def close(self) -> None:
-        if self._owner:
-            self._owner.close()
 
     def receive(self, connection: Connection, address: str, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         """Fill `into`, a part of the registered memory, over a connection to an owner; yields how many bytes came."""

@@ -63,10 +63,8 @@ SESSION_MOVES: dict[State, frozenset[State]] = {
 
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-MAX_PULL = 64 * 1024 * 1024
-"""The most bytes of one pull (or one chunk, if that is larger); then the thread serves other sessions."""
-LOOK_AGAIN_S = 0.01
-"""Seconds between two looks of a session that waits for room, or for its object to be written."""
+MAX_PULL = 64 * 1024 * 1024  # the most bytes of one pull (or one larger chunk); then the thread serves other sessions
+LOOK_AGAIN_S = 0.01  # seconds between two looks of a session that waits for room, or for its object to be written
 
 Peers = Callable[[str], Mapping[str, str]]
 """Returns an owner's engines with their addresses, {"tcp": "tcp://…"}, as far as they are known now."""
@@ -94,8 +92,7 @@ class Session:
         self._failures = 0
         self._trouble_since: float | None = None
         self._cancelled = False
-        self.over: Future[None] = Future()
-        """Done when the transfer has ended; it cannot be cancelled."""
+        self.over: Future[None] = Future()  # done when the transfer has ended; it cannot be cancelled
         self.over.set_running_or_notify_cancel()
 
     @property
@@ -358,8 +355,7 @@ class Transfers:
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._options = options
         self._links = Links(engines, peers, options)
-        self.counters = self._links.counters
-        """How much each engine has brought."""
+        self.counters = self._links.counters  # how much each engine has brought
         self._movers = Movers(options.threads)
 
     def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0, kept: tuple[int, ...] = ()) -> Session:

@@ -12,34 +12,25 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
-from unfuse.transfer.base import TransferEngine
 from unfuse.transfer.owner_messages import Pull
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine
 
-PIECE = 256 * 1024
-"""Bytes received between two reports."""
+PIECE = 256 * 1024  # bytes received between two reports
 
 
-class TcpEngine(TransferEngine):
+class TcpEngine(OwnerEngine):
     """One owner and any number of links."""
 
     name = "tcp"
 
-    _owner: Owner | None = None
-
     @override
     def serve(self, arena: Arena) -> str:
-        self._owner = Owner(arena, self.options, partial(_send, arena.view), sends=True)
-        return self._owner.address
+        self.owner = Owner(arena, self.options, partial(_send, arena.view), sends=True)
+        return self.owner.address
 
     @override
     def connect(self, address: str) -> TcpLink:
         return TcpLink(address, self.options)
-
-    @override
-    def close(self) -> None:
-        if self._owner:
-            self._owner.close()
 
 
 class TcpLink(ChannelLink):

@@ -26,14 +26,12 @@ from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.framing import frame, read_message
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer import owner_messages
-from unfuse.transfer.base import TransferOptions
+from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.transfer.connection_pool import OwnerConnection, PooledLink
 
 NONCE = 32
-MAX_PEERS = 1024
-"""The most connections of an owner."""
-MAX_STRANGERS = 64
-"""The most connections that have not proved the secret yet; above that, the oldest of them is closed."""
+MAX_PEERS = 1024  # the most connections of an owner
+MAX_STRANGERS = 64  # the most connections that have not proved the secret yet; above that, the oldest of them is closed
 
 Reply = TypeVar("Reply")
 Deliver = Callable[[socket.socket, Extent, owner_messages.Pull], object]
@@ -136,6 +134,17 @@ class Owner:
             self._arena.unhold(pull.id)
 
 
+class OwnerEngine(TransferEngine):
+    """An engine whose `owner` agrees over TCP on what may be read."""
+
+    owner: Owner | None = None
+
+    @override
+    def close(self) -> None:
+        if self.owner:
+            self.owner.close()
+
+
 class Connection(OwnerConnection):
     """A reader's end. Raises OSError or ProtocolError if there is no owner at the address, or not one of ours."""
 
@@ -210,10 +219,7 @@ class ChannelLink(PooledLink[Connection]):
 
 
 def prepare(connection: socket.socket, patience: float) -> None:
-    """Make a socket fail after `patience` seconds without a byte, and send small messages at once.
-
-    It stays blocking, as MSG_WAITALL needs.
-    """
+    """Fail after `patience` silent seconds, send small messages at once; block still, as MSG_WAITALL needs."""
     connection.settimeout(None)
     limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

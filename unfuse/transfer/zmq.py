@@ -23,12 +23,9 @@ from unfuse.transfer.connection_pool import OwnerConnection, PooledLink, Reply
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-PIECE = 1024 * 1024
-"""The most bytes of an object in one message; a pull takes several."""
-IN_FLIGHT = 4
-"""How many pieces are requested ahead."""
-MAX_UNSENT = 64
-"""The most messages that wait for one reader; more are dropped, since it does not read what it asks for."""
+PIECE = 1024 * 1024  # the most bytes of an object in one message; a pull takes several
+IN_FLIGHT = 4  # how many pieces are requested ahead
+MAX_UNSENT = 64  # the most messages that wait for one reader; more are dropped, since it does not read what it asks for
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 LOOK_UP_MS = 100
 

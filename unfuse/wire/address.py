@@ -16,16 +16,12 @@ from unfuse.core.errors import ConfigError, UsageError
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import MAX_PATH, open_run_folder
 
-OUTSIDE = "192.0.2.1"
-"""A documentation address (RFC 5737), which is outside of every real network."""
-
-HIGH_WATER = 1000
-"""The most messages that wait in one direction of one connection."""
+OUTSIDE = "192.0.2.1"  # a documentation address (RFC 5737), which is outside of every real network
+HIGH_WATER = 1000  # the most messages that wait in one direction of one connection
 
 UNIX = "unix:"
 
-INSECURE: Final = "insecure"
-"""Trust everyone who can reach an address."""
+INSECURE: Final = "insecure"  # trust everyone who can reach an address
 
 Trust = Keys | Literal["insecure"] | None
 """Who is trusted over TCP: who holds the keys, everyone, or nobody. A unix socket is trusted because of its folder."""

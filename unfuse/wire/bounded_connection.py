@@ -13,11 +13,8 @@ from unfuse.core.codec import MAX_BYTES
 from unfuse.core.token_bucket import TokenBucket
 from unfuse.wire.frames import COMMAND, MORE, READY, FrameReader, Unwelcome
 
-OVERHEAD = 64
-"""Bytes that encryption may add to a frame; it adds 33."""
-
-LINGER_S = 5.0
-"""Seconds to send the rest to one side after the other has disconnected."""
+OVERHEAD = 64  # bytes that encryption may add to a frame; it adds 33
+LINGER_S = 5.0  # seconds to send the rest to one side after the other has disconnected
 
 
 class Bounds(msgspec.Struct, frozen=True):

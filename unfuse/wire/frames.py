@@ -9,8 +9,7 @@ VERSION_AT, OLDEST = 10, 3
 SIGNATURE_FIRST, SIGNATURE_LAST_AT, SIGNATURE_LAST = 0xFF, 9, 0x7F
 
 MORE, LONG, COMMAND = 1, 2, 4
-READY = b"\x05READY"
-"""The beginning of the command that ends a handshake."""
+READY = b"\x05READY"  # the beginning of the command that ends a handshake
 
 
 class Unwelcome(Exception):

@@ -17,8 +17,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.log_throttle import LogThrottle
 from unfuse.wire.mailbox import Mailbox
 
-SIDES = ("scheduler", "worker")
-"""The two sides. Each has a file with its own secret key and the other side's public key."""
+SIDES = ("scheduler", "worker")  # each has a file with its own secret key and the other side's public key
 
 Z85_CHARS = 40
 
@@ -70,10 +69,7 @@ def new() -> dict[str, str]:
 
 
 def make(folder: Path) -> None:
-    """Write a new pair of keys for each side into a folder that only its owner may read.
-
-    Raises ConfigError if the folder has keys already.
-    """
+    """Write new pairs of keys into a folder that only its owner may read. Raises ConfigError if it has keys already."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)

@@ -20,17 +20,10 @@ from unfuse.wire.address import unix_path
 from unfuse.wire.bounded_connection import BoundedConnection, Bounds, Owner, Side
 from unfuse.wire.unix_socket import BACKLOG, leave, listening
 
-AT_ONCE = 16
-"""The most connections accepted in one turn of the event loop."""
-
-PAUSE_S = 0.1
-"""Seconds without accepting after it was too fast, or failed."""
-
-FILES = 3
-"""File descriptors of one connection: two here, one in ZMQ."""
-
-CREDENTIALS = struct.Struct("3i")
-"""The kernel's record about a peer of a unix socket: process, user, group."""
+AT_ONCE = 16  # the most connections accepted in one turn of the event loop
+PAUSE_S = 0.1  # seconds without accepting after it was too fast, or failed
+FILES = 3  # file descriptors of one connection: two here, one in ZMQ
+CREDENTIALS = struct.Struct("3i")  # the kernel's record about a peer of a unix socket: process, user, group
 
 log = structlog.get_logger(__name__)
 

@@ -9,8 +9,7 @@ import zmq
 
 from unfuse.supervision.supervisor import Supervisor
 
-PAUSE_S = 0.2
-"""Seconds before a socket that could not be read is read again."""
+PAUSE_S = 0.2  # seconds before a socket that could not be read is read again
 
 
 class Mailbox:

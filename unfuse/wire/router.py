@@ -23,14 +23,9 @@ from unfuse.wire.listener import BoundedListener, listen
 from unfuse.wire.mailbox import Mailbox
 from unfuse.wire.unix_socket import private_socket
 
-MAX_PENDING = 64
-"""The most unanswered messages of one worker; further ones are refused."""
-
-MAX_NUMBER = 16
-"""The most bytes of a message's number, which the answer repeats."""
-
-BACKLOG = 1024
-"""The most connections from the listener that wait to be accepted: more than it lets wait itself."""
+MAX_PENDING = 64  # the most unanswered messages of one worker; further ones are refused
+MAX_NUMBER = 16  # the most bytes of a message's number, which the answer repeats
+BACKLOG = 1024  # the most connections from the listener that wait to be accepted: more than it lets wait itself
 
 Answer = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
 Undelivered = Callable[[bytes, ToWorker], Awaitable[None]]
@@ -50,12 +45,7 @@ class Router:
     """
 
     def __init__(
-        self,
-        address: str,
-        answer: Answer,
-        undelivered: Undelivered,
-        trust: Trust = None,
-        folder: Path | None = None,
+        self, address: str, answer: Answer, undelivered: Undelivered, trust: Trust = None, folder: Path | None = None
     ) -> None:
         keys = keys_for(address, trust)
         self._answer, self._undelivered = answer, undelivered

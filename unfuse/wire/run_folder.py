@@ -10,21 +10,13 @@ from pathlib import Path
 
 from unfuse.core.errors import ConfigError
 
-MAX_PATH = 100
-"""The most bytes of a socket's path; the kernel allows 107."""
-
-ROOM_FOR_NAMES = 32
-"""How many of these bytes are for the separator and the name of a socket."""
-
-MACHINE = "machine"
-"""The name of the file with this machine's id."""
+MAX_PATH = 100  # the most bytes of a socket's path; the kernel allows 107
+ROOM_FOR_NAMES = 32  # how many of these bytes are for the separator and the name of a socket
+MACHINE = "machine"  # the name of the file with this machine's id
 
 
 def open_run_folder(path: str | Path) -> Path:
-    """Make the folder if it is missing, and return its path.
-
-    Raises ConfigError if its path is too long, or another user could enter it.
-    """
+    """Make the folder if missing; return it. Raises ConfigError if its path is too long, or others could enter it."""
     folder = Path(path).expanduser().absolute()
     if len(os.fsencode(folder)) > MAX_PATH - ROOM_FOR_NAMES:
         raise ConfigError(

@@ -8,14 +8,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from statistics import median
 
-GAIN = 0.95
-"""A larger batch pays off if a task takes at most this share of its time in the smaller one."""
-
-SAMPLES = 5
-"""How many forwards of a size are remembered, the latest."""
-
-CHANGED = 1.5
-"""A forward that takes so many times what is usual for its size, or a part of it so small, may mean another load."""
+GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
+SAMPLES = 5  # how many forwards of a size are remembered, the latest
+CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
 
 RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
 """A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
@@ -32,8 +27,7 @@ class _Key:
     most: int
     taken: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
     """By batch size: `spent` after a forward, and the seconds that it took for each task."""
-    spent: float = 0.0
-    """Seconds of all forwards."""
+    spent: float = 0.0  # seconds of all forwards
     odd: dict[int, int] = field(default_factory=dict)
     """The sizes whose last forward took much longer than usual (1), or much shorter (-1)."""
 
@@ -106,9 +100,7 @@ class BatchSizes:
         self._of(key).add(size, seconds / size)
 
     def too_large(self, key: Hashable, size: int) -> None:
-        """Learn that there can be no batch of this size, for want of memory or because mates change bytes: from now on
-        use at most half of it.
-        """
+        """No batch of this size, for want of memory or because mates change bytes: halve it from now on."""
         found = self._of(key)
         found.most = max(1, min(found.most, size // 2))
 

@@ -16,8 +16,7 @@ from unfuse.worker.exactness import Exactness, culprit, difference
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.turn import Job
 
-LARGEST = 256
-"""How many tasks share a forward at most, of stages that have all together."""
+LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
 
 
 class Batches:

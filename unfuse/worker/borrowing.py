@@ -19,11 +19,8 @@ from unfuse.stages.adapters import MAX_BYTES, Loras
 from unfuse.stages.specs import ADAPTED
 from unfuse.worker.link import Link
 
-KEPT_BYTES = 32 << 30
-"""How much a machine keeps; what was used longest ago goes first."""
-
-LEFT_S = 3600.0
-"""After so long what nobody has written to is what a process left that was killed."""
+KEPT_BYTES = 32 << 30  # how much a machine keeps; what was used longest ago goes first
+LEFT_S = 3600.0  # after so long what nobody has written to is what a process left that was killed
 
 log = structlog.get_logger(__name__)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
-OVER_S = 15.0
-"""Seconds over which the share is a mean; what lies longer back counts ever less."""
+OVER_S = 15.0  # seconds over which the share is a mean; what lies longer back counts ever less
 
 
 class BusyShare:

@@ -14,14 +14,9 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.stages.base import Checkpoint, Tensors
 
-FAILS_S = 4 * 3600.0
-"""The mean seconds between two failures of a worker that `auto` assumes, as for a machine that may be taken away."""
-
-UNKNOWN_S = 0.05
-"""The seconds that saving is assumed to take before the first time."""
-
-VALUES = "unfuse.values"
-"""The tensor that holds a checkpoint's plain values, as bytes."""
+FAILS_S = 4 * 3600.0  # the mean seconds between two failures of a worker that `auto` assumes: it may be taken away
+UNKNOWN_S = 0.05  # the seconds that saving is assumed to take before the first time
+VALUES = "unfuse.values"  # the tensor that holds a checkpoint's plain values, as bytes
 
 SPOKEN = re.compile(r"(?P<steps>[1-9]\d*)|(?P<seconds>\d+(\.\d+)?)s|auto|none")
 
@@ -38,8 +33,7 @@ class Policy:
     steps: int = 0
     seconds: float = 0.0
     auto: bool = False
-    cost_s: float = field(default=UNKNOWN_S, init=False)
-    """The measured seconds that saving takes, smoothed."""
+    cost_s: float = field(default=UNKNOWN_S, init=False)  # the measured seconds that saving takes, smoothed
 
     @classmethod
     def parse(cls, text: str) -> Policy:

@@ -36,22 +36,8 @@ from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
+from unfuse.worker import compute_messages as messages
 from unfuse.worker.checkpoints import Policy
-from unfuse.worker.compute_messages import (
-    Arrived,
-    Cancel,
-    ComputeChannel,
-    DeviceHeld,
-    ForPairs,
-    FromCompute,
-    Load,
-    Loaded,
-    LoadFailed,
-    Loading,
-    Ready,
-    Run,
-    Turn,
-)
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.options import KEPT_LORAS
 from unfuse.worker.pairs import PairServer
@@ -68,21 +54,21 @@ def compute(descriptor: int) -> None:
     write_records(sys.stderr)
     connection = socket.socket(fileno=descriptor)
     Path("/proc/self/comm").write_text(f"compute {peer_of(connection)[0]}")  # lists of processes show of which worker
-    channel = ComputeChannel(connection)
+    channel = messages.ComputeChannel(connection)
     try:
         load = channel.receive()
     except EOFError:
         return
-    if not isinstance(load, Load):
+    if not isinstance(load, messages.Load):
         raise SystemExit("the first message must be Load")
-    inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
         load = _settled(load)
         group = _meet(load)
         device, outcome, stages, plain = _load(load, channel, group)
     except (UnfuseError, OSError, ValueError) as error:
-        channel.send(LoadFailed(str(error)))
+        channel.send(messages.LoadFailed(str(error)))
         return
     places = load.places
     store = TensorStore.create(
@@ -94,7 +80,7 @@ def compute(descriptor: int) -> None:
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     send = telling(channel.send, device)
-    send(Ready(_name(device), outcome, brought))
+    send(messages.Ready(_name(device), outcome, brought))
     StepLoop(
         stages, store, open_results(places.results, places.mark), inbox, send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
@@ -102,21 +88,21 @@ def compute(descriptor: int) -> None:
     ).run()  # fmt: skip
 
 
-def telling(send: Callable[[FromCompute], None], device: str) -> Callable[[FromCompute], None]:
+def telling(send: Callable[[messages.FromCompute], None], device: str) -> Callable[[messages.FromCompute], None]:
     """The same, which on a GPU also tells what is held there, at first and whenever a task ends."""
     if device.startswith("cpu"):
         return send
     from unfuse.parallel.devices import held
 
-    def sending(message: FromCompute) -> None:
+    def sending(message: messages.FromCompute) -> None:
         send(message)
-        if isinstance(message, Ready | Done | Failed):
-            send(DeviceHeld(held(device)))
+        if isinstance(message, messages.Ready | Done | Failed):
+            send(messages.DeviceHeld(held(device)))
 
     return sending
 
 
-def _settled(load: Load) -> Load:
+def _settled(load: messages.Load) -> messages.Load:
     """With `--batching auto` decided by what is served."""
     if load.compute.batching != "auto":
         return load
@@ -124,7 +110,7 @@ def _settled(load: Load) -> Load:
     return replace(load, compute=replace(load.compute, batching="exact" if apart else "batched"))
 
 
-def _exactness(load: Load, outcome: Mapping[str, str]) -> Exactness | None:
+def _exactness(load: messages.Load, outcome: Mapping[str, str]) -> Exactness | None:
     """What is known of batches here, where every request has to get the bytes that it has alone."""
     if load.compute.batching != "exact":
         return None
@@ -138,7 +124,11 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), "")
 
 
-def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn], load: Load) -> None:
+def _listen(
+    channel: messages.ComputeChannel,
+    inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn],
+    load: messages.Load,
+) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
@@ -146,15 +136,15 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Arrived | Ca
             message = channel.receive()
         except (EOFError, OSError):
             os._exit(0)
-        if isinstance(message, Load):
+        if isinstance(message, messages.Load):
             raise PermanentError("a compute process can load only once")
-        if isinstance(message, ForPairs):
+        if isinstance(message, messages.ForPairs):
             pairs.take(message)
         else:
             inbox.put(message)
 
 
-def _pairs(load: Load) -> Pairs:
+def _pairs(load: messages.Load) -> Pairs:
     """What moves bytes between the worker's arena and other workers'."""
     from unfuse.parallel.pairs import TorchPairs
 
@@ -162,7 +152,7 @@ def _pairs(load: Load) -> Pairs:
     return TorchPairs(arena.memory, _device(load, with_torch=True))
 
 
-def _meet(load: Load) -> Group | None:
+def _meet(load: messages.Load) -> Group | None:
     """The ranks of the worker, if there are several."""
     if load.ranks == 1:
         return None
@@ -181,7 +171,7 @@ def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[st
 
 
 def _load(
-    load: Load, channel: ComputeChannel, group: Group | None
+    load: messages.Load, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, SteppedStage[Any]], set[str]]:
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
@@ -219,7 +209,9 @@ def _load(
 class LoadProgress:
     """Reports what is being loaded, and how many bytes of all that these stages need are loaded."""
 
-    def __init__(self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[Loading | Loaded], None]) -> None:
+    def __init__(
+        self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[messages.Loading | messages.Loaded], None]
+    ) -> None:
         places = {(folder, name): files_of(folder).at(name) for spec, folder in stages for name in spec.components}
         self._left = {key: _size(key[0] / at) for key, at in places.items()}
         self._total, self._tell = sum(self._left.values()), tell
@@ -228,12 +220,12 @@ class LoadProgress:
     def begin(self, model: str, stage: StageSpec, folder: Path) -> None:
         """Report that this stage is loaded next."""
         self._folder = folder
-        self._tell(Loading(model, stage.name, self._total - sum(self._left.values()), self._total))
+        self._tell(messages.Loading(model, stage.name, self._total - sum(self._left.values()), self._total))
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
         """Report that a component of that stage is loaded, in these seconds, with `size` bytes of memory."""
         self._left.pop((self._folder, component), None)
-        self._tell(Loaded(component, seconds, size, self._total - sum(self._left.values()), self._total))
+        self._tell(messages.Loaded(component, seconds, size, self._total - sum(self._left.values()), self._total))
 
 
 def _size(folder: Path) -> int:
@@ -243,7 +235,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 
-def _device(load: Load, with_torch: bool) -> str:
+def _device(load: messages.Load, with_torch: bool) -> str:
     """Where it computes. Raises ConfigError for what is not there: a device, or one for each rank."""
     named = load.compute.device
     if not with_torch:
@@ -261,7 +253,7 @@ def _device(load: Load, with_torch: bool) -> str:
     return best[0].partition(":")[0] if load.ranks == 1 else best[0]
 
 
-def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str, str]:
+def outcome_of(load: messages.Load, device: str, libraries: Collection[str]) -> dict[str, str]:
     """What the bytes of results depend on: settings, versions of libraries, and the device."""
     options = load.compute
     settings = options.outcome | {"guidance-halves": "fused" if options.fused else "apart"}

@@ -76,10 +76,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Drop a task at its next step. The answer is Stopped, unless the task has ended already.
-
-    With `save`, its state is saved first, which StateSaved reports.
-    """
+    """Drop a task at its next step, with `save` after StateSaved. The answer is Stopped, unless it has ended."""
 
     claim: Claim
     save: bool = False

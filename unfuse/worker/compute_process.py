@@ -14,33 +14,18 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.compute_messages import (
-    FromCompute,
-    Load,
-    Loaded,
-    LoadFailed,
-    Loading,
-    ParentChannel,
-    Ready,
-    ToCompute,
-)
+from unfuse.worker import compute_messages as messages
 from unfuse.worker.processes import Child, begin
 from unfuse.worker.records import read_record, relog
 
-LOG_CHARS = 4000
-"""The number of last characters of a process's standard error that are kept as evidence."""
-
-MAX_LINE = 1 << 16
-"""The most bytes of a line of its standard error; a longer one is cut."""
-
-LOG_END_S = 1.0
-"""Seconds to wait for the rest of a dead process's standard error, which its own children may hold open."""
+LOG_CHARS = 4000  # the number of last characters of a process's standard error that are kept as evidence
+MAX_LINE = 1 << 16  # the most bytes of a line of its standard error; a longer one is cut
+LOG_END_S = 1.0  # seconds to wait for the rest of a dead process's standard error, which its own children may hold open
 
 log = structlog.get_logger(__name__)
 
@@ -48,29 +33,23 @@ log = structlog.get_logger(__name__)
 class ComputeProcess:
     """A compute process; `start` may be called again when it has died."""
 
-    def __init__(self, load: Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
+    def __init__(self, load: messages.Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
         self.load, self._background, self._fork_server = load, background, fork_server
         self._child: Child | None = None
-        self._channel: ParentChannel | None = None
+        self._channel: messages.ParentChannel | None = None
         self._logging: asyncio.Task[None] | None = None
         self._halted_s = 0.0
-        self.load_s = 0.0
-        """Seconds that it took to load."""
-        self.killed_for = ""
-        """Why it was killed, if it was killed on purpose."""
-        self.log = ""
-        """The end of what it wrote to its standard error."""
+        self.load_s = 0.0  # seconds that it took to load
+        self.killed_for = ""  # why it was killed, if it was killed on purpose
+        self.log = ""  # the end of what it wrote to its standard error
 
     @property
     def pid(self) -> int | None:
         """Its process id; None before the first start."""
         return self._child.pid if self._child else None
 
-    async def start(self, rendezvous: str = "") -> Ready:
-        """Start the process and have it load; ranks meet in that file, each is started in a task of its own.
-
-        Raises ConfigError if it cannot.
-        """
+    async def start(self, rendezvous: str = "") -> messages.Ready:
+        """Start the process and have it load, in a task of its own; ranks meet in that file. Raises ConfigError."""
         if self._channel:
             self._channel.close()
         if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
@@ -78,7 +57,7 @@ class ComputeProcess:
         log.info("importing")
         environment = os.environ | compute_environment(self.load.compute.threads)
         begun = await begin(environment, self._fork_server)
-        self._child, self._channel = begun.child, await ParentChannel.open(begun.channel)
+        self._child, self._channel = begun.child, await messages.ParentChannel.open(begun.channel)
         self.killed_for, self.log, self._halted_s = "", "", 0.0
         self._logging = asyncio.create_task(self._keep_log(begun.log))
         await self._channel.send(msgspec.structs.replace(self.load, rendezvous=rendezvous))
@@ -89,23 +68,23 @@ class ComputeProcess:
             except EOFError:
                 raise ConfigError(f"the compute process ended while loading ({await self.last_words()})") from None
             match message:
-                case Loading():
-                    log.info("loading", **asdict(message))
-                case Loaded():
-                    log.info("loaded", **asdict(message))
-                case LoadFailed():
+                case messages.Loading():
+                    log.info("loading", **msgspec.structs.asdict(message))
+                case messages.Loaded():
+                    log.info("loaded", **msgspec.structs.asdict(message))
+                case messages.LoadFailed():
                     await self._child.wait()
                     raise ConfigError(message.message)
-                case Ready():
+                case messages.Ready():
                     self.load_s = time.monotonic() - began
                     return message
 
-    async def send(self, message: ToCompute) -> None:
+    async def send(self, message: messages.ToCompute) -> None:
         """Send a message. Raises nothing if the process is gone: `receive` notices it."""
         if self._channel:
             await self._channel.send(message)
 
-    async def receive(self) -> FromCompute:
+    async def receive(self) -> messages.FromCompute:
         """The next message. Raises EOFError if the process is gone, ProtocolError for what is not a message."""
         if not self._channel:
             raise EOFError

@@ -22,8 +22,7 @@ from unfuse.transfer.sinks import ArenaSink
 from unfuse.worker.passing import Passing
 from unfuse.worker.unwritten import Unwritten
 
-MOST_LOOKED_AT = 64
-"""How many owners at a time are tested for whether their memory can be mapped."""
+MOST_LOOKED_AT = 64  # how many owners at a time are tested for whether their memory can be mapped
 
 KEPT_S, NEXT_S = 30.0, 2.0
 """Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, or whose inputs

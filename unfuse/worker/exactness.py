@@ -15,14 +15,9 @@ import structlog
 
 from unfuse.stages.base import Media, SteppedStage
 
-TRUSTED = 3
-"""How many comparisons have to find no difference before batches of a size are no longer compared each time."""
-
-CHECKED_AGAIN = 512
-"""Of so many batches of a trusted size, one is compared again on average: rounding may hide a difference for long."""
-
-MOST = 4096
-"""The most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys."""
+TRUSTED = 3  # how many comparisons have to find no difference before batches of a size are no longer compared each time
+CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
+MOST = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
 
 Key = tuple[Hashable, ...]
 

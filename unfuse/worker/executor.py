@@ -45,16 +45,12 @@ from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.pairs import ComputePairs
 from unfuse.worker.passing import Passing
 
-RESTART_S = 1.0
-"""Seconds before a restart that failed is tried again."""
+RESTART_S = 1.0  # seconds before a restart that failed is tried again
 
 SWAPPED = "another set of weights is loaded in its place"
 
-TRIED = 3
-"""So many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again."""
-
-WATCH_S = 0.5
-"""Seconds between two checks of compute processes that have tasks."""
+TRIED = 3  # so many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again
+WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
 log = structlog.get_logger(__name__)
 
@@ -91,20 +87,16 @@ class Executor:
         self._heard_at = 0.0
         self._watching: asyncio.Task[None] | None = None
         self.ready = False
-        self.shares: dict[str, Sharing] = {}
-        """How requests share forwards, by pool, as far as that is known."""
-        self.texts: TextLoad | None = None
-        """What the first process has of texts, if it serves a language model."""
+        self.shares: dict[str, Sharing] = {}  # how requests share forwards, by pool, as far as that is known
+        self.texts: TextLoad | None = None  # what the first process has of texts, if it serves a language model
         self.busy = BusyShare()
         self._held = 0
-        self.retracted = 0
-        """How often a text gave up its keys and values; whoever tells of it takes it off."""
+        self.retracted = 0  # how often a text gave up its keys and values; whoever tells of it takes it off
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._before: list[Load] = []
         self._spent: dict[ComputeProcess, Spent] = {}
-        self.pairs = ComputePairs(self._send_first)
-        """Moves bytes of the arena, in the first process."""
+        self.pairs = ComputePairs(self._send_first)  # moves bytes of the arena, in the first process
         self.passing = Passing(buffer if len(loads) == 1 else 0, self._send_first)
         """Passes on inputs that are longer than the `buffer`; where several processes need them, they come whole."""
 

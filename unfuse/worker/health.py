@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager, suppress
 
 from unfuse.core.errors import ConfigError
 
-HEAD_BYTES, HEAD_S, AT_ONCE = 4096, 5.0, 16
-"""Bounds of a call: bytes of its head, seconds to send it, and calls at one time."""
+HEAD_BYTES, HEAD_S, AT_ONCE = 4096, 5.0, 16  # bounds: bytes of a call's head, seconds to send it, calls at one time
 
 WORDS = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
 

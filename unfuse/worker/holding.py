@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from unfuse.core.messages import Ask
 from unfuse.core.task import Claim, Lease
 
-WAIT_S = 20.0
-"""Seconds that an Ask waits at the scheduler for tasks."""
-
-WITHDRAW = Ask(0, 0, 0.0)
-"""An Ask for nothing: it replaces an Ask that waits at the scheduler."""
+WAIT_S = 20.0  # seconds that an Ask waits at the scheduler for tasks
+WITHDRAW = Ask(0, 0, 0.0)  # an Ask for nothing: it replaces an Ask that waits at the scheduler
 
 
 class Holding:

@@ -12,17 +12,10 @@ from unfuse.core.messages import Ask, Beat, Hello, Places, Stranger, ToScheduler
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
 
-ANSWER_S = 10.0
-"""Seconds, beside those that the message asks to wait, after which a scheduler without an answer counts as gone."""
-
-BEAT_S = 3.0
-"""Seconds after which a heartbeat without an answer counts as missed."""
-
-MISSES = 2
-"""The number of missed heartbeats in a row after which the scheduler counts as gone."""
-
-RETRY_S, RETRY_MOST_S = 0.1, 2.0
-"""The pause, in seconds, after all schedulers failed: it grows from the first number to the second."""
+ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a silent scheduler counts as gone
+BEAT_S = 3.0  # seconds after which a heartbeat without an answer counts as missed
+MISSES = 2  # the number of missed heartbeats in a row after which the scheduler counts as gone
+RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers failed: the first, and the longest
 
 NOTHING = Welcome((), Places(""), 0.0, 0.0)
 
@@ -46,8 +39,7 @@ class Link:
         self._lock = asyncio.Lock()
         self._tried = 0
         self._missed = 0
-        self.heard = 0
-        """How many answers have come, from all schedulers."""
+        self.heard = 0  # how many answers have come, from all schedulers
 
     @property
     def connected(self) -> bool:

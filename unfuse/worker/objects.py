@@ -25,8 +25,7 @@ class DurableCopies:
 
     def __init__(self, store: TensorStore, places: Places) -> None:
         self._store, self._kinds = store, frozenset(places.saved)
-        self.wanted = places.durable != "none"
-        """Whether there is a store for copies."""
+        self.wanted = places.durable != "none"  # whether there is a store for copies
         self._writing: set[asyncio.Task[None]] = set()
 
     def begin(self, ref: ObjectRef, kind: str) -> bool:

@@ -10,12 +10,8 @@ from unfuse.core.compute import ComputeOptions, Hold
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
 
-EXACTNESS = "exactness.json"
-"""The file, in the data folder, with what batches were found exact."""
-
-
-KEPT_LORAS = "loras"
-"""The folder, in the data folder, with adapters that came from another machine."""
+EXACTNESS = "exactness.json"  # the file, in the data folder, with what batches were found exact
+KEPT_LORAS = "loras"  # the folder, in the data folder, with adapters that came from another machine
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from unfuse.worker.objects import Objects
 
 TICK_S = 1.0
 
-SILENT_BEATS = 3
-"""How many beats without an answer mean that no scheduler is there to wait for."""
+SILENT_BEATS = 3  # how many beats without an answer mean that no scheduler is there to wait for
 
 log = structlog.get_logger(__name__)
 

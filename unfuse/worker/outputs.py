@@ -19,8 +19,7 @@ from unfuse.worker.turn import Job
 
 log = structlog.get_logger(__name__)
 
-ROOM_S = 2.0
-"""Seconds that an output waits for room in a full arena. Readers may free some; meanwhile nothing runs here."""
+ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
 
 
 def announce(
@@ -81,6 +80,4 @@ def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[Resul
     first = task.params.get("index") or 0
     if not isinstance(first, int):
         raise PermanentError(f"stage {task.stage} was given the picture index {first!r}")
-    return tuple(
-        results.put(task.request, first + offset, one.content_type, one.data) for offset, one in enumerate(media)
-    )
+    return tuple(results.put(task.request, at, one.content_type, one.data) for at, one in enumerate(media, first))

@@ -15,11 +15,8 @@ from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 
-MOST = 64
-"""Inputs that pass at one time."""
-
-LOOK_AGAIN_S = 0.01
-"""Seconds between two looks for room."""
+MOST = 64  # inputs that pass at one time
+LOOK_AGAIN_S = 0.01  # seconds between two looks for room
 
 
 class Passing:

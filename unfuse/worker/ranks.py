@@ -13,12 +13,8 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.messages import Failed, Spent
 from unfuse.worker.compute_messages import RankSpent, Turn, Waits
 
-Verdict = Failed | Waits | int
-"""Whether a rank can begin a task: the step at which it did, or why it did not."""
-
-
-TELL_S = 0.1
-"""The least seconds between two times that a rank says what it has spent."""
+Verdict = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
+TELL_S = 0.1  # the least seconds between two times that a rank says what it has spent
 
 
 class Exchange(Protocol):
@@ -39,8 +35,7 @@ class Exchange(Protocol):
 class Ranks:
     """The only rank of a worker."""
 
-    leads = True
-    """Whether this one decides the turns, stores what is made, and reports."""
+    leads = True  # whether this one decides the turns, stores what is made, and reports
 
     @property
     def exchange_s(self) -> float:

@@ -10,8 +10,7 @@ import structlog
 
 LEVELS = {name.lower(): level for name, level in logging.getLevelNamesMapping().items() if level}
 
-Record = dict[str, Any]
-"""One log line: `event`, `level` by name, `timestamp`, and the fields that were logged with it."""
+Record = dict[str, Any]  # one log line: `event`, `level` by name, `timestamp`, and the fields that were logged with it
 
 
 def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:

@@ -24,8 +24,7 @@ from unfuse.worker.options import EXACTNESS, WorkerOptions
 
 log = structlog.get_logger(__name__)
 
-Models = tuple[tuple[str, str, str], ...]
-"""Models as (name, source, dtype). After `fetch_models`, the source is a folder of this machine."""
+Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); after `fetch_models`, the source is a folder here
 
 
 class Served(msgspec.Struct, frozen=True):

@@ -34,10 +34,7 @@ class SavedStates:
                 self._objects.share(saved.key, saved.output)
 
     async def _save(self, saved: StateSaved) -> None:
-        """Copy a checkpoint to the durable store, if there is one, then have it recorded; delete what it replaces.
-
-        A checkpoint that the scheduler does not record is deleted itself.
-        """
+        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded."""
         async with self._lock:
             await self._objects.save_copy(saved.checkpoint)
             answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))

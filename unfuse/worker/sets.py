@@ -23,13 +23,11 @@ from unfuse.worker.executor import Executor
 from unfuse.worker.options import WorkerOptions
 from unfuse.worker.registration import Models, Served
 
-PAUSE_S = 0.05
-"""Seconds between two looks whether a swap can begin."""
+PAUSE_S = 0.05  # seconds between two looks whether a swap can begin
 
 log = structlog.get_logger(__name__)
 
-Sets = Mapping[str, frozenset[str]]
-"""Declared pools by the names of sets; none where everything is loaded at all times."""
+Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none where everything is loaded at all times
 
 
 def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:

@@ -12,11 +12,8 @@ from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.shown import show_part, show_preview
 from unfuse.worker.turn import Job
 
-REPORT_S = 0.1
-"""The least seconds between two progress messages of a task; each has all steps since the last."""
-
-Told = list[tuple[Job, Exception | None]]
-"""Tasks of which it was told what their steps made, with the error of one where that failed."""
+REPORT_S = 0.1  # the least seconds between two progress messages of a task; each has all steps since the last
+Told = list[tuple[Job, Exception | None]]  # tasks that were told what their steps made, and the errors
 
 
 class Settling:

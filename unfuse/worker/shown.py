@@ -27,10 +27,7 @@ def show_preview(results: ResultStore, job: Job, step: int) -> None:
 
 
 def show_part(results: ResultStore, job: Job, step: int) -> None:
-    """Store what a step added to a result, unless one of before could not be: then nothing fits behind it.
-
-    It is there before the step is told of.
-    """
+    """Store what a step added, before that is told; not behind a part that could not be stored: it would not fit."""
     task, data = job.lease.task, job.stage.part(job.state)
     if not data or job.part is None:
         return

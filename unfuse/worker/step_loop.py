@@ -22,20 +22,9 @@ from unfuse.core.text import TextLoad
 from unfuse.stages.base import HasTexts, Media, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import Policy, pack
-from unfuse.worker.compute_messages import (
-    Arrived,
-    Cancel,
-    FromCompute,
-    Run,
-    StateSaved,
-    Stepped,
-    Stopped,
-    TextsHeld,
-    Turn,
-    Waits,
-)
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
@@ -46,17 +35,16 @@ from unfuse.worker.shown import withdraw_parts
 from unfuse.worker.task_log import about
 from unfuse.worker.turn import Job
 
-TELL_S = 0.25
-"""The least seconds between two messages of a process that works; one that will wait tells what is left at once."""
+TELL_S = 0.25  # the least seconds between two messages of a process that works; before it waits, it tells what is left
 
 
 class TextMeter:
     """Sends what the stages of one process have together, where that is news."""
 
-    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[TextsHeld], object]) -> None:
+    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[messages.TextsHeld], object]) -> None:
         found = (stage.texts for stage in stages)
         self._all: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
-        self._send, self._told, self._at = send, TextsHeld(TextLoad(), 0), 0.0
+        self._send, self._told, self._at = send, messages.TextsHeld(TextLoad(), 0), 0.0
         self._retracted = 0
 
     def tell(self, busy: bool) -> None:
@@ -65,14 +53,13 @@ class TextMeter:
         if not self._all or (busy and now - self._at < TELL_S):
             return
         retracted = sum(texts.retracted for texts in self._all)
-        held = TextsHeld(sum((texts.load() for texts in self._all), TextLoad()), retracted - self._retracted)
+        held = messages.TextsHeld(sum((texts.load() for texts in self._all), TextLoad()), retracted - self._retracted)
         if held != self._told or held.retracted:
             self._send(held)
         self._told, self._at, self._retracted = held, now, retracted
 
 
-PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
-"""Seconds until a task that waits for the result store tries again: the first pause, and the longest."""
+PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
 
 log = structlog.get_logger(__name__)
 
@@ -108,8 +95,8 @@ class StepLoop:
         stages: Mapping[str, SteppedStage[Any]],
         store: TensorStore,
         results: ResultStore,
-        inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn],
-        send: Callable[[FromCompute], object],
+        inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn],
+        send: Callable[[messages.FromCompute], object],
         batch: int = 1,
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
@@ -126,7 +113,7 @@ class StepLoop:
         self._meter = TextMeter(stages.values(), self._send)
         self._batches = Batches(batch, exactness, self._ranks, self._send)
         self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
-        self._arrived: dict[Claim, Run] = {}
+        self._arrived: dict[Claim, messages.Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
 
@@ -138,13 +125,13 @@ class StepLoop:
             self._ranks.tell(turn)
             self.carry_out(turn)
 
-    def _told(self) -> Turn:
+    def _told(self) -> messages.Turn:
         """The next turn that the first rank has decided."""
-        while not isinstance(message := self._inbox.get(), Turn):
+        while not isinstance(message := self._inbox.get(), messages.Turn):
             self._take(message)
         return message
 
-    def decide(self) -> Turn:
+    def decide(self) -> messages.Turn:
         """Decide the next turn; waits for a message if there is nothing to do.
 
         New messages get a turn of their own, before the next step, because a new task may be the most urgent one.
@@ -152,14 +139,14 @@ class StepLoop:
         dropped = self._hear()
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
         if dropped or self._arrived or again:
-            return Turn(dropped, tuple(self._arrived), again)
+            return messages.Turn(dropped, tuple(self._arrived), again)
         if not self._jobs:
-            return Turn()
+            return messages.Turn()
         batch, how = self._batches.pick(self._jobs.values())
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
-        return Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch), how=how)
+        return messages.Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch), how=how)
 
-    def carry_out(self, turn: Turn) -> None:
+    def carry_out(self, turn: messages.Turn) -> None:
         """Carry a turn out. Tasks that have ended since it was decided are skipped.
 
         Where the loop is overlapped, a step is made while it is told what the one before has made of tasks; all of that
@@ -180,7 +167,7 @@ class StepLoop:
             going = [job for job, made in computed if job.claim in self._jobs and self._goes_on(job, made)]
             self._end(self._settling.begin(going))
 
-    def _hear(self) -> tuple[Cancel, ...]:
+    def _hear(self) -> tuple[messages.Cancel, ...]:
         """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
         cancels = []
         if not self._jobs:
@@ -192,14 +179,16 @@ class StepLoop:
             cancels += self._take(self._inbox.get())
         return tuple(cancels)
 
-    def _take(self, message: Run | Arrived | Cancel | Turn) -> list[Cancel]:
-        if isinstance(message, Run):
+    def _take(
+        self, message: messages.Run | messages.Arrived | messages.Cancel | messages.Turn
+    ) -> list[messages.Cancel]:
+        if isinstance(message, messages.Run):
             self._arrived[message.lease.claim] = message
-        elif isinstance(message, Arrived):
+        elif isinstance(message, messages.Arrived):
             self._send(self._intake.receive(message))
-        return [message] if isinstance(message, Cancel) else []
+        return [message] if isinstance(message, messages.Cancel) else []
 
-    def _begin(self, runs: Sequence[Run]) -> None:
+    def _begin(self, runs: Sequence[messages.Run]) -> None:
         """Begin tasks, as far as every rank can: what one of them cannot begin ends everywhere, or waits."""
         begun = [self._begun(run) for run in runs]
         verdicts = self._ranks.agree([verdict_of(run, own) for run, own in zip(runs, begun, strict=True)])
@@ -212,14 +201,14 @@ class StepLoop:
                 self._let_go(own)
             if isinstance(verdict, Failed):
                 self._send(verdict)
-            elif isinstance(verdict, Waits):
+            elif isinstance(verdict, messages.Waits):
                 self._park(run.lease.claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._begin([msgspec.structs.replace(run, lease=lease)])
 
-    def _begun(self, run: Run) -> Job | Exception:
-        self._send(Stepped(run.lease.claim, 0, 0, 0))
+    def _begun(self, run: messages.Run) -> Job | Exception:
+        self._send(messages.Stepped(run.lease.claim, 0, 0, 0))
         try:
             return self._intake.begin(run)
         except Exception as error:  # an error of one task must not end the process
@@ -234,7 +223,7 @@ class StepLoop:
             )
         pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause)
-        self._send(Waits(claim))
+        self._send(messages.Waits(claim))
 
     def _try_again(self, claim: Claim) -> None:
         """Try a task again whose pause is over. If it must wait again, that parks it anew."""
@@ -299,7 +288,7 @@ class StepLoop:
             checkpoint = job.stage.save(job.state)
             if checkpoint:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
-                self._send(StateSaved(job.claim, ref, step))
+                self._send(messages.StateSaved(job.claim, ref, step))
                 self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
             log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
@@ -334,7 +323,7 @@ class StepLoop:
         )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 
-    def _drop(self, message: Cancel) -> None:
+    def _drop(self, message: messages.Cancel) -> None:
         self._intake.forget(message.claim)
         if job := self._jobs.pop(message.claim, None):
             if message.save:
@@ -342,6 +331,6 @@ class StepLoop:
             if self._ranks.leads:
                 withdraw_parts(self._results, job)
             self._let_go(job)
-            self._send(Stopped(message.claim))
+            self._send(messages.Stopped(message.claim))
         elif self._parked.pop(message.claim, None):
-            self._send(Stopped(message.claim))
+            self._send(messages.Stopped(message.claim))

@@ -17,8 +17,7 @@ from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.link import Link
 
-GATHER_S = 0.01
-"""Seconds that a step waits for those of other tasks, which compute tells of one after the other."""
+GATHER_S = 0.01  # seconds that a step waits for those of other tasks, which compute tells of one after the other
 
 
 class Telling:
@@ -55,11 +54,8 @@ class Telling:
             await self._ended(claim)
 
 
-APPEND_S = 0.05
-"""Seconds between two messages about what has grown; a task that ends does not wait for them."""
-
-PAUSE_S = 1.0
-"""Seconds until a message is repeated that the scheduler could not record, or does not understand."""
+APPEND_S = 0.05  # seconds between two messages about what has grown; a task that ends does not wait for them
+PAUSE_S = 1.0  # seconds until a message is repeated that the scheduler could not record, or does not understand
 
 log = structlog.get_logger(__name__)
 

@@ -33,10 +33,8 @@ class Job:
     alone: bool = False
     resumed: int = 0
     steps: int = 0
-    turn: int = 0
-    """When its last step was decided, in the order of such turns."""
-    mates: int = 0
-    """The number of tasks in its forwards, itself included, summed over its steps."""
+    turn: int = 0  # when its last step was decided, in the order of such turns
+    mates: int = 0  # the number of tasks in its forwards, itself included, summed over its steps
     saved: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     save_s: float = 0.0
@@ -44,12 +42,9 @@ class Job:
     reported: int = 0
     reported_at: float = field(default_factory=time.monotonic)
     previews: list[int] = field(default_factory=list)
-    grown: int = 0
-    """The number of the next piece of its output."""
-    part: int | None = 0
-    """The last step whose part is stored; None after one could not be: none can follow."""
-    output: Unsealed | None = None
-    """What its output is written into while it runs, if others may read it meanwhile."""
+    grown: int = 0  # the number of the next piece of its output
+    part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
+    output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
 
     def growth(self) -> Grown | None:
         """What the last step has added to its output, if anything; raises PermanentError where that is too much."""

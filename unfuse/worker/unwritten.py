@@ -10,11 +10,8 @@ from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.tensor_store import TensorStore
 
-LOOK_AGAIN_S = 0.01
-"""Seconds between two looks at the objects of one owner."""
-
-LOOKS = 8
-"""Objects that are looked at in that time; more take longer, so that waiting for many costs no more."""
+LOOK_AGAIN_S = 0.01  # seconds between two looks at the objects of one owner
+LOOKS = 8  # objects that are looked at in that time; more take longer, so that waiting for many costs no more
 
 
 class Unwritten:

@@ -54,28 +54,19 @@ from unfuse.worker.sets import Swapping, sets_of
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Growing, Telling
 
-BEAT_PAUSE_S = 0.02
-"""The least seconds between two heartbeats."""
-
-LEAVE_S = 1.0
-"""Seconds that a leaving worker waits for one answer, and a third of those for its last messages together."""
-
-SAVING = 0.25
-"""The share of the drain timeout for saving and handing back tasks that are not finished."""
+BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
+LEAVE_S = 1.0  # seconds that a leaving worker waits for one answer, and a third of those for its last messages together
+SAVING = 0.25  # the share of the drain timeout for saving and handing back tasks that are not finished
 
 LEAVES = "the worker leaves before it is done"
 
-PAUSE_S = 1.0
-"""Seconds to wait after a message was refused."""
+PAUSE_S = 1.0  # seconds to wait after a message was refused
 
 log = structlog.get_logger(__name__)
 
 
 class Worker:
-    """One worker, from its registration to its end. It closes the transfer `engines` that it is given.
-
-    Its compute is forked by the `fork_server`, if there is one.
-    """
+    """A worker from registration to end. Closes its transfer `engines`; a `fork_server`, if any, forks its compute."""
 
     def __init__(
         self,
@@ -375,10 +366,7 @@ class Worker:
             self._changed.set()
 
     async def _leave(self) -> None:
-        """Finish what runs, save and hand back what takes too long, let others read what lies here, and sign off.
-
-        All of that within the drain timeout.
-        """
+        """Within the drain timeout: finish, or save and hand back, let others read what lies here, and sign off."""
         log.info("draining", running=len(self._active))
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
