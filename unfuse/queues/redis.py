@@ -388,7 +388,7 @@ class RedisQueue(TaskQueue):
         args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix}
         if self._servers_time:
             args |= {"now": self._servers_time.now(), "wall": self._servers_time.wall()}
-        if args.get("push"):  # who waits here asks in the same run, so that what is taken at once wakes nobody elsewhere
+        if args.get("push"):  # who waits here asks in the same run: what is taken at once wakes nobody elsewhere
             self._waiting.serve()
         try:
             return await self._calls.answer(verb, encode(args))
