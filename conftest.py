@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 SLOW = (
     "bench/tests", "tests/chaos", "tests/integration", "tests/launch/test_launcher_suite.py",
     "tests/launch/test_local.py", "tests/launch/test_strangers.py", "tests/models",
-    "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
+    "tests/parallel/test_texts.py", "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
     "tests/stores/test_store_conformance.py", "tests/stores/test_two_hosts.py", "tests/tools",
     "tests/transfer/test_strangers.py", "tests/transfer/test_transfer_conformance.py", "tests/worker/test_executor.py",
     "tests/worker/test_schedulers.py",
