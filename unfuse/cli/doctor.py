@@ -18,8 +18,6 @@ from unfuse.service.settings import load
 from unfuse.service.size import Size
 
 if TYPE_CHECKING:
-    from unfuse.service.groups import Settings
-    from unfuse.service.leftovers import Remain
     from unfuse.service.plan import Model, Plan
 
 Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
@@ -40,6 +38,7 @@ def doctor(
     model is served with one rank and with those, to measure what each gives. With --scheduler it says instead whether
     workers of this machine could work for that.
     """
+    from unfuse.service import leftovers
     from unfuse.service.addresses import AT_RISK, running
     from unfuse.service.machine import devices, look
     from unfuse.service.plan import plan_for, wanted
@@ -57,21 +56,20 @@ def doctor(
         given = wanted(loaded.settings), devices(device_memory(loaded.settings)), means(loaded.settings)
         found = plan_for(models, serve.revision, *given)
     spreads = measure(found, told, config, terminal, lambda what: progress_on(terminal, lambda: what)) if found else []
-    removed = _cleaned(loaded.settings) if clean else []
+    removed = [msgspec.structs.asdict(one) for one in leftovers.clean(loaded.settings)] if clean else []
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
             "transfers": transfers(loaded.settings.transfer),
             "servers": running(loaded.settings.run_dir),
             "insecure_listen": loaded.settings.insecure_listen,
-            **({"removed": [msgspec.structs.asdict(one) for one in removed]} if clean else {}),
+            **({"removed": removed} if clean else {}),
         }
         report = _report(found, loaded.settings.data_dir) if found else {}
         show.as_json({**facts, **report, **({"spreads": rows_of(spreads)} if spreads else {})})
         return
     if clean:
-        rows = [msgspec.structs.asdict(one) for one in removed]
-        show.as_table(rows, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
+        show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
         return
     print_machine(machine)
     typer.echo(f"{'servers':12} {', '.join(running(loaded.settings.run_dir)) or 'none of this user runs here'}")
@@ -86,12 +84,6 @@ def doctor(
         show.as_table(rows_of(spreads), [*rows_of(spreads)[0]], "nothing was measured")
         for sentence in advised(spreads):
             typer.echo(sentence)
-
-
-def _cleaned(settings: Settings) -> list[Remain]:
-    from unfuse.service.leftovers import clean
-
-    return clean(settings)
 
 
 def _ports(addresses: Iterable[str]) -> list[int]:

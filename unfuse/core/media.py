@@ -178,13 +178,7 @@ COMMON = (
 """The parameters of pictures and videos alike. The last few are fields that the `openai` client may send."""
 
 IMAGE = Medium(
-    "image",
-    plural="pictures",
-    prefix="req_",
-    sign="max_size",
-    least=1,
-    limits=Limits,
-    settle=_settle_image,
+    "image", plural="pictures", prefix="req_", sign="max_size", least=1, limits=Limits, settle=_settle_image,
     parameters=(
         *COMMON,
         Parameter("output_format", "choice", choices=("png", "jpeg", "webp"), default="png",
@@ -202,13 +196,7 @@ IMAGE = Medium(
     ),
 )  # fmt: skip
 VIDEO = Medium(
-    "video",
-    plural="videos",
-    prefix="video_",
-    sign="max_frames",
-    least=2,
-    limits=Limits,
-    settle=_settle_video,
+    "video", plural="videos", prefix="video_", sign="max_frames", least=2, limits=Limits, settle=_settle_video,
     parameters=(
         *COMMON,
         Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4",

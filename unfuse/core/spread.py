@@ -82,15 +82,11 @@ class Spread(msgspec.Struct, frozen=True):
             if kind == "layers" and degree > whole:
                 return f"{kind}:{degree} is more than there are blocks: use {kind}:{whole}"
             if kind != "layers" and whole and whole % degree:
-                near = min((d for d in divisors(whole) if d > 1), key=lambda d: (abs(d - degree), d), default=1)
+                fitting = (other for other in range(2, whole + 1) if whole % other == 0)
+                near = min(fitting, key=lambda other: (abs(other - degree), other), default=1)
                 other = f"use {kind}:{near}" if near > 1 else f"leave {kind} out"
                 return f"{kind}:{degree} does not divide {whole}: {other}"
         return ""
-
-
-def divisors(number: int) -> Iterable[int]:
-    """All of them."""
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def parse_parallel(text: str) -> dict[str, Spread]:

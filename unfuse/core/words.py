@@ -71,13 +71,7 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
 
 
 TEXT = Medium(
-    "text",
-    plural="texts",
-    prefix="chat_",
-    sign="max_tokens",
-    least=1,
-    limits=TextLimits,
-    settle=_settle,
+    "text", plural="texts", prefix="chat_", sign="max_tokens", least=1, limits=TextLimits, settle=_settle,
     parameters=(
         Parameter("messages", "any", use="request", required=True, flag=None,
             description="what was said so far, as objects of role and content"),

@@ -45,7 +45,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
         self.globals.pop("lipsum")  # it makes as much text as it is told to, in a loop of its own
-        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "_on": _on}
+        self.globals |= {"raise_exception": _raise, "_on": _on}
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -139,10 +140,6 @@ def _on() -> None:
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _tojson(

@@ -22,8 +22,6 @@ TAKEN_S = 20.0  # seconds that who takes an attempt has for it; then others may 
 PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0)
 """Seconds after each failed attempt before the next one. The one behind the last pause is the last."""
 
-PAGE = 256
-
 
 class Notices:
     """What the schedulers of one queue know of webhooks."""
@@ -33,16 +31,10 @@ class Notices:
 
     async def unheard(self) -> AsyncIterator[RequestContext]:
         """The requests that are over and whose webhooks have not heard of it, oldest first."""
-        after: str | None = None
-        with suppress(NotFound):  # the last one of a page may be gone: what is behind it is found the next time
-            while page := await self._transitions.queue.list(
-                Filter(unheard=True), after=after, limit=PAGE, oldest_first=True
-            ):
+        with suppress(NotFound):  # what is behind one that is gone is found the next time
+            async for page in self._transitions.pages(Filter(unheard=True)):
                 for record in page:
                     yield record.context
-                if len(page) < PAGE:
-                    return
-                after = page[-1].context.id
 
     async def take(self, request: str) -> tuple[RequestContext, bool]:
         """The request, and whether its webhook is the caller's to tell for TAKEN_S from now. Raises NotFound."""

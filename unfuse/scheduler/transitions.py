@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import ceil
@@ -17,7 +17,7 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound
 from unfuse.core.pool import declared
 from unfuse.core.request import Change, Record
 from unfuse.core.task import Task
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import Filter, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
@@ -46,6 +46,7 @@ class OutputSizes:
         return tuple(task if task.room else msgspec.structs.replace(task, room=self.of(task.pool)) for task in tasks)
 
 
+PAGE = 256  # requests that are looked through in one go
 CROWD_S = 0.05  # longest pause before a decision that conflicted with another one is made again
 Decide = Callable[[Record, float], Change | None]  # what becomes of a request, by Unix time; None leaves it so
 
@@ -59,6 +60,15 @@ class Transitions:
     def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
         self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
         self.output_sizes = OutputSizes()
+
+    async def pages(self, which: Filter) -> AsyncIterator[Sequence[Record]]:
+        """Requests, oldest first, by the page. Raises NotFound if the last one of a page is gone."""
+        after: str | None = None
+        while page := await self.queue.list(which, after=after, limit=PAGE, oldest_first=True):
+            yield page
+            if len(page) < PAGE:
+                return
+            after = page[-1].context.id
 
     async def apply(
         self,

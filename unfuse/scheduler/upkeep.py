@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -11,7 +11,7 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import RequestContext
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter
 from unfuse.scheduler import lifecycle, waking
@@ -19,13 +19,13 @@ from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.single_flight import SingleFlight
-from unfuse.scheduler.transitions import Transitions
+from unfuse.scheduler.transitions import PAGE, Transitions
 from unfuse.supervision.supervisor import Supervisor
 
 SWEEP_S = 0.5  # how late the end of a lease may be noticed
 
-REVIEW_S, REVIEW_PAUSE_S, PAGE = 5.0, 0.5, 256
-"""How often requests that are not over are looked through, for deadlines that others knew of; how many in one go."""
+REVIEW_S, REVIEW_PAUSE_S = 5.0, 0.5
+"""How often requests that are not over are looked through, for deadlines that others knew of, and between pages."""
 
 LEARN_FROM = 64  # completed requests that are learned from at the start, and of other schedulers at each review
 RETURN_S = 2.0  # seconds a worker whose connection broke has to come back to a scheduler before others get its tasks
@@ -134,7 +134,7 @@ class Upkeep(Observer):
 
     async def requests(self) -> None:
         """Of every request that is not over, know the deadline and what it still needs; end what took too long."""
-        async for page in self._unfinished():
+        async for page in self._transitions.pages(Filter(over=False)):
             now = await self._queue.now()
             for record in page:
                 self._in_flight.announced(record.context)
@@ -157,19 +157,10 @@ class Upkeep(Observer):
             await self._registry.workers()
 
     async def _settle(self) -> None:
-        async for page in self._unfinished():
+        async for page in self._transitions.pages(Filter(over=False)):
             now = await self._queue.now()
             for record in page:
                 self.arm((await self._transitions.settled(record)).context, now)
-
-    async def _unfinished(self) -> AsyncIterator[Sequence[Record]]:
-        """The requests that are not over, oldest first, by the page."""
-        after: str | None = None
-        while page := await self._queue.list(Filter(over=False), after=after, limit=PAGE, oldest_first=True):
-            yield page
-            if len(page) < PAGE:
-                return
-            after = page[-1].context.id
 
     async def _sweep(self) -> None:
         await asyncio.sleep(SWEEP_S)
