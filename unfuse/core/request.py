@@ -135,7 +135,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
     for `limit_s` seconds in all (None: any time). It ends with the last of the `callers` that wait for it (None: it
     goes on whoever waits). `makes` is the hash of what its results depend on beside its pools ("": nobody is given
-    them). The `webhook` is told of its end.
+    them). The `webhook` is told of its end. The deadline has `moved` by so many seconds, since pools slept.
     """
 
     id: str
@@ -163,6 +163,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     callers: int | None = None
     makes: str = ""
     webhook: Webhook | None = None
+    moved: float = 0.0
 
     @property
     def over(self) -> bool:

@@ -19,7 +19,7 @@ def waiting(context: RequestContext, asleep: Collection[str], wall: float, limit
     """The request with the stages that wait for a pool which sleeps marked so; itself if they are.
 
     Its deadline moves by the longest that a stage has waited for one that is awake now, up to the limit; so does its
-    place in line, where that is its deadline.
+    place in line, where that is its deadline. A stage that waits once more moves it by what is longer than before.
     """
     changed: dict[str, StageState] = {}
     for stage in () if context.over else context.plan.stages:
@@ -30,16 +30,17 @@ def waiting(context: RequestContext, asleep: Collection[str], wall: float, limit
     if not changed:
         return context
     stages = context.stages | changed
-    more = max(0.0, _moved(stages, limit_s) - _moved(context.stages, limit_s))
+    slept = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
+    more = max(0.0, min(limit_s, max(slept, default=0.0)) - context.moved)
     order = context.order + more if context.order == context.deadline else context.order
     deadline = context.deadline and context.deadline + more
-    return replace(context, stages=stages, deadline=deadline, order=order)
+    return replace(context, stages=stages, deadline=deadline, order=order, moved=context.moved + more)
 
 
 def due(context: RequestContext, limit_s: float) -> float | None:
     """When a request ends at the latest, as things stand: its deadline moves on while it waits. None if it has none."""
     waits = any(state.sleeps for state in context.stages.values())
-    return context.deadline and context.deadline + (limit_s - _moved(context.stages, limit_s) if waits else 0.0)
+    return context.deadline and context.deadline + (max(0.0, limit_s - context.moved) if waits else 0.0)
 
 
 def until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float) -> float | None:
@@ -50,12 +51,6 @@ def until_awake(context: RequestContext, took: Mapping[str, Waking], wall: float
             began, ended = took.get(declared(stage.pool), (0.0, USUAL_S))
             left.append(max(0.0, state.slept[0] + ended - began - wall))
     return max(left, default=None)
-
-
-def _moved(stages: Mapping[str, StageState], limit_s: float) -> float:
-    """Seconds by which a deadline has moved for what these have waited."""
-    slept = (state.slept[1] - state.slept[0] for state in stages.values() if state.slept[1])
-    return min(limit_s, max(slept, default=0.0))
 
 
 def last_waking(known: Waking | None, waking: Waking) -> Waking:
