@@ -35,6 +35,7 @@ SEES = "visual."
 CONFIGS = {
     "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
     "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
+    "processor": "tokenizer_config.json",
 }  # fmt: skip
 """Configuration files of components that have no weights; a second one of a kind is called tokenizer_2, and so on."""
 
