@@ -75,8 +75,8 @@ SAMPLE_BYTES = 64 * 1024
 HEADER_LENGTH = 8
 """A safetensors file begins with the length of its JSON header, as 8 bytes, least first."""
 
-MAX_HEADER = 100 * 1024 * 1024
-"""Longest header of a safetensors file, in bytes, as its own library has it."""
+MAX_HEADER = 25_000_000
+"""Longest header of a safetensors file, in bytes, as the hub's library has it: 100 MB of tensors take a minute and 2 GB."""
 
 
 class HubFile(msgspec.Struct, frozen=True):
@@ -346,7 +346,8 @@ def header(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {REPAIR}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not a safetensors file, or cut short: fetch it again") from error
+        large = f", or its header is larger than {MAX_HEADER} bytes" * (length > MAX_HEADER)
+        raise ConfigError(f"{file} is not a safetensors file, or cut short{large}: fetch it again") from error
     data = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if size != (whole := HEADER_LENGTH + length + data):
         raise ConfigError(f"{file} is not whole: it has {size} bytes, and {whole} by its header: fetch it again")
