@@ -76,7 +76,7 @@ HEADER_LENGTH = 8
 """A safetensors file begins with the length of its JSON header, as 8 bytes, least first."""
 
 MAX_HEADER = 25_000_000
-"""Longest header of a safetensors file, in bytes, as the hub's library has it: 100 MB of tensors take a minute and 2 GB."""
+"""Longest header of a safetensors file, in bytes, as the hub's library has it: more keep the reader busy for long."""
 
 
 class HubFile(msgspec.Struct, frozen=True):
