@@ -21,11 +21,13 @@ from tools.tiny import (
     _klein,
     _louder,
     _ltx,
+    _qwen,
     _seeded,
     _t5,
     _unet,
     _vae,
 )
+from tools.tiny_vision import TOKENS
 
 
 def build(kind: str, folder: Path, serving: bool = True) -> Path:
@@ -153,6 +155,75 @@ def _klein_kv() -> Any:
     return Flux2KleinKVPipeline(**_klein("klein-distilled").components)
 
 
+def _flux2() -> Any:
+    """With VAE and scheduler of klein; its text encoder, which is read at layers 10, 20 and 30, sees nothing here."""
+    from diffusers import Flux2Pipeline, Flux2Transformer2DModel
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralImageProcessor, PixtralProcessor
+
+    tokenizer = _bytes_tokenizer()
+    tokenizer.add_tokens(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    said = "{% for message in messages if message.role == 'user' %}{{ message.content[0].text }}{% endfor %}"
+    processor = PixtralProcessor(PixtralImageProcessor(), tokenizer, patch_size=14, chat_template=said)
+    language = {
+        "model_type": "mistral", "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 31, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 1024, "pad_token_id": 0,
+    }  # fmt: skip
+    eyes = {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = Mistral3Config(text_config=language, vision_config=eyes, image_token_index=tokenizer.vocab["[IMG]"])
+    encoder = _seeded(58, lambda: Mistral3ForConditionalGeneration(config))
+    transformer = _seeded(59, lambda: Flux2Transformer2DModel(
+        in_channels=4 * CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=48, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=True,
+    ))  # fmt: skip
+    _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
+    klein = _klein("klein").components
+    return Flux2Pipeline(klein["scheduler"], klein["vae"], encoder, processor, transformer)
+
+
+def _qwen_edit_plus() -> Any:
+    """With a VAE of factor 16, since what it sees has a megapixel."""
+    from diffusers import AutoencoderKLQwenImage, QwenImageEditPlusPipeline
+    from diffusers.modular_pipelines.qwenimage import prompt_templates as templates
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    template, start = (
+        templates.QWENIMAGE_EDIT_PLUS_PROMPT_TEMPLATE,
+        templates.QWENIMAGE_EDIT_PLUS_PROMPT_TEMPLATE_START_IDX,
+    )
+    tokenizer = _bytes_tokenizer(template, start)
+    tokenizer.add_tokens([*TOKENS])
+    begin, end, picture, video = (tokenizer.vocab[token] for token in TOKENS)
+    size = {"size": {"shortest_edge": 56 * 56, "longest_edge": 384 * 384}}
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(**size), tokenizer, Qwen2VLVideoProcessor(**size))
+    language = {
+        "vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
+    config = Qwen2_5_VLConfig(
+        text_config=language, vision_config=eyes, image_token_id=picture, video_token_id=video,
+        vision_start_token_id=begin, vision_end_token_id=end,
+    )  # fmt: skip
+    encoder = _seeded(60, lambda: Qwen2_5_VLForConditionalGeneration(config))
+    vae = _seeded(61, lambda: AutoencoderKLQwenImage(
+        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[True] * 4,
+        latents_mean=[0.2, -0.1, 0.5, 0.3], latents_std=[1.3, 2.1, 0.8, 2.7],
+    ))  # fmt: skip
+    qwen = _qwen("qwen-image").components
+    return QwenImageEditPlusPipeline(qwen["scheduler"], vae, encoder, tokenizer, processor, qwen["transformer"])
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "sd": lambda: _sd("StableDiffusionPipeline"),
     "sd-image": lambda: _sd("StableDiffusionImg2ImgPipeline"),
@@ -164,6 +235,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "auraflow": _auraflow,
     "lumina2": _lumina2,
     "klein-kv": _klein_kv,
+    "flux2": _flux2,
+    "qwen-edit-plus": _qwen_edit_plus,
 }
 VIDEOS = ("cogvideox", "ltx-image")
 

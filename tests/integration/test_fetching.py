@@ -1,11 +1,17 @@
-"""`unfuse serve` with a hub name: what it lacks is brought amid cut connections, told of, and is enough to serve."""
+"""`unfuse serve` with a hub name: what it lacks is brought amid cut connections, told of, and is enough to serve.
+
+And a model that is added by a hub name while the server runs, of a hub that vanishes.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tests.integration.test_models_come_and_go import add, asked_of, model_or_error, refused
 from tests.models.hub import serve
-from tools.server import serving
+from tools.server import serving, until
 from tools.tiny_whole import build
 
 WHOLE = 1 << 30
@@ -30,3 +36,35 @@ def test_a_pipeline_comes_from_a_hub_that_breaks_off_and_is_served(tmp_path: Pat
             assert {worker["role"] for worker in server.get("/v1/workers")["data"]} == {"whole"}
         begun = [asked.file for asked in hub.asked if asked.storage and not asked.ranged]
         assert not hub.cuts and sorted(begun) == sorted(name for name in files if name.endswith(".safetensors"))
+
+
+@pytest.mark.nightly
+def test_a_model_whose_hub_vanishes_is_given_up_and_can_be_added_again(tmp_path: Path) -> None:
+    """Given a model that is added by a hub name, when the hub is slow, and gone in the middle of the weights, then what
+    was asked of it is cancelled, it is said to whom it may concern, the server goes on, and once the hub is back the
+    model can be added: what had come stays."""
+    local = build("sd", tmp_path / "sd")
+    files = {str(file.relative_to(local)): file.read_bytes() for file in local.rglob("*") if file.is_file()}
+    weights = sum(len(content) for path, content in files.items() if path.endswith(".safetensors"))
+    with serve() as hub:
+        hub.push("owner/sd", files)
+        hub.pace_s = 1.0
+        home = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        direct = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost", "HF_HUB_DOWNLOAD_TIMEOUT": "5"}
+        with serving(tmp_path, "unfuse/shapes", "--workers", "all=1", "--arena", "64MiB", **home, **direct) as server:
+            server.ready()
+            assert add(server, "owner/sd")["state"] == "loading"
+            request = asked_of(server, model="owner/sd")
+            until(lambda: hub.sent > weights // 4, "some of the weights", server.process)
+            hub.gone = True
+            assert server.finished(request)["status"] == "cancelled"
+            assert "it was added, and a worker could not start" in refused(404, model_or_error, server, "owner/sd")
+            assert "cannot be brought" in server.log() and "Traceback" not in server.log()
+            assert server.finished(asked_of(server, model="unfuse/shapes"))["status"] == "completed"
+
+            assert "owner/sd" in refused(400, add, server, "owner/sd"), "nobody can look into it"
+            hub.gone, hub.pace_s = False, 0.0
+            add(server, "owner/sd")
+            assert server.finished(asked_of(server, model="owner/sd"))["status"] == "completed"
+            went_on = [one for one in hub.asked if one.storage and one.ranged]
+            assert went_on

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,52 @@ def both(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, flux: Path
         serving(folder / "other", "unfuse/shapes", "--no-workers", *shared) as other,
     ):
         yield one.ready(), other.ready()
+
+
+@pytest.mark.nightly
+def test_who_stays_is_served_all_the_time_while_workers_are_exchanged(
+    flux: Path, tmp_path: Path, record_property: Callable[[str, str], None]
+) -> None:
+    """Given 16 clients of a model that has its workers together with another one, when that is removed, then new
+    workers come before the old ones go: every request is completed, and the server says at no moment that a pool of
+    what it serves has nobody."""
+    over, told, asked = threading.Event(), list[tuple[float, float]](), list[dict[str, Any]]()
+    missed = list[object]()
+    with serving(tmp_path, "unfuse/shapes", str(flux), "--workers", "all=1", "--arena", "64MiB") as server:
+        server.ready()
+
+        def client(number: int) -> None:
+            while not over.is_set():
+                began = time.monotonic()
+                asked.append(server.finished(asked_of(server, seed=number, model="unfuse/shapes")))
+                told.append((began, time.monotonic()))
+
+        def watch() -> None:
+            while not over.wait(0.1):
+                if missing := server.get("/health") and not server.get("/ready"):
+                    missed.append(missing)
+
+        with ThreadPoolExecutor(CLIENTS + 1) as pool:
+            running = [pool.submit(client, number) for number in range(CLIENTS)] + [pool.submit(watch)]
+            try:
+                until(lambda: len(told) >= CLIENTS, "the clients to be at work")
+                old, removed = {worker["pid"] for worker in live(server)}, time.monotonic()
+                remove(server, str(flux))
+                until(lambda: not old.intersection(one["pid"] for one in live(server)), "the old workers to go")
+                exchanged, done = time.monotonic(), len(told)
+                until(lambda: len(told) >= done + CLIENTS, "the clients to go on")
+            finally:
+                over.set()
+            for one in running:
+                one.result()
+    assert {one["status"] for one in asked} == {"completed"} and not missed
+    phases = {"before": (0.0, removed), "during": (removed, exchanged), "after": (exchanged, math.inf)}
+    for name, (first, last) in phases.items():
+        waits = sorted(end - began for began, end in told if first <= end < last)
+        most = waits[int(0.95 * len(waits))], waits[-1]
+        record_property(
+            "counted", f"{len(waits)} requests {name} an exchange: p95 {most[0]:.2f} s, max {most[1]:.2f} s"
+        )
 
 
 @pytest.mark.nightly

@@ -266,7 +266,7 @@ def test_a_header_is_read_and_a_file_that_is_not_there_named(tmp_path: Path) -> 
     ("vae", "config.json"), ("text_encoder_2", "config.json"), ("image_encoder", "config.json"),
     ("scheduler", "scheduler_config.json"), ("tokenizer", "tokenizer_config.json"),
     ("tokenizer_2", "tokenizer_config.json"), ("image_processor", "preprocessor_config.json"),
-    ("feature_extractor", "preprocessor_config.json"),
+    ("feature_extractor", "preprocessor_config.json"), ("processor", "tokenizer_config.json"),
 ])  # fmt: skip
 def test_each_component_has_its_configuration_file(component: str, file: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{component}/{file} cannot be read"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +87,18 @@ def test_the_file_of_another_model_names_what_it_lacks(single: Path, undivided: 
     shutil.copy(other, single / "transformer/tuned.safetensors")
     with pytest.raises(ConfigError, match="component transformer"):
         stages(single)
+
+
+def test_a_gguf_file_of_another_architecture_says_what_to_give(
+    copied: Callable[[str], Path], undivided: c.Undivided, stages: c.Load
+) -> None:
+    """diffusers stumbles on it in its own way, which is no sentence."""
+    folder = copied("flux")
+    (own,), (other,) = (
+        undivided.folder(kind).glob(f"transformer/*.{suffix}")
+        for kind, suffix in (("flux", "safetensors"), ("wan-gguf", "gguf"))
+    )
+    (folder / "transformer" / own.name).unlink()
+    shutil.copy(other, folder / "transformer")
+    with pytest.raises(ConfigError, match=rf"{other.name} is of another model, .*give one of a FluxTransformer2DModel"):
+        stages(folder)

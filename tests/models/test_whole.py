@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.models import card_of, find
+from unfuse.models.base import Runtime
 from unfuse.models.declared import declared
 from unfuse.models.whole import FAMILY
 
@@ -131,6 +133,19 @@ def test_pickles_are_refused_by_the_component_that_has_them(sd: Path) -> None:
 
     with pytest.raises(ConfigError, match="component unet are .*weights that are not safetensors"):
         card_of("m", sd)
+
+
+@pytest.mark.skipif(bool(find_spec("torchvision")), reason="torchvision is installed, which this is to miss")
+def test_a_processor_that_needs_what_is_not_installed_says_so_in_a_sentence(sd: Path) -> None:
+    """As those of Qwen-Image-Edit-Plus and FLUX.2, whose folders have a tokenizer's files and no config.json."""
+    (sd / "tokenizer").rename(sd / "processor")
+    parts = {"tokenizer": [None, None], "processor": ["transformers", "PixtralProcessor"]}
+    indexed(sd, _class_name="QwenImageEditPlusPipeline", unet=[None, None], **parts)
+    card = card_of("m", sd)
+
+    with pytest.raises(ConfigError, match="component processor .* requires the Torchvision library") as refused:
+        find(sd).load(card.pipeline.stages[0], sd, Runtime("cpu", card.dtypes))
+    assert "\n" not in str(refused.value)
 
 
 def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:

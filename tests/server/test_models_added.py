@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,67 @@ def test_without_workers_an_added_model_waits_for_some_and_is_not_remembered(tmp
         assert error(http.post("models", json={"model": str(folder)})) == (409, "model_exists")
         assert http.get(f"models/{quote(str(folder))}").json() == added.json()
     with composed(tmp_path, **where) as port, client(port) as http:
+        assert listed(http) == {"unfuse/shapes"}
+
+
+def text(said: bytes) -> bytes:
+    return len(said).to_bytes(8, "little") + said
+
+
+GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text(b"general.architecture") + struct.pack("<I", 8)
+HEADER = b"{%s}" % b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % number for number in range(20))
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+BAD: dict[str, tuple[dict[str, bytes | None], str]] = {
+    "a pickle": (
+        {WEIGHTS: None, "transformer/pytorch_model.bin": b"\x80\x04K\x01."},
+        "component transformer are pytorch_model.bin, weights that are not safetensors: save the model anew",
+    ),
+    "a checkpoint": ({WEIGHTS: None, "transformer/tuned.ckpt": b"\x80\x04K\x01."}, "not safetensors: save the model"),
+    "a gguf of another kind": (
+        {"model_index.json": None, "a.gguf": GGUF + text(b"mamba")},
+        "architecture mamba: served are GGUF files of llama, qwen2, qwen3",
+    ),
+    "an adapter": (
+        {"model_index.json": None, "pytorch_lora_weights.safetensors": b""},
+        "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER",
+    ),
+    "a pipeline with code": (
+        {"model_index.json": b'{"_class_name": ["pipeline", "Own"]}', "pipeline.py": b"raise SystemExit"},
+        "which is not served",
+    ),
+    "a component with code": (
+        {"model_index.json": b'{"_class_name": "StableDiffusionPipeline", "unet": ["own", "Own"]}'},
+        "component unet is a class of its own (own), and no code that comes with a model is run",
+    ),
+    "a language model with code": (
+        {
+            "model_index.json": None, "own.py": b"raise SystemExit",
+            "config.json": b'{"architectures": ["Own"], "auto_map": {"AutoModelForCausalLM": "own.Own"}}',
+        },
+        "Own",
+    ),
+    "a header of 100 MB": (
+        {WEIGHTS: text(HEADER.ljust(100_000_000))}, "its header is larger than 25000000 bytes: fetch it again"
+    ),
+    "a header that ends": ({WEIGHTS: text(HEADER)[:-1]}, "is not a safetensors file, or cut short: fetch it again"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with composed(tmp_path_factory.mktemp("served")) as port:
+        yield port
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_weights_that_are_not_served_are_refused_with_what_to_do(name: str, port: int, folder: Path) -> None:
+    files, says = BAD[name]
+    for path, content in files.items():
+        (folder / path).unlink() if content is None else (folder / path).write_bytes(content)
+    with client(port) as http:
+        answer = http.post("models", json={"model": str(folder)})
+        assert error(answer) == (400, "invalid_parameter")
+        assert says in answer.json()["error"]["message"]
         assert listed(http) == {"unfuse/shapes"}
 
 

@@ -390,7 +390,7 @@ class Loader:
             if (single := self.folder.single(component)) and path.is_relative_to(self.folder.path):
                 return load_single(kind, path / single, options["dtype"])
             return kind.from_pretrained(str(path), local_files_only=True, **options)
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"component {component} in {path} cannot be loaded as {name}: {reason}") from error
 

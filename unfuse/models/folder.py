@@ -33,6 +33,7 @@ SEES = "visual."  # what names of the tensors have that are the vision's
 CONFIGS = {
     "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
     "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
+    "processor": "tokenizer_config.json",
 }  # fmt: skip
 """Configuration files of components that have no weights; a second one of a kind is called tokenizer_2, and so on."""
 
@@ -66,7 +67,7 @@ WHOLE_BYTES = 64 * 1024 * 1024  # files up to this size are hashed whole
 SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
 HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
-MAX_HEADER = 100 * 1024 * 1024  # longest header of a safetensors file, in bytes, as its own library has it
+MAX_HEADER = 25_000_000  # longest header of a safetensors file, in bytes, as the hub's library has it: more is slow
 
 
 class HubFile(msgspec.Struct, frozen=True):
@@ -331,7 +332,8 @@ def header(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {REPAIR}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not a safetensors file, or cut short: fetch it again") from error
+        large = f", or its header is larger than {MAX_HEADER} bytes" * (length > MAX_HEADER)
+        raise ConfigError(f"{file} is not a safetensors file, or cut short{large}: fetch it again") from error
     data = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if size != (whole := HEADER_LENGTH + length + data):
         raise ConfigError(f"{file} is not whole: it has {size} bytes, and {whole} by its header: fetch it again")

@@ -28,12 +28,18 @@ def single_of(files: Collection[str], *usual: str) -> str:
 def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[str, list[str]]]:
     """What diffusers makes of such a file and of the configuration beside it, and what the file lacks.
 
-    Raises ValueError where diffusers reads no such file for that class, and what its loading raises.
+    Raises ValueError where diffusers reads no such file for that class, or the file is of another one, and what its
+    loading raises.
     """
     from diffusers import GGUFQuantizationConfig
 
     if not hasattr(kind, "from_single_file"):
         raise ValueError(f"{file.name} is not in diffusers' layout, and diffusers reads no other one for this class")
     how = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if file.suffix == GGUF else {}
-    model = kind.from_single_file(str(file), config=str(file.parent), torch_dtype=dtype, local_files_only=True, **how)
+    given = {"config": str(file.parent), "torch_dtype": dtype, "local_files_only": True, **how}
+    try:
+        model = kind.from_single_file(str(file), **given)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        told = f"{file.name} is of another model, or saved by a tool that diffusers does not know"
+        raise ValueError(f"{told} ({error!r}): give one of a {kind.__name__}") from error
     return model, {"missing_keys": [key for key, tensor in model.state_dict().items() if tensor.is_meta]}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 from typing_extensions import override
 
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import ConfigError, TransientError
 from unfuse.launch.base import Launcher
 from unfuse.launch.placement import taken
 from unfuse.queues.base import Filter
@@ -30,11 +30,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class _Crew:
-    """The workers of one plan, and how many looks in a row found nothing left to do for models that have left."""
+    """The workers of one plan, and how many looks in a row found nothing left to do for models that have left.
+
+    Its heir is the crew that was started beside it for those that stay.
+    """
 
     plan: Plan
     launcher: Launcher
     quiet: int = 0
+    heir: _Crew | None = None
 
     @property
     def models(self) -> list[str]:
@@ -102,7 +106,7 @@ class Crews(Joining):
                     await self._fail(crew)
                 elif leaving := gone.intersection(crew.models):
                     crew.quiet = 0 if await self._unfinished(leaving) else crew.quiet + 1
-                    if crew.quiet >= QUIET:
+                    if crew.quiet >= QUIET and await self._followed(crew, set(crew.models).difference(leaving)):
                         await self._end(crew, leaving)
             self._without_crew -= gone
             if self._without_crew:
@@ -117,19 +121,40 @@ class Crews(Joining):
                     await self._scheduler.registry.withdraw(name)
             await asyncio.gather(*(crew.launcher.stop(drain_timeout) for crew in self._crews))
 
+    async def _followed(self, crew: _Crew, staying: Collection[str]) -> bool:
+        """Whether a crew may end: all workers are there that go on with its models, or have no room beside it."""
+        if crew.heir is None and staying:
+            with contextlib.suppress(ConfigError):
+                planned = await self._planned(sorted(staying))
+                if len(planned.workers) >= len(crew.plan.workers):
+                    self.begin(planned)
+                    crew.heir = self._crews[-1]
+        if crew.heir is None or crew.heir not in self._crews:
+            return True
+        workers = await self._scheduler.registry.workers()
+        there = sum({card.name for card in worker.cards} <= set(staying) for worker in workers)
+        return there >= len(crew.heir.plan.workers)
+
     async def _end(self, crew: _Crew, leaving: Collection[str]) -> None:
-        """End a crew; the models that stay get another one, with which their requests go on."""
+        """End a crew; the models that stay, and have no other one yet, get one, with which their requests go on."""
         await crew.launcher.stop(self._drain_timeout + LEAVING_S)
         self._crews.remove(crew)
         self._added.difference_update(leaving)
-        self._without_crew.update(set(crew.models).difference(leaving))
+        self._without_crew.update(set(crew.models).difference(leaving, *(one.models for one in self._crews)))
         self._offer()
         while late := await self._unfinished(leaving):  # these came while the workers went
             await asyncio.gather(*map(self._scheduler.cancel, late))
         log.info("model removed", models=sorted(leaving))
 
     async def _fail(self, crew: _Crew) -> None:
-        """Serve a model no more whose workers could not start; its requests are cancelled."""
+        """Serve a model no more whose workers could not start; its requests are cancelled.
+
+        Those that were started beside a crew are tried again once it has ended.
+        """
+        if any(one.heir is crew for one in self._crews):
+            self._crews.remove(crew)
+            await crew.launcher.stop(0)
+            return
         error = crew.launcher.failed.exception()
         log.error("a model that was added cannot be served", models=crew.models, reason=str(error))
         for name in crew.models:
@@ -149,7 +174,8 @@ class Crews(Joining):
     async def _planned(self, models: Sequence[str]) -> Plan:
         """The plan for these models beside those that are there. Raises ConfigError."""
         missing = (await self._scheduler.registry.missing()).keys()
-        loading = [crew for crew in self._crews if not missing.isdisjoint(crew.models)]
+        heirs = [crew.heir for crew in self._crews]
+        loading = [crew for crew in self._crews if crew in heirs or not missing.isdisjoint(crew.models)]
         return await asyncio.to_thread(self._plan, models, _taken(self._crews), _taken(loading))
 
     def _offer(self) -> None:
