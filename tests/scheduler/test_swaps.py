@@ -350,7 +350,7 @@ async def leave_one(several: Several) -> None:
 
 
 @given(pauses=st.lists(st.integers(0, 5), max_size=60), workers=st.integers(2, 3))
-@settings(deadline=None, max_examples=examples(40))
+@settings(deadline=None, max_examples=examples(20))
 def test_however_schedulers_decide_at_one_time_one_worker_goes_and_the_others_stay(
     pauses: list[int], workers: int
 ) -> None:
