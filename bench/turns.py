@@ -1,11 +1,12 @@
 """Two models that do not fit a device together: in turns on one server, beside a server for each.
 
 The device is one core, which everything here shares. **in turns**: one worker with memory for one of the models
-(`--device-memory`), which has one at a time. **apart**: a server each, with half of what both models take: its own is
-in it all the time.
+(`--device-memory`), which has one at a time. **half each**: a server for each model with half of that memory, where the
+model does not fit: its worker has the encoders, or the transformer and the VAE, at a time. **apart**: a server each
+with as much as its model takes, so with twice the device: it is in it all the time.
 Clients of each model ask all the time for some seconds, the sides in turns, and as many of both models or far more of
 one. Pictures a second, seconds until one is there, how many were lost, how often weights were swapped and the share of
-the time that loading took. What else computes meanwhile favours the side with two servers.
+the time that loading took. What else computes meanwhile favours the sides with two servers.
 `python -m bench.turns [--rounds N] [--seconds S]`
 """
 
@@ -35,10 +36,13 @@ from unfuse.launch.placement import PROCESS
 
 CLIENTS = {"8 clients each": (8, 8), "8 and 1": (8, 1)}
 NAMES = "one", "two"
-TURNS, APART = SIDES = "in turns", "apart"
+TURNS, HALF, APART = SIDES = "in turns", "half each", "apart"
 COMMON = (*NO_CACHE, "--arena", "128MiB")
 ROOM = f"cpu={PROCESS + (128 << 20) + (300 << 20)}"
 """For a worker of one of the models, which have 205 MiB each."""
+
+HALVES = "encoder,denoiser+decoder"
+"""Roles of which a worker has one part at a time: 85 and 121 MiB, where half of the 300 are 150."""
 
 WARM_S = 15.0
 """Seconds in which batches are compared, and what stages take is found out."""
@@ -126,14 +130,15 @@ def measure(sides: dict[str, dict[str, Server]], rounds: int, seconds: float) ->
                     "swaps": after[0] - before[0], "loading": after[1] - before[1],
                 })  # fmt: skip
         found[what] = {side: figures(made) for side, made in runs.items()}
-        ratios = [ours["rate"] / theirs["rate"] for ours, theirs in zip(runs[TURNS], runs[APART], strict=True)]
-        found[what]["in turns ÷ apart"] = {"pictures/s": ", ".join(f"{one:.2f}" for one in ratios)}
+        for other in (HALF, APART):
+            ratios = [ours["rate"] / theirs["rate"] for ours, theirs in zip(runs[TURNS], runs[other], strict=True)]
+            found[what][f"{TURNS} ÷ {other}"] = {"pictures/s": ", ".join(f"{one:.2f}" for one in ratios)}
     return found
 
 
 def memory(servers: dict[str, Server]) -> int:
     """MiB that the processes of these servers hold, what several map by its share."""
-    known = {server.process.pid for server in servers.values()}
+    known = {process.pid for server in servers.values() for process in (server.process, *server.workers)}
     return sum(one.memory_full_info().pss for pid in known for one in family_of(pid)) >> 20
 
 
@@ -144,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the device: what computes at one time shares it
     with ExitStack() as stack:
-        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(4)]
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(6)]
         one = build(folders[0] / NAMES[0])
         models = dict(zip(NAMES, (one, sibling(one, folders[0] / NAMES[1])), strict=True))
         named = [text for name in NAMES for text in ("--served-model-name", name)]
@@ -155,9 +160,17 @@ def main() -> None:
             name: stack.enter_context(serving(
                 folder, str(model), "--served-model-name", name, "--workers", "all=1", *COMMON
             ))
-            for folder, (name, model) in zip(folders[2:], models.items(), strict=True)
+            for folder, (name, model) in zip(folders[2:4], models.items(), strict=True)
         }  # fmt: skip
-        sides = {TURNS: dict.fromkeys(NAMES, both), APART: alone}
+        halves = {
+            name: stack.enter_context(serving(
+                folder, str(model), "--served-model-name", name, "--no-workers", *COMMON
+            ))
+            for folder, (name, model) in zip(folders[4:], models.items(), strict=True)
+        }  # fmt: skip
+        for server in halves.values():
+            server.worker(HALVES, *COMMON[-2:])
+        sides = {TURNS: dict.fromkeys(NAMES, both), HALF: halves, APART: alone}
         for servers in sides.values():
             for server in servers.values():
                 server.ready()

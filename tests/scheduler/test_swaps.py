@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.examples import examples
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.scheduler.test_dispatcher import submit
 from tests.scheduler.test_scheduler import done, info, scheduling
+from tools.redis_server import RedisServer
+from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo
+from unfuse.queues.base import Member, PoolStats, Stats, TaskQueue
+from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.redis import RedisQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.swaps import LOADING_SHARE, Line, next_set, stay
+from unfuse.scheduler.swaps import LOADING_SHARE, Line, Swaps, next_set, stay
 from unfuse.testing.clock import ManualClock
 
 SOME = Line(waiting=1, oldest_s=1.0, left_s=100.0)
@@ -264,30 +273,194 @@ async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and
         assert granted == Granted((), {})
 
 
-async def test_two_schedulers_may_send_both_workers_to_one_set_and_one_comes_back_with_nothing_lost() -> None:
-    """Given two workers with the same set at two schedulers of one queue, when much waits for the other set, then both
-    are told to load it; and what waits for the set that they left has one of them back later."""
-    async with scheduling(lease_ttl=500.0) as (scheduler, clock):
-        other = Scheduler(scheduler.queue, cards=[CARD], clock=clock, lease_ttl=500.0)
-        await other.start()
-        two = [
-            Dispatcher(one, [(CARD.name, CARD.source, "auto")], Places("disk:/results")) for one in (scheduler, other)
-        ]
-        for number, dispatcher in enumerate(two):
-            await dispatcher.answer(b"peer", Hello(worker(f"worker-{number}"), (CARD,)))
-        request = await submit(two[0])
-        for dispatcher in two:
-            await beaten(dispatcher, "second")
-        clock.advance(2.0)
-        assert [await beaten(dispatcher, "second") for dispatcher in two] == ["first", "first"]
-        granted = await two[1].answer(b"peer", Ask(1, None, 0.0, holds="first"))
-        assert isinstance(granted, Granted)
-        (lease,) = granted.leases
-        await two[1].answer(b"peer", done(lease))
-        for dispatcher in two:
-            await beaten(dispatcher, "first")
-        clock.advance(2.0)
-        assert "second" in [await beaten(dispatcher, "first") for dispatcher in two]
-        record = await other.queue.load(request)
-        assert record.status == "in_progress" and not record.running
-        await other.close()
+class Interleaved(MemoryQueue):
+    """A queue between whose calls others come as often as `pauses` say, one after the other."""
+
+    pauses: Iterator[int] = iter(())
+
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+        await self._pause()
+        await super().hello(worker, cards)
+        await self._pause()
+
+    async def workers(self) -> Sequence[Member]:
+        await self._pause()
+        found = await super().workers()
+        await self._pause()
+        return found
+
+    async def _pause(self) -> None:
+        for _ in range(next(self.pauses, 0)):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Several:
+    """A scheduler and a worker for each of these queues, which are one. All workers have denoising loaded, and clocks
+    that go together."""
+
+    queues: Sequence[TaskQueue]
+    clock: ManualClock
+    each: list[Dispatcher] = field(default_factory=list)
+    holds: list[str] = field(default_factory=list)
+
+    async def begin(self) -> None:
+        for number, queue in enumerate(self.queues):
+            scheduler = Scheduler(queue, cards=[CARD], clock=self.clock, lease_ttl=500.0)
+            await scheduler.start()
+            self.each.append(Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results")))
+            await self.each[-1].answer(b"peer", Hello(worker(f"worker-{number}"), (CARD,)))
+            self.holds.append("second")
+        await self.beat()
+
+    async def beat(self) -> list[str]:
+        """What each worker is told to load at a heartbeat of all at one time; who is told has no weights then."""
+        both = zip(self.each, self.holds, strict=True)
+        told = await asyncio.gather(*(beaten(dispatcher, holds) for dispatcher, holds in both))
+        self.holds = ["" if load else holds for load, holds in zip(told, self.holds, strict=True)]
+        return list(told)
+
+    async def end(self) -> None:
+        for dispatcher in self.each:
+            await dispatcher.scheduler.close()
+
+
+async def leave_one(several: Several) -> None:
+    """What waits for encoding, and then for denoising too, has one of the workers leave for it, and only one."""
+    request = await submit(several.each[0])
+    several.clock.advance(2.0)
+    told = [load for _ in range(4) for load in await several.beat() if load]
+    assert told[:1] == ["first"], "somebody goes, after a few heartbeats at the latest"
+    assert sorted(several.holds) == sorted(["", *["second"] * (len(several.holds) - 1)])
+    away = several.holds.index("")
+    several.holds[away] = "first"
+    await several.beat()
+    granted = await several.each[away].answer(b"peer", Ask(1, None, 0.0, holds="first"))
+    assert isinstance(granted, Granted)
+    (lease,) = granted.leases
+    assert lease.claim.request == request
+    await several.each[away].answer(b"peer", done(lease))
+    for _ in range(20):
+        several.clock.advance(1.0)
+        for at, dispatcher in enumerate(several.each):
+            dispatcher.scheduler.swaps.worked(f"worker-{at}")
+        await several.beat()
+    assert several.holds.count("second") >= 1, "who has what denoising waits for stays"
+    await several.end()
+
+
+@given(pauses=st.lists(st.integers(0, 5), max_size=60), workers=st.integers(2, 3))
+@settings(deadline=None, max_examples=examples(20))
+def test_however_schedulers_decide_at_one_time_one_worker_goes_and_the_others_stay(
+    pauses: list[int], workers: int
+) -> None:
+    """Given workers with the same set, each at a scheduler of its own over one queue, when another set has something to
+    do, then one of them is told to load it, whatever each scheduler does between two calls of the other."""
+
+    async def decide() -> None:
+        clock = ManualClock()
+        queue = Interleaved(clock)
+        several = Several([queue] * workers, clock)
+        await several.begin()
+        queue.pauses = iter(pauses)
+        await leave_one(several)
+        await queue.close()
+
+    asyncio.run(decide())
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+async def test_over_redis_one_worker_goes_where_two_schedulers_decide_at_one_time(redis: RedisServer) -> None:
+    for _ in range(5):
+        redis.client.flushall()
+        clock = ManualClock()
+        queues = [RedisQueue.at(redis.url, clock) for _ in range(2)]
+        several = Several(queues, clock)
+        await several.begin()
+        await leave_one(several)
+        for queue in queues:
+            await queue.close()
+
+
+class Filled(MemoryQueue):
+    """A queue that has as much to do as is said."""
+
+    lines: dict[str, PoolStats]
+
+    async def stats(self, pools: Sequence[str]) -> Stats:
+        return Stats(1, self.lines)
+
+
+async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behind() -> None:
+    """Given two workers that denoise, one of which was told to encode, when decoding has far more to do, then the other
+    one stays: it is the last that denoises."""
+    clock = ManualClock()
+    lines = {ENCODE: PoolStats(1, 500.0, 1.0), DENOISE: PoolStats(1, 1.0, 5.0), DECODE: PoolStats(9, 1.0, 500.0)}
+    queue = Filled(clock)
+    queue.lines = lines
+    async with scheduling(lease_ttl=500.0) as (scheduler, _):
+        swaps = Swaps(queue, Registry(queue, 500.0), clock, scheduler.observers)
+        able = info("w-0", ENCODE, DENOISE, DECODE)
+        able = msgspec.structs.replace(able, sets={pool: (pool,) for pool in able.pools}, holds=DENOISE, load_s=1.0)
+        decodes = msgspec.structs.replace(able, id="w-2", holds=DECODE)
+        two = [able, msgspec.structs.replace(able, id="w-1")]
+        for one in (*two, decodes):
+            await queue.hello(swaps.heard(one))
+        clock.advance(stay(1.0))
+        assert [(await swaps.next(one, True))[0] for one in two] == [ENCODE, ""]
+        await queue.hello(two[0])  # which stays after all, since nothing is there to encode
+        lines[ENCODE] = PoolStats()
+        assert (await swaps.next(two[1], True))[0] == DECODE
+
+
+async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_that() -> None:
+    """Given a worker that was told to load another set and still ends what runs, when its scheduler has died and it
+    comes to another one, then that and all others know where it goes; and not of one that was never told."""
+    clock = ManualClock()
+    several = Several([MemoryQueue(clock)] * 2, clock)
+    await several.begin()
+    await submit(several.each[0])
+    clock.advance(2.0)
+    alone, other = several.each
+    assert await beaten(alone, "second") == "first"
+    await other.answer(b"moved", Hello(worker("worker-0"), (CARD,)))
+    pulse = await other.answer(b"moved", Beat(holds="second", load_s=1.0, going="first"))
+    assert isinstance(pulse, Pulse)
+    assert pulse.load == "first"
+    assert await beaten(other, "second") == ""
+    never_told = msgspec.structs.replace(worker("worker-0"), holds="second")
+    await other.answer(b"moved", Hello(never_told, (CARD,)))
+    assert await beaten(other, "second") == "first"
+    await several.end()
+
+
+async def test_beside_a_scheduler_of_yesterday_each_decides_for_itself_and_nothing_is_lost() -> None:
+    """Given two workers, of which one does not say where it goes, when both are sent to one set, then what waits for
+    the set that they left has one of them back later."""
+    clock = ManualClock()
+    queue = MemoryQueue(clock)
+    several = Several([queue] * 2, clock)
+    await several.begin()
+    request = await submit(several.each[0])
+    clock.advance(2.0)
+    assert await beaten(several.each[0], "second") == "first"
+    said = {member.info.id: member.info for member in await queue.workers()}
+    await queue.hello(msgspec.structs.replace(said["worker-0"], going=""))  # as one of yesterday would have it
+    assert await beaten(several.each[1], "second") == "first"
+    several.holds = ["first", "first"]
+    await several.beat()
+    granted = await several.each[1].answer(b"peer", Ask(1, None, 0.0, holds="first"))
+    assert isinstance(granted, Granted)
+    (lease,) = granted.leases
+    await several.each[1].answer(b"peer", done(lease))
+    clock.advance(2.0)
+    assert sorted(await several.beat()) == ["", "second"]
+    record = await queue.load(request)
+    assert record.status == "in_progress" and not record.running
+    await several.end()

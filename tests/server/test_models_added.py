@@ -189,6 +189,17 @@ def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
             service._planned(["unfuse/shapes"], taken, coming)
 
 
+def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> None:
+    """Given a server with --revision, when a model is added that would be planned together with those of its start,
+    then that is refused, since one plan has one revision; alone each has its own."""
+    chosen = options(load({"serve.workers": "swap", "serve.revision": "main"}, None, {}))
+    service = Service(chosen, plan(chosen), Logs())
+    for names in (["unfuse/shapes"], [str(folder)]):
+        assert service._planned(names, Counter(), Counter()).workers
+    with pytest.raises(ConfigError, match="--revision main is of the models that were named there"):
+        service._planned(["unfuse/shapes", str(folder)], Counter(), Counter())
+
+
 async def test_what_is_dismissed_is_served_by_nobody_until_it_is_named_again() -> None:
     """Given two schedulers of one queue and a worker that brings a model, when it is dismissed at one, then neither
     serves it; it is served again once it is admitted, or a server is started with it."""

@@ -87,7 +87,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     `ranks` says what the ranks have spent, if it has several, `texts` what it has of them, if it serves a language
     model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
     Of its `sets` of pools, by name, it has the weights of one at a time: of the one it `holds` ("": of none now), which
-    took `load_s` seconds. Without sets it has those of all pools.
+    took `load_s` seconds; it is `going` to load another one in its place ("": none). Without sets it has all.
     """
 
     id: str
@@ -115,6 +115,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     sets: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
     holds: str = ""
     load_s: Seconds = 0.0
+    going: str = ""
 
     @property
     def open(self) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
     up its keys and values for others; `unwritten` tasks wait for the result store.
-    `busy`, `memory`, `holds` and `load_s` are those of WorkerInfo.
+    `busy`, `memory`, `holds`, `load_s` and `going` are those of WorkerInfo.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
 
@@ -185,6 +186,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     memory: Count = 0
     holds: str = ""
     load_s: Seconds = 0.0
+    going: str = ""
 
     def of(self, worker: WorkerInfo) -> WorkerInfo:
         """The worker as it is now."""

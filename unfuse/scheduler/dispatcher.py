@@ -289,7 +289,7 @@ class Dispatcher(Observer):
 
     async def _beat(self, peer: _Peer, beat: messages.Beat) -> messages.Pulse:
         hello = peer.hello
-        worker = beat.of(hello.worker)
+        worker = self.scheduler.swaps.heard(beat.of(hello.worker))
         await self._queue.hello(worker, hello.cards)
         for engine, moved in beat.moved.items():
             self.scheduler.observers.tell(Observer.moved, engine, moved)

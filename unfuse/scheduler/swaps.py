@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.clock import Clock
 from unfuse.core.messages import WorkerInfo
@@ -58,16 +59,21 @@ def next_set(held: str, lines: Mapping[str, Line], load_s: float, stayed_s: floa
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """What a worker has, since when, when it last had something to do, and what it was told to load in its place."""
+    """What a worker has, since when, when it last had something to do; what it is to load, and whether it was told."""
 
     name: str
     since: float
     worked_at: float
     going: str = ""
+    told: bool = False
 
 
 class Swaps:
-    """The sets of the workers that one scheduler hears, decided at their heartbeats by what waits in the queue."""
+    """The sets of the workers that one scheduler hears, decided at their heartbeats by what waits in the queue.
+
+    Where a worker goes is in the registry before it is decided once more and told. So of two schedulers that decide at
+    one time the later one at least knows of the other's, and if both do, the worker with the lower id goes.
+    """
 
     def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
         self._queue, self._registry, self._clock, self._observers = queue, registry, clock, observers
@@ -79,26 +85,54 @@ class Swaps:
         if held := self._held.get(worker):
             held.worked_at = self._clock.now()
 
-    async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
-        """The set that a worker, which has tasks if it `works`, should load in the place of its own, and the one that
-        it would have to if it had stayed for another load; "" for none.
+    def heard(self, worker: WorkerInfo) -> WorkerInfo:
+        """The worker as others have to know it: with where it goes. One that could not load that is back with the set
+        before.
         """
         if not worker.sets:
+            return worker
+        now, held = self._clock.now(), self._held.get(worker.id)
+        if held and worker.holds not in (held.name, ""):
+            self._observers.tell(Observer.swapped, worker.holds, worker.load_s)
+        if held is None or worker.holds not in (held.name, ""):
+            held = self._held[worker.id] = _Held(worker.holds, now, now)
+            self._took[worker.holds] = worker.load_s
+        held.name = worker.holds
+        if worker.going:
+            held.going, held.told = worker.going, True
+        self._registry.known[worker.id] = worker = replace(worker, going=held.going)
+        return worker
+
+    async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
+        """The set that a worker, which was `heard` and has tasks if it `works`, should load in the place of its own,
+        and the one that it would have to if it had stayed for another load; "" for none.
+        """
+        held, soon = self._held.get(worker.id), ""
+        if held is None:
             return "", ""
-        self._registry.known[worker.id] = worker
-        held, now = self._heard(worker), self._clock.now()
-        held.worked_at = now if works else held.worked_at
-        if not worker.holds or held.going:
-            return held.going, ""
+        held.worked_at = self._clock.now() if works else held.worked_at
+        for _ in range(2 if worker.holds and not held.told else 0):
+            load, soon, rivals = await self._decided(worker, held)
+            if load == held.going:
+                held.told = bool(load)
+                break
+            if held.going and worker.id < min(rivals, default=""):
+                break  # the others give way, or have loaded soon
+            held.going = load
+            await self._queue.hello(replace(worker, going=load))
+        return held.going if held.told else "", soon
+
+    async def _decided(self, worker: WorkerInfo, held: _Held) -> tuple[str, str, list[str]]:
+        """What `next` says of a worker as things stand, and the ids of those that go somewhere."""
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._held = {one.id: self._held[one.id] for one in (*others, worker) if one.id in self._held}
         lines = {name: self._line(worker, name, stats, others) for name in worker.sets}
-        load_s = max(self._took.get(name, worker.load_s) for name in worker.sets)
+        load_s, now = max(self._took.get(name, worker.load_s) for name in worker.sets), self._clock.now()
         stayed_s, idle_s = now - held.since, now - max(held.since, held.worked_at)
-        found, soon = (next_set(held.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s))
-        held.going = found if found != held.name else ""
-        return held.going, soon if soon != held.name else ""
+        found = [next_set(held.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
+        load, soon = ("" if name == held.name else name for name in found)
+        return load, soon, [other.id for other in others if other.going]
 
     def until_loaded(self, pool: str) -> float | None:
         """Predicted seconds until somebody has loaded what serves a pool; None where somebody has, or nobody could."""
@@ -107,25 +141,14 @@ class Swaps:
             return None
         return min(self._wait(worker, pool) for worker in able)
 
-    def _heard(self, worker: WorkerInfo) -> _Held:
-        """What a worker has, by what it says now. One that could not load another set is back with the one before."""
-        now, held = self._clock.now(), self._held.get(worker.id)
-        if held and worker.holds not in (held.name, ""):
-            self._observers.tell(Observer.swapped, worker.holds, worker.load_s)
-        if held is None or worker.holds not in (held.name, ""):
-            held = self._held[worker.id] = _Held(worker.holds, now, now)
-            self._took[worker.holds] = worker.load_s
-        held.name = worker.holds
-        return held
-
     def _line(
         self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
     ) -> Line:
         """What waits for a set and not for what the worker has already."""
         own = {*worker.sets[name]}
         lines = [stats[pool] for pool in own - {*worker.open} or own if pool in stats]
-        going = [self._held[other.id].going for other in others if other.id in self._held]
-        has = sum(own <= {*other.open} for other in others)
+        going = [other.going for other in others]
+        has = sum(own <= {*other.open} for other in others if not other.going)
         waiting, left_s = sum(line.waiting for line in lines), sum(line.left_s for line in lines)
         oldest_s = max((line.oldest_s for line in lines), default=0.0)
         return Line(waiting, oldest_s, left_s, has + going.count(name), name in going)

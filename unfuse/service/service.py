@@ -230,7 +230,10 @@ class Service:
         found = devices(options.device_memory, elsewhere=options.launcher is not None)
         left = {device.name: max(0, device.free - coming[device.name]) for device in found}
         left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
-        revision = options.serve.revision if {*models} <= {*options.serve.models} else ""
+        own = {*models} & {*options.serve.models}
+        revision = options.serve.revision if own else ""
+        if revision and own != {*models}:
+            raise ConfigError(f"--revision {revision} is of the models that were named there, not of one that is added")
         serve = msgspec.structs.replace(options.serve, models=tuple(models), revision=revision)
         return plan(msgspec.structs.replace(options, serve=serve, device_memory=left))
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from unfuse.launch.forks import Forks
+from unfuse.launch.local import LocalLauncher
+from unfuse.launch.placement import Wanted, devices_of, only_cpu
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
+from unfuse.service.machine import devices
 from unfuse.service.resources import resources
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import host_towards
@@ -69,10 +74,22 @@ async def work(
     """Run a worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
 
     `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
-    which reaches the whole process group, to its starter. `fork_server` is the descriptor of a socket to one.
+    which reaches the whole process group, to its starter. `fork_server` is the descriptor of a socket to one; without
+    it a worker on CPUs that loads weights again and again starts one of its own.
     """
-    loop = asyncio.get_running_loop()
-    worker = Worker(options, engines, None if fork_server is None else socket.socket(fileno=fork_server))
+    loop, own = asyncio.get_running_loop(), list[LocalLauncher]()
+
+    def forks(models: Sequence[str], often: bool) -> socket.socket | None:
+        if fork_server is not None:
+            return socket.socket(fileno=fork_server)
+        if not often or not only_cpu(devices_of(options.role, Wanted(compute=options.compute), devices())):
+            return None
+        begun = Forks(models)
+        own.append(LocalLauncher((), forks=begun))  # which starts it again when it dies
+        own[0].start()
+        return socket.socket(fileno=os.dup(begun.asks))
+
+    worker = Worker(options, engines, forks)
     running = asyncio.create_task(_run(worker, options.health))
 
     def stop() -> None:
@@ -86,5 +103,9 @@ async def work(
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         loop.add_reader(lifeline, running.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+    finally:
+        for launcher in own:
+            await launcher.stop(0)

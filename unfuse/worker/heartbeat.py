@@ -27,5 +27,5 @@ def heartbeat(
     retracted, by.retracted = by.retracted, 0
     return msgspec.structs.replace(
         beat, **about, retracted=retracted, busy=by.busy.share, memory=by.memory,
-        holds=swapping.holds, load_s=swapping.load_s,
+        holds=swapping.holds, load_s=swapping.load_s, going=swapping.going,
     )  # fmt: skip

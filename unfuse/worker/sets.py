@@ -52,13 +52,13 @@ class Swapping:
 
     def __init__(self, sets: Sets, loads: Sequence[Load], cards: Sequence[ModelCard] = ()) -> None:
         self.sets, self._loads, self._cards, self._read = sets, loads, cards, ""
-        self.holds, self.load_s, self.under_way = next(iter(sets), ""), 0.0, False
-        """The set that is loaded ("" while another one is), the seconds that took, and whether another one is due."""
+        self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
+        """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
 
     def told(self, outcome: Mapping[str, str]) -> dict[str, object]:
         """What the scheduler is told of them, where pools have this outcome."""
         sets = {name: tuple(manned(pool, outcome) for pool in sorted(pools)) for name, pools in self.sets.items()}
-        return {"sets": sets, "holds": self.holds, "load_s": self.load_s}
+        return {"sets": sets, "holds": self.holds, "load_s": self.load_s, "going": self.going}
 
     def loads(self, name: str) -> list[Load]:
         """What each rank is to load for a set."""
@@ -72,9 +72,9 @@ class Swapping:
         self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
     ) -> None:
         """Take no more tasks, and once those that run have ended, have another set loaded: `loaded` is called then."""
-        if self.under_way or name not in self.sets:
+        if self.going or name == self.holds or name not in self.sets:  # it is told until it has said that it has that
             return
-        self.under_way = True
+        self.going = name
         await withdraw()
         await self.ahead(name)
         await idle.wait()
@@ -87,7 +87,7 @@ class Swapping:
     def loaded(self, executor: Executor | None) -> None:
         """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
         if executor and executor.ready:
-            self.under_way &= self.holds != ""
+            self.going = self.going if self.holds else ""
             self.holds, self.load_s = executor.loaded
 
     async def ahead(self, name: str) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -66,15 +66,17 @@ log = structlog.get_logger(__name__)
 
 
 class Worker:
-    """A worker from registration to end. Closes its transfer `engines`; a `fork_server`, if any, forks its compute."""
+    """One worker, from registration to end. Closes its transfer `engines`; `forks` gives a socket to a fork server for
+    models in these folders, if there is one, or is to be for who swaps.
+    """
 
     def __init__(
         self,
         options: WorkerOptions,
         engines: Mapping[str, TransferEngine] | None = None,
-        fork_server: socket.socket | None = None,
+        forks: Callable[[Sequence[str], bool], socket.socket | None] | None = None,
     ) -> None:
-        self._options, self._engines, self._fork_server = options, engines or {}, fork_server
+        self._options, self._engines, self._forks = options, engines or {}, forks
         self._id = f"{options.role}-{secrets.token_hex(6)}"
         self._choice = Choice(roles_of(options.role), options.components)
         self._holding = Holding(options.slots, options.resources)
@@ -165,15 +167,15 @@ class Worker:
         sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
         self._swapping = Swapping(sets, loads, served.cards)
         loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
-        executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
+        fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
+        executor = self._executor = Executor(loads, self._hear, *watch, fork_server, options.buffer)
         objects.copies.passing = executor.passing
         started = await executor.start()
         self._device = started.device
         self._has_loaded(started)
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
-        if welcome.by_outcome:
-            self._outcome = started.outcome
+        self._outcome = started.outcome if welcome.by_outcome else {}
         named = [manned(pool, self._outcome) for pool in served.pools]
         await self._link.hello(Hello(self._info(named), served.cards, self._secret))
         models = [card.name for card in served.cards]
@@ -194,8 +196,8 @@ class Worker:
 
     def _wanted(self, ended: str = "") -> Ask:
         """The next Ask, when a task of that pool has `ended` well; for nothing where nothing can run."""
-        after = ended if self._swapping.under_way else ""
-        if not (self._objects and self._executor and self._executor.ready) or self._swapping.under_way and not after:
+        after = ended if self._swapping.going else ""
+        if not (self._objects and self._executor and self._executor.ready) or self._swapping.going and not after:
             return WITHDRAW
         room = self._holding.room(self._objects.free, self._objects.usage().used)
         return self._holding.ask(room, self._loaded, self._swapping.holds, after)
@@ -301,7 +303,7 @@ class Worker:
         log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
-        waits = self._draining.is_set() or (self._asks_with_outcome and not self._swapping.under_way)
+        waits = self._draining.is_set() or (self._asks_with_outcome and not self._swapping.going)
         if asks := isinstance(message, Done) and not waits:
             self._asks_with_outcome = True
             self._newest_ask += 1

@@ -1,0 +1,236 @@
+"""Models that come and go at a server whose device has room for one of them: who is started, ended and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.models.conftest import SHAPES
+from tools.asking import asking
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Places
+from unfuse.launch.base import Launcher
+from unfuse.launch.placement import PROCESS
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.service import crews as module
+from unfuse.service.crews import Crews
+from unfuse.service.logs import Logs
+from unfuse.service.options import options as options_of
+from unfuse.service.plan import Plan
+from unfuse.service.service import Service, plan as plan_of
+from unfuse.service.settings import load
+from unfuse.supervision.clock import SystemClock
+
+ONE = 64 + 18
+"""MiB for an arena and one of the models, which take 15, and no second denoiser of 8."""
+
+
+class Started(Launcher):
+    """Workers of a plan that exist on paper. Those of a model in `broken` cannot start."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.models, self.stopped = [model.card.name for model in plan.models], False
+        self.swaps = [worker.swaps for worker in plan.workers]
+        self.failed = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Nothing is to be started."""
+
+    async def stop(self, drain_timeout: float) -> None:
+        self.stopped = True
+        if not self.failed.done():
+            self.failed.cancel()
+
+
+class Machine:
+    """A scheduler, its crews, all launchers of workers that were started, in order, and what plans were asked with."""
+
+    def __init__(self, mib: int) -> None:
+        self.scheduler = Scheduler(MemoryQueue(SystemClock()))
+        dispatcher = Dispatcher(self.scheduler, [], Places("memory:"))
+        room = f"cpu={PROCESS + (mib << 20)}"
+        given = {"serve.device_memory": (room,), "arena.bytes": 64 << 20, "compute.device": "cpu"}
+        self.service = Service(options := options_of(load(given, None, {})), plan_of(options), Logs())
+        self.launchers, self.offered, self.asked = list[Started](), list[list[str]](), list[list[int]]()
+        self.crews = Crews(self.scheduler, dispatcher, self.plan, self.start, self.changed, 1.0)
+
+    def plan(self, models: Sequence[str], others: Counter[str], coming: Counter[str]) -> Plan:
+        self.asked.append([others["cpu"], coming["cpu"]])
+        return self.service._planned(models, others, coming)
+
+    def start(self, plan: Plan, first: int) -> Started:
+        self.launchers.append(Started(plan))
+        return self.launchers[-1]
+
+    def changed(self, plans: Sequence[Plan]) -> None:
+        self.offered.append(sorted(model.card.name for plan in plans for model in plan.models))
+
+    @property
+    def live(self) -> list[list[str]]:
+        return [launcher.models for launcher in self.launchers if not launcher.stopped]
+
+    async def served(self) -> set[str]:
+        return {*await self.scheduler.registry.cards()}
+
+
+@pytest.fixture
+async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
+    """A server of the built-in model, whose workers have loaded it, with room for one such model."""
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    found = Machine(ONE)
+    first = found.plan(["unfuse/shapes"], Counter(), Counter())
+    await found.scheduler.registry.declare([model.card for model in first.models])
+    found.crews.begin(first)
+
+    async def nothing() -> dict[str, list[str]]:
+        return {}
+
+    monkeypatch.setattr(found.scheduler.registry, "missing", nothing)
+    yield found
+    await found.crews.stop(0)
+    await found.scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def siblings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models like the built-in one, each with a noise scheduler of its own."""
+    return [shifted(tmp_path_factory.mktemp("model") / f"shift-{shift}", shift) for shift in (3.0, 6.0)]
+
+
+def shifted(folder: Path, shift: float) -> str:
+    shutil.copytree(SHAPES, folder)
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": shift}))
+    return str(folder)
+
+
+async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded_first(
+    machine: Machine, siblings: list[str]
+) -> None:
+    """Given a model that fills its device, when two are added, then one worker for all three is started once the one
+    before has ended, and says which of them it has; and when one is removed, the others get a worker of their own."""
+    for name in siblings:
+        await machine.crews.add(name)
+    assert await machine.served() == {"unfuse/shapes", *siblings}, "requests are accepted from now on"
+    assert machine.live == [["unfuse/shapes"]], "no call waits until workers have ended"
+    await machine.crews.look()
+    everyone = [*reversed(siblings), "unfuse/shapes"]
+    assert (machine.live, machine.launchers[-1].swaps) == ([everyone], [True])
+    assert machine.offered[-1] == sorted(everyone)
+
+    await machine.scheduler.registry.dismiss(siblings[0])
+    for _ in range(module.QUIET):
+        assert machine.live == [everyone]
+        await machine.crews.look()
+    assert (machine.live, machine.launchers[-1].swaps) == ([[siblings[1], "unfuse/shapes"]], [True])
+    await machine.scheduler.registry.dismiss(siblings[1])
+    for _ in range(module.QUIET):
+        await machine.crews.look()
+    assert (machine.live, machine.launchers[-1].swaps) == ([["unfuse/shapes"]], [False])
+
+
+async def test_where_there_is_room_a_model_has_workers_of_its_own(machine: Machine, siblings: list[str]) -> None:
+    machine.service = Machine(2 * ONE + PROCESS // (1 << 20)).service
+    await machine.crews.add(siblings[0])
+    assert machine.live == [["unfuse/shapes"], [siblings[0]]]
+    await machine.crews.look()
+    assert len(machine.live) == 2
+
+
+def heavy(name: str) -> str:
+    """A model with a tensor of 64 MiB more."""
+    folder = Path(f"{name}-heavy")
+    (file,) = shutil.copytree(name, folder).glob("transformer/*.safetensors")
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    more = {"dtype": "F32", "shape": [16 << 20], "data_offsets": [len(data) - end, len(data) - end + (64 << 20)]}
+    header = json.dumps(json.loads(data[8:end]) | {"more": more}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    os.truncate(file, 8 + len(header) + more["data_offsets"][1])
+    return str(folder)
+
+
+async def test_what_fits_by_no_turns_is_refused_and_nothing_changes(machine: Machine, siblings: list[str]) -> None:
+    for name, said in ((heavy(siblings[0]), "the models do not fit"), ("/nowhere", "nowhere")):
+        with pytest.raises(ConfigError, match=said):
+            await machine.crews.add(name)
+    await machine.crews.look()
+    assert (machine.live, await machine.served()) == ([["unfuse/shapes"]], {"unfuse/shapes"})
+
+
+async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_work(
+    machine: Machine, siblings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a model whose weights are planned for and not on this disk, when it could only take turns, then the refusal
+    says what to do first: nobody's workers end for a download."""
+    folder, planned = Path(shutil.copytree(siblings[0], tmp_path / "away")), machine.service._planned
+
+    def vanish(models: Sequence[str], others: Counter[str], coming: Counter[str]) -> Plan:
+        found = planned(models, others, coming)
+        next(folder.glob("transformer/*.safetensors")).unlink()
+        return found
+
+    monkeypatch.setattr(machine.service, "_planned", vanish)
+    with pytest.raises(ConfigError, match="do not fit.* once its files are here: unfuse pull"):
+        await machine.crews.add(str(folder))
+    await machine.crews.look()
+    assert machine.live == [["unfuse/shapes"]]
+
+
+async def test_what_the_workers_hold_in_whose_place_others_come_is_counted_as_free(
+    machine: Machine, siblings: list[str]
+) -> None:
+    await machine.crews.add(siblings[0])
+    (plan, beside, together) = machine.asked
+    held = PROCESS + (ONE << 20)
+    assert plan == [0, 0]
+    assert beside[1] == 0 and 0 < held - beside[0] < 8 << 20
+    assert together == [0, -beside[0]]
+
+
+async def test_one_that_cannot_be_loaded_leaves_those_that_were_there(machine: Machine, siblings: list[str]) -> None:
+    """Given three models in turns of which the last one added cannot be loaded, when its worker ends, then it is served
+    no more, its request is cancelled, and the others are served again; so is each other that turns out to be broken."""
+    for name in siblings:
+        await machine.crews.add(name)
+    await machine.crews.look()
+    cards = await machine.scheduler.registry.cards()
+    params = cards["unfuse/shapes"].defaults | {"prompt": "a red circle", "seed": 1, "num_frames": 1}
+    asked = [await machine.scheduler.submit(*asking(cards[name], params)) for name in (*siblings, "unfuse/shapes")]
+    machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
+    await machine.crews.look()
+    assert machine.live == [sorted([siblings[0], "unfuse/shapes"])]
+    assert machine.crews.refused == {siblings[1]: "a worker could not start"}
+    machine.launchers[-1].failed.set_exception(ConfigError("that one neither"))
+    await machine.crews.look()
+    assert machine.live == [["unfuse/shapes"]]
+    assert await machine.served() == {"unfuse/shapes"}
+    records = [await machine.scheduler.queue.load(record.context.id) for record in asked]
+    assert [record.status for record in records] == ["cancelled", "cancelled", "queued"]
+
+
+async def test_one_that_is_removed_before_its_workers_come_leaves_by_the_same_way(
+    machine: Machine, siblings: list[str]
+) -> None:
+    """Given a model that was added and removed at once, with a request between, then workers still come for that."""
+    await machine.crews.add(siblings[0])
+    card = (await machine.scheduler.registry.cards())[siblings[0]]
+    params = card.defaults | {"prompt": "a red circle", "seed": 1, "num_frames": 1}
+    request = (await machine.scheduler.submit(*asking(card, params))).context.id
+    await machine.scheduler.registry.dismiss(siblings[0])
+    for _ in range(module.QUIET + 1):
+        await machine.crews.look()
+    assert machine.live == [[siblings[0], "unfuse/shapes"]]
+    await machine.scheduler.cancel(request)
+    for _ in range(module.QUIET):
+        await machine.crews.look()
+    assert machine.live == [["unfuse/shapes"]]
