@@ -147,4 +147,4 @@ EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
 """The schema of each event's data, which is listed under this name."""
 
 FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
-READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}))
+READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}, away=array(TEXT)))
