@@ -86,7 +86,7 @@ class Address(msgspec.Struct, frozen=True):
         if self.kind == "cluster":
             slots = Slots(self.hosts, **options | asked)
             pool = SentinelConnectionPool(self.tag, slots, ssl=ssl, **options)  # type: ignore[no-untyped-call]
-            return Redis(connection_pool=pool)
+            return Redis.from_pool(pool)
         sentinel = Sentinel(self.hosts, sentinel_kwargs=asked, ssl=ssl, **options)  # type: ignore[no-untyped-call]
         return cast(Redis, sentinel.master_for(self.service))
 
