@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tests.queues.twins import POOLS, Side, Twins
+from unfuse.core.clock import Clock
 from unfuse.core.errors import TransientError
 from unfuse.core.request import Allowance, Who
 from unfuse.core.task import Task
@@ -17,6 +18,7 @@ from unfuse.queues.base import Limits, Stats, TaskQueue
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
 from unfuse.queues.wanted import Wanted
+from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 
 
@@ -113,3 +115,11 @@ def memories(number: int, clock: ManualClock, kind: type[MemoryQueue] = MemoryQu
 
 def ids(first: str = "r") -> Iterable[str]:
     return (f"{first}{number}" for number in count())
+
+
+class CutShards(ShardedQueue):
+    """Three shards in memory, by an address."""
+
+    @classmethod
+    def at(cls, url: str, clock: Clock | None = None) -> CutShards:
+        return cls([Cut(clock or SystemClock()) for _ in range(3)])
