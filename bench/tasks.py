@@ -10,8 +10,8 @@ The others are installed where `--peers` says, once, each for itself; `--peers n
 in `bench/peers/`; with `--defaults` arq is measured as it comes, too.
 `python -m bench.tasks [--rounds N] [--seconds S] [--peers FOLDER] [--defaults]`
 
-With `--scaling`: 1, 2 and 4 schedulers, each with clients that watch and a worker of its own, over one Redis, and over
-a Redis each, which is the most that shards of a queue could give.
+With `--scaling`: 1, 2 and 4 schedulers, each with clients that watch and a worker of its own, over one Redis, over as
+many shards of one queue, each on a Redis of its own, and over a Redis each, which is the most that shards could give.
 """
 
 from __future__ import annotations
@@ -308,15 +308,23 @@ def measure(rounds: int, seconds: float, others: dict[str, Side], only: Sequence
     return {name: row(found, runs.get("arq", [])) for name, found in runs.items()}
 
 
-def scaled(schedulers: int, servers: Sequence[RedisServer], seconds: float, folder: Path) -> dict[str, Any]:
-    """Schedulers at work at one time, spread over these servers: tasks a second of all together."""
+def scaled(
+    schedulers: int, servers: Sequence[RedisServer], sharded: bool, seconds: float, folder: Path
+) -> dict[str, Any]:
+    """Schedulers at work at one time, spread over these servers, or all over shards of one queue on them: tasks a
+    second of all together."""
     with ExitStack() as stack:
         for server in servers:
             server.client.flushall()
         urls = [servers[number % len(servers)].url for number in range(schedulers)]
+        members = [(server, "{unfuse}:workers") for server in servers]
+        if sharded:
+            hosts = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+            urls = [f"redis://{hosts}?shards={len(servers)}"] * schedulers
+            members = [(servers[0], "{unfuse:0}:workers")]
         running = [stack.enter_context(started(ours(url, watched=True), url, folder)) for url in urls]
         together = stack.enter_context(ThreadPoolExecutor(schedulers))
-        while sum(int(server.client.hlen("{unfuse}:workers")) for server in servers) < schedulers:
+        while sum(int(server.client.hlen(key)) for server, key in members) < schedulers:
             time.sleep(0.1)
         list(together.map(lambda one: one.measure(min(0.5, seconds), 32), running))
         pids = [one.pid for one in servers]
@@ -334,16 +342,18 @@ def scaled(schedulers: int, servers: Sequence[RedisServer], seconds: float, fold
 
 
 def scaling(rounds: int, seconds: float, counts: Sequence[int] = (1, 2, 4)) -> dict[str, Any]:
-    """For each number of schedulers: over one Redis, and over as many."""
+    """For each number of schedulers: over one Redis, over as many shards, and over as many queues."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with ExitStack() as stack:
         servers = [stack.enter_context(redis_server()) for _ in range(max(counts))]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".")))
         for _ in range(rounds):
             for schedulers in counts:
-                for shards in sorted({1, schedulers}):
-                    name = f"{schedulers} schedulers, {shards} Redis"
-                    runs[name].append(scaled(schedulers, servers[:shards], seconds, folder))
+                for number, what in [(1, "Redis"), (schedulers, "shards"), (schedulers, "Redis")][
+                    : 3 if schedulers > 1 else 1
+                ]:
+                    name, used = f"{schedulers} schedulers, {number} {what}", servers[:number]
+                    runs[name].append(scaled(schedulers, used, what == "shards", seconds, folder))
     return {
         name: {
             "tasks_per_s": [round(one["tasks_per_s"], 1) for one in found],

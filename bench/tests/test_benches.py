@@ -197,7 +197,12 @@ def test_clients_wait_for_their_picture_before_they_ask_again() -> None:
 @pytest.mark.nightly
 def test_schedulers_share_a_redis_or_have_one_each() -> None:
     found = tasks.scaling(1, 0.2, (1, 2))
-    assert list(found) == ["1 schedulers, 1 Redis", "2 schedulers, 1 Redis", "2 schedulers, 2 Redis"]
+    assert list(found) == [
+        "1 schedulers, 1 Redis",
+        "2 schedulers, 1 Redis",
+        "2 schedulers, 2 shards",
+        "2 schedulers, 2 Redis",
+    ]
     assert all(rate > 0 for figures in found.values() for rate in figures["tasks_per_s"])
     assert all(spent > 0 for figures in found.values() for spent in figures["cpu_ms_per_task"].values())
 

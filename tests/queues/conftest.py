@@ -1,10 +1,12 @@
 """Real servers for the queues that need one, started when a test first asks and empty for each."""
 
 import shlex
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from tools.addresses import free_port
 from tools.redis_server import KINDS, Address, RedisServer as Server
 from tools.snippets import ROOT, blocks
 
@@ -45,3 +47,26 @@ def least(server: Server) -> Iterator[Address]:
     server.client.acl_log_reset()
     yield server.as_user("unfuse", "SECRET")
     assert {refused["object"] for refused in server.client.acl_log()} <= {"client|setinfo"}  # a library's name
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """Three servers of a Redis Cluster, each with a third of the slots."""
+    buses = [free_port() for _ in range(3)]
+    options = ("redis", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-port")
+    found = [Server(tmp_path_factory.mktemp(f"master-{bus}"), *options, str(bus)) for bus in buses]
+    for number, one in enumerate(found):
+        one.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 5462 * number, min(5462 * number + 5461, 16383))
+        one.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    for one in found[1:]:
+        one.client.execute_command("CLUSTER", "MEET", "127.0.0.1", found[0].port, buses[0])
+    while not all(knows_all(one) for one in found):
+        time.sleep(0.05)
+    yield found
+    for one in found:
+        one.stop()
+
+
+def knows_all(server: Server) -> bool:
+    told = server.client.execute_command("CLUSTER INFO")
+    return (told["cluster_state"], told["cluster_known_nodes"]) == ("ok", "3")

@@ -30,15 +30,15 @@ SENTINELS = "redis+sentinel://a,b:7000,[::1]:7001"
 
 
 def test_an_address_names_sentinels_and_what_they_watch() -> None:
-    found = parse_address("rediss+sentinel://me:s%40t@a,b:7000,[::1]:7001/tasks-1/3?prefix=blue&replicas=2")
-    assert found.sentinels == (("a", 26379), ("b", 7000), ("::1", 7001))
-    assert (found.service, found.prefix, found.replicas) == ("tasks-1", "blue", 2)
+    (found,) = parse_address("rediss+sentinel://me:s%40t@a,b:7000,[::1]:7001/tasks-1/3?prefix=blue&replicas=2")
+    assert found.hosts == (("a", 26379), ("b", 7000), ("::1", 7001))
+    assert (found.service, found.tag, found.replicas) == ("tasks-1", "{blue}", 2)
     assert found.shown == "a:26379/3 (tasks-1)"
     options = found.connect().connection_pool.connection_kwargs
     assert {name: options[name] for name in ("username", "password", "db")} == {
         "username": "me", "password": "s@t", "db": 3,
     }  # fmt: skip
-    assert parse_address("redis://me:s@h/2").connect().connection_pool.connection_kwargs["db"] == 2
+    assert parse_address("redis://me:s@h/2")[0].connect().connection_pool.connection_kwargs["db"] == 2
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -19,7 +18,6 @@ from redis.asyncio.connection import SSLConnection
 from tests.examples import examples
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
-from tools.addresses import free_port
 from unfuse import queues
 from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
@@ -413,29 +411,6 @@ async def test_who_watches_a_closed_queue_keeps_nobody_busy(queue: RedisQueue, m
     assert [event async for event in queue.watch("a")] == []
     await asyncio.sleep(0.01)
     assert heard == []
-
-
-@pytest.fixture(scope="module")
-def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """Three servers of a Redis Cluster, each with a third of the slots."""
-    buses = [free_port() for _ in range(3)]
-    options = ("redis", "127.0.0.1", "--cluster-enabled", "yes", "--cluster-port")
-    found = [Server(tmp_path_factory.mktemp(f"master-{bus}"), *options, str(bus)) for bus in buses]
-    for number, one in enumerate(found):
-        one.client.execute_command("CLUSTER", "ADDSLOTSRANGE", 5462 * number, min(5462 * number + 5461, 16383))
-        one.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-    for one in found[1:]:
-        one.client.execute_command("CLUSTER", "MEET", "127.0.0.1", found[0].port, buses[0])
-    while not all(knows_all(one) for one in found):
-        time.sleep(0.05)
-    yield found
-    for one in found:
-        one.stop()
-
-
-def knows_all(server: Server) -> bool:
-    told = server.client.execute_command("CLUSTER INFO")
-    return (told["cluster_state"], told["cluster_known_nodes"]) == ("ok", "3")
 
 
 @pytest.mark.nightly

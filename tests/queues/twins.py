@@ -7,7 +7,7 @@ numbered as they are met, and times are counted from where a queue's clock was a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -157,6 +157,18 @@ class Twins(RuleBasedStateMachine):
     def opened(self) -> TaskQueue:
         raise NotImplementedError
 
+    def named(self, name: str, tenant: str, key: str, limits: Limits) -> tuple[str, Limits]:
+        """What a new request is called, and the limits under which it comes."""
+        return name, limits
+
+    def asked(self, wanted: Wanted) -> Wanted:
+        """What a worker wants."""
+        return wanted
+
+    def pools(self) -> Sequence[str]:
+        """What is looked at after each step."""
+        return POOLS
+
     def teardown(self) -> None:
         try:
             self.look_at_everything()
@@ -207,8 +219,10 @@ class Twins(RuleBasedStateMachine):
         self.step()
         name = self.names[again] if again < len(self.names) else f"{('r', 'video_')[again % 2]}{self.submitted:03}"
         self.submitted += 1
+        tenant = "tu"[again // 2 % 2]
+        name, limits = self.named(name, tenant, key, limits)
         fields = {
-            "tenant": "tu"[again // 2 % 2],
+            "tenant": tenant,
             "idempotency_key": key,
             "fingerprint": "fg"[again % 3 : again % 3 + 1],
             "cost": float(again % 3),
@@ -226,7 +240,7 @@ class Twins(RuleBasedStateMachine):
         self.step()
 
         async def ask(side: Side) -> list[Lease]:
-            return side.met(await side.queue.lease(name, wanted, ttl))
+            return side.met(await side.queue.lease(name, self.asked(wanted), ttl))
 
         self.both(ask)
 
@@ -316,7 +330,7 @@ class Twins(RuleBasedStateMachine):
             change = Change(context, claim, push=push, events=events)
             if wanted is None:
                 return await side.queue.commit(change)
-            record, leases = await side.queue.commit_and_lease(change, "w", wanted, TTL)
+            record, leases = await side.queue.commit_and_lease(change, "w", self.asked(wanted), TTL)
             return record, side.met(leases)
 
         self.both(ask)
@@ -434,14 +448,14 @@ class Twins(RuleBasedStateMachine):
 
     @invariant()
     def they_stand_alike(self) -> None:
-        for pool in POOLS:
+        for pool in self.pools():
             self.both(lambda side, pool=pool: side.queue.peek(pool, 100))  # type: ignore[misc]
             self.both(lambda side, pool=pool: side.queue.size(pool))  # type: ignore[misc]
         self.both(self.stats)
 
     async def stats(self, side: Side) -> Stats:
         """How much there is to do."""
-        return await side.queue.stats(POOLS)
+        return await side.queue.stats(self.pools())
 
     def look_at_everything(self) -> None:
         self.both(lambda side: side.queue.list(Filter(), limit=1000))

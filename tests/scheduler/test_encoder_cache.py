@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -325,6 +325,21 @@ async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
         await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=lost), WORKER)
         assert await ran(scheduler) == ALL
         assert (await loaded(scheduler, record)).status == "completed"
+
+
+class Unread(MemoryQueue):
+    """A queue whose index does not answer."""
+
+    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+        if not use:
+            raise TransientError("away")
+        return {}
+
+
+async def test_nothing_is_given_up_because_the_index_does_not_answer() -> None:
+    clock = ManualClock()
+    async with caching(Unread(clock), clock) as (scheduler, _):
+        assert await scheduler.over([cached_as("key", "id"), "nobody"]) == ["nobody"]
 
 
 async def test_what_was_cached_is_not_taken_for_fast() -> None:

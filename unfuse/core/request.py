@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import count
 from typing import Literal
 
 import msgspec
@@ -268,11 +271,15 @@ class Running(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A stored request: its context, its running stages, and how many tasks are ahead of its first queued one."""
+    """A stored request: its context, its running stages, and how many tasks are ahead of its first queued one.
+
+    `number` is its place in the order of arrival: about the microsecond, since 1970, at which it came.
+    """
 
     context: RequestContext
     running: tuple[Running, ...] = ()
     position: int | None = None
+    number: int = 0
 
     @property
     def status(self) -> RequestStatus:
@@ -283,3 +290,10 @@ class Record(msgspec.Struct, frozen=True):
 def new_request_id(medium: Medium = IMAGE) -> str:
     """A new id: the medium's prefix and 128 random bits."""
     return medium.prefix + secrets.token_hex(16)
+
+
+def request_ids(medium: Medium = IMAGE, after: str = "") -> Iterator[str]:
+    """New ids, of which any will do. Those that follow from the request `after` are the same each time."""
+    for number in count():
+        text = f"{after}/{number}" if number else after
+        yield medium.prefix + blake2b(text.encode(), digest_size=16).hexdigest() if after else new_request_id(medium)

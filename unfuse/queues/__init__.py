@@ -12,6 +12,8 @@ BACKENDS = {
     "rediss": "unfuse.queues.redis:RedisQueue",
     "redis+sentinel": "unfuse.queues.redis:RedisQueue",
     "rediss+sentinel": "unfuse.queues.redis:RedisQueue",
+    "redis+cluster": "unfuse.queues.redis:RedisQueue",
+    "rediss+cluster": "unfuse.queues.redis:RedisQueue",
     "sqlite": "unfuse.queues.sqlite:SqliteQueue",
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
@@ -12,6 +14,8 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError, RedisError
 
 from unfuse.core.errors import ConfigError
 
@@ -21,60 +25,113 @@ and of a Sentinel that is asked who that is.
 """
 
 ADDRESS = (
-    "redis://[user:password@]host[:port][/database][?prefix=name][&replicas=number] or "
-    "redis+sentinel://[user:password@]host[:port][,host[:port]…]/service[/database][?…]; rediss for TLS"
+    "redis://[user:password@]host[:port][/database][?prefix=name][&replicas=number], with [&shards=number] at one host "
+    "or at several, divided by commas; redis+sentinel://[user:password@]host[:port][,host[:port]…]/service[,service…]"
+    "[/database][?…]; redis+cluster://[user:password@]host[:port][,host[:port]…][?…]; rediss for TLS"
 )
+MOST_SHARDS = 64
+
+
+class Slots:
+    """Knows a Redis Cluster by some of its servers, as a client of Sentinels knows those: it is asked who has a tag."""
+
+    def __init__(self, hosts: Sequence[tuple[str, int]], **options: Any) -> None:
+        self.sentinels = [Redis(host=host, port=port, **options) for host, port in hosts]
+
+    async def discover_master(self, tag: str) -> tuple[str, int]:
+        """The server that has the slot of a tag. Raises ConnectionError if none says so."""
+        slot = key_slot(tag.encode())
+        for one in self.sentinels:
+            with suppress(RedisError, OSError):
+                found = await one.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+                for first, last, (host, port, *_), *_ in found:
+                    if first <= slot <= last:
+                        return host.decode(), port
+        raise ConnectionError(f"no server of the cluster says who has {tag}")
 
 
 class Address(msgspec.Struct, frozen=True):
-    """`server` is the server's URL, or of a `service` that of its first Sentinel, with the user of the service.
+    """`server` is the server's URL, or of a `service` or a cluster that of the first of `hosts`, with the user that all
+    have.
 
-    What a queue does is acknowledged when `replicas` have it too. All keys have the `prefix`.
+    What a queue does is acknowledged when `replicas` have it too. All keys have the `tag`, and are those of a `part` of
+    a queue, in words, or of one without shards, "". `beside` a shard are the keys that a queue without any would have.
     """
 
     server: str
-    prefix: str
+    tag: str
+    part: str
     replicas: int
-    sentinels: tuple[tuple[str, int], ...]
+    hosts: tuple[tuple[str, int], ...]
+    kind: str
     service: str
+    beside: Address | None = None
 
     @property
     def shown(self) -> str:
         """The address without user and password."""
+        name = self.service or self.part
         server = self.server.rpartition("@")[2]
-        return f"{server} ({self.service})" if self.service else server
+        return f"{server} ({name})" if name else server
 
     def connect(self) -> Redis:
-        """A client of the server; of a service, each new connection goes to who is its primary then."""
+        """A client of the server; of a service or a cluster, each new connection goes to who has the tag then."""
         options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": ANSWER_S}
-        if not self.service:
+        if not self.kind:
             return Redis.from_url(self.server, **options)
         options |= parse_url(self.server) | {"socket_timeout": SILENT_S}
         ssl = options.pop("connection_class", None) is not None
         del options["host"], options["port"]
         asked = {"ssl": ssl, "socket_timeout": NAME_S, "retry": options["retry"]}
-        sentinel = Sentinel(self.sentinels, sentinel_kwargs=asked, ssl=ssl, **options)  # type: ignore[no-untyped-call]
+        if self.kind == "cluster":
+            slots = Slots(self.hosts, **options | asked)
+            pool = SentinelConnectionPool(self.tag, slots, ssl=ssl, **options)  # type: ignore[no-untyped-call]
+            return Redis.from_pool(pool)
+        sentinel = Sentinel(self.hosts, sentinel_kwargs=asked, ssl=ssl, **options)  # type: ignore[no-untyped-call]
         return cast(Redis, sentinel.master_for(self.service))
 
 
-def parse_address(url: str) -> Address:
-    """What an address says. Raises ConfigError for a malformed one."""
+def parse_address(url: str) -> list[Address]:
+    """What an address says: where the one server of a queue is, or each of its shards, which take turns at the servers
+    that are named, or the services. Raises ConfigError for a malformed one.
+    """
     try:
         parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
-        options = {"prefix": "unfuse", "replicas": "0", **dict(parse_qsl(parts.query, keep_blank_values=True))}
-        prefix, replicas = options.pop("prefix"), int(options.pop("replicas"))
-        user, at, hosts = parts.netloc.rpartition("@")
-        kind, is_service, _ = parts.scheme.partition("+")
-        sentinels = tuple(_host(one, 26379 if is_service else 6379) for one in hosts.split(","))
-        service, path = re.fullmatch(r"/([\w.-]+)(/\d*)?" if is_service else r"()(/?\d*)", parts.path).groups("")  # type: ignore[union-attr]
-        if options or replicas < 0 or not re.fullmatch(r"[\w.-]{1,64}", prefix) or len(sentinels) > 1 > len(service):
+        options = {
+            "prefix": "unfuse",
+            "replicas": "0",
+            "shards": "1",
+            **dict(parse_qsl(parts.query, keep_blank_values=True)),
+        }
+        prefix, replicas, shards = options.pop("prefix"), int(options.pop("replicas")), int(options.pop("shards"))
+        user, at, named = parts.netloc.rpartition("@")
+        scheme, _, kind = parts.scheme.partition("+")
+        hosts = tuple(_host(one, 26379 if kind == "sentinel" else 6379) for one in named.split(","))
+        pattern = r"/([\w.-]+(?:,[\w.-]+)*)(/\d*)?" if kind == "sentinel" else r"()(/?\d*)"
+        services, path = re.fullmatch(pattern, parts.path).groups("")  # type: ignore[union-attr]
+        places = services.split(",") if services else [""] if kind else named.split(",")
+        if options or replicas < 0 or not re.fullmatch(r"[\w.-]{1,64}", prefix):
+            raise ValueError
+        if not len(places) <= shards <= MOST_SHARDS or len({*places}) < len(places):
             raise ValueError
     except (ValueError, AttributeError):
         raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
-    host, port = sentinels[0]
-    netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    server = parts._replace(scheme=kind, netloc=f"{user}{at}{netloc if service else hosts}", path=path, query="")
-    return Address(server.geturl(), prefix, replicas, sentinels, service)
+    found = []
+    for shard in range(shards):
+        host, port = hosts[0]
+        netloc = places[shard % len(places)]
+        if kind:
+            netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        server = parts._replace(scheme=scheme, netloc=f"{user}{at}{netloc}", path=path, query="").geturl()
+        service = places[shard % len(places)] if services else ""
+        here = ", ".join(str(one) for one in range(shard % len(places), shards, len(places)))
+        one = Address(server, f"{{{prefix}}}", "", replicas, hosts, kind, service)
+        if shards > 1:
+            beside = msgspec.structs.replace(one, part=f"shards {here} of {shards}")
+            part = f"shard {shard} of {shards}"
+            one = msgspec.structs.replace(one, tag=f"{{{prefix}:{shard}}}", part=part, beside=beside)
+        found.append(one)
+    return found
 
 
 async def close(redis: Redis) -> None:

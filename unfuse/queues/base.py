@@ -1,15 +1,14 @@
 """The queue port: where tasks wait and contexts live. All state is here, so schedulers keep none.
 
-To check a new backend, run `unfuse.testing.check_queue` on it: the suite is the contract in executable form, and the
-memory backend is its simplest implementation.
+To check a new backend, run `unfuse.testing.check_queue`: the contract in executable form. The simplest is in memory.
 """
 
 from __future__ import annotations
 
 import builtins
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -19,7 +18,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus
+from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Who
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.wanted import Wanted
 
@@ -151,12 +150,11 @@ class TaskQueue(ABC):
 
     @classmethod
     @abstractmethod
-    def at(cls, url: str, clock: Clock | None = None) -> Self:
+    def at(cls, url: str, clock: Clock | None = None) -> TaskQueue:
         """Open the queue at `url`, which begins with this backend's name.
 
-        It keeps time by `clock`, if one is given, instead of by its server's or this machine's.
-
-        Raises ConfigError for an address that it cannot use.
+        It keeps time by `clock`, if one is given, instead of by its server's or this machine's. Raises ConfigError for
+        an address that it cannot use.
         """
 
     @abstractmethod
@@ -170,6 +168,14 @@ class TaskQueue(ABC):
     @abstractmethod
     async def check(self) -> None:
         """Raise TransientError while this queue cannot work; returns within a few seconds."""
+
+    def away(self) -> Sequence[str]:
+        """What does not answer of a queue that works all the same, in words."""
+        return ()
+
+    def placed(self, ids: Iterator[str], who: Who) -> str:
+        """Of endless new ids, one under which a request lies with those of its key, or of a tenant with limits."""
+        return next(ids)
 
     @abstractmethod
     async def submit(
@@ -297,9 +303,9 @@ class TaskQueue(ABC):
 
     @abstractmethod
     async def list(
-        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> list[Record]:
-        """Up to `limit` requests, newest or oldest first, starting behind the request with the id `after`.
+        """Up to `limit` requests, newest or oldest first, starting behind the one with the id, or number, `after`.
 
         The filter need not select that request. Raises NotFound if it is unknown, or of another tenant than the
         filter's. Records that cannot be read are left out here, as everywhere in a list: see `damaged`.

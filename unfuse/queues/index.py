@@ -112,13 +112,12 @@ class Index:
         """Remove an entry from the index."""
         self._list(entry, (), None)
 
-    def find(self, which: Filter, behind: Entry | None = None, oldest_first: bool = False) -> Iterator[Entry]:
-        """The entries that the filter selects, newest or oldest first, starting behind the entry `behind`."""
+    def find(self, which: Filter, behind: int | None = None, oldest_first: bool = False) -> Iterator[Entry]:
+        """The entries that the filter selects, newest or oldest first, starting behind the number `behind`."""
         if which.heading not in self._under:
             return iter(())
         _, listed = self._under[which.heading]
-        number = behind and behind.number
-        found = listed.after(number) if oldest_first else listed.before(number)
+        found = listed.after(behind) if oldest_first else listed.before(behind)
         return (entry for entry in found if entry.fits(which))
 
     def repeated(self, context: RequestContext) -> Entry | None:

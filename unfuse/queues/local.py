@@ -140,7 +140,7 @@ class LocalQueue(TaskQueue):
         return over
 
     async def list(
-        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
         """Requests in the order of their arrival."""
         self._may_read()

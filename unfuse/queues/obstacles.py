@@ -50,10 +50,15 @@ def _permanent_reason(error: RedisError) -> str:
             return f"its user may not do what a queue does ({error})"
         case ResponseError() if "DB index" in str(error):
             return f"it has no database of that number ({error}): the number is what stands behind the last /"
+        case ResponseError() if (told := str(error)).startswith("MISPLACED"):
+            return told.partition(" ")[2]
         case ResponseError() if "unknown command" in str(error):
             return f"it is no Redis of 6.2 or later ({error})"
         case MovedError():
-            return f"it is of a Redis Cluster, where this prefix is at {error.host}:{error.port}: name that server"
+            home = f"{error.host}:{error.port}"
+            return (
+                f"it is of a Redis Cluster, where this prefix is at {home}: name that server, or write redis+cluster://"
+            )
         case InvalidResponse():
             return f"something else than Redis answers there ({error})"
     causes = list(_chain(error))

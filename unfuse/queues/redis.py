@@ -46,6 +46,7 @@ from unfuse.queues.history import MAX_EVENTS
 from unfuse.queues.known import KnownRecords
 from unfuse.queues.remaining import NANOSECONDS
 from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
+from unfuse.queues.shards import ShardedQueue
 from unfuse.queues.storable import check_numbers
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
@@ -81,7 +82,7 @@ class RedisQueue(TaskQueue):
     shared = True
 
     def __init__(self, at: address.Address, clock: Clock | None) -> None:
-        self._address, self._tag, self._servers_time = at, f"{{{at.prefix}}}", clock
+        self._address, self._tag, self._servers_time = at, at.tag, clock
         self._redis = at.connect()
         self._background = Background()
         self._calls = Calls(self._execute, self._background)
@@ -95,9 +96,12 @@ class RedisQueue(TaskQueue):
         self._latest = 0.0
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> RedisQueue:
-        """Open the queue at `redis://host:port/database?prefix=unfuse`. A given clock replaces the server's."""
-        return cls(address.parse_address(url), clock)
+    def at(cls, url: str, clock: Clock | None = None) -> TaskQueue:
+        """Open the queue, or its shards, at such an address as ADDRESS says. A given clock replaces the servers'."""
+        found = address.parse_address(url)
+        shards = [cls(one, clock) for one in found]
+        beside = [cls(one, clock) for one in {one.beside for one in found if one.beside}]
+        return ShardedQueue(shards, beside) if len(shards) > 1 else shards[0]
 
     async def now(self) -> float:
         """The server's clock, in seconds."""
@@ -108,7 +112,7 @@ class RedisQueue(TaskQueue):
         """Have the server run the script, with the user and password of the address."""
 
         async def ask() -> None:
-            (reply,) = await self._execute([("now", encode({}))])
+            (reply,) = await self._execute([("now", encode({"part": self._address.part}))])
             if isinstance(reply, Exception):
                 raise reply
 
@@ -121,15 +125,14 @@ class RedisQueue(TaskQueue):
             async with asyncio.timeout(CHECK_S):
                 await self._call("now")
         except TimeoutError as error:
-            raise self._error(error) from error
+            raise script.error(error, self._address.shown) from error
 
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
         """Store a new request; a repeat returns the stored one."""
         check_numbers(context, *tasks, *events)
-        more = Counter(task.pool for task in tasks)
-        fields = script.context_fields(context, tasks, events)
+        fields, more = script.context_fields(context, tasks, events), Counter(task.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
@@ -164,9 +167,8 @@ class RedisQueue(TaskQueue):
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
         check_numbers(change.context, *change.push, *change.events)
-        return self._known.keep(
-            script.record(await self._call("commit", **script.change_fields(change)), change.context)
-        )
+        answer = await self._call("commit", **script.change_fields(change))
+        return self._known.keep(script.record(answer, change.context))
 
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
@@ -209,7 +211,7 @@ class RedisQueue(TaskQueue):
         return self._known.of(claim)
 
     async def list(
-        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
         """Requests in the order of their arrival."""
         tenant, field, value = which.heading
@@ -217,6 +219,8 @@ class RedisQueue(TaskQueue):
         asks = {"which": asked, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
         found: list[Record] = []
         beyond: str | None = "-inf" if oldest_first else "+inf"
+        if isinstance(after, int):
+            after, beyond = None, str(after)
         while beyond is not None and len(found) < limit:
             left = limit - len(found)
             last, page, damaged = await self._call("list", **asks, after=after, beyond=beyond, limit=left)
@@ -377,15 +381,12 @@ class RedisQueue(TaskQueue):
         self._waiting.close()
         await address.close(self._redis)
 
-    def _error(self, error: Exception) -> Exception:
-        return script.error(error, self._address.shown)
-
     async def _call(self, verb: str, **args: Any) -> Any:
-        """Run a verb of the script. Raises TransientError, and the errors of the verb."""
+        """Run a verb of the script. Raises TransientError, and its errors."""
         if self._closed and "undo" not in args:
             raise TransientError("this queue was closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
-        args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix}
+        args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix, "part": self._address.part}
         if self._servers_time:
             args |= {"now": self._servers_time.now(), "wall": self._servers_time.wall()}
         if args.get("push"):  # who waits here asks in the same run: what is taken at once wakes nobody elsewhere
@@ -393,7 +394,7 @@ class RedisQueue(TaskQueue):
         try:
             return await self._calls.answer(verb, encode(args))
         except (RedisError, OSError) as error:
-            raise self._error(error) from error
+            raise script.error(error, self._address.shown) from error
 
     async def _execute(self, calls: Sequence[Call]) -> builtins.list[Any]:
         return await answers(self._redis, self._tag, calls, self._address.replicas)

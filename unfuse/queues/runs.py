@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
+from redis.exceptions import MovedError, NoScriptError, ReadOnlyError, RedisError
 
 from unfuse.queues.remote_waiters import MAX_BATCH, Background
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
@@ -56,7 +56,7 @@ async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int =
             found += await answers(redis, tag, run, replicas)
         else:
             found += [reply] * len(run) if isinstance(reply, Exception) else reply
-    if any(isinstance(one, ReadOnlyError) for one in found):  # a primary no more: ask again who is
+    if any(isinstance(one, ReadOnlyError | MovedError) for one in found):  # a primary no more: ask again who is
         await redis.connection_pool.disconnect()
     return found
 

@@ -35,6 +35,7 @@ REFUSALS: dict[str, type[errors.UnfuseError]] = {
     "OVERLOADED": errors.Overloaded,
     "DAMAGED": errors.Damaged,
     "PROTOCOL": errors.ProtocolError,
+    "MISPLACED": errors.ConfigError,
 }
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
 """Kinds of unreadable records that can be dropped; others, such as an event, are only passed over."""
@@ -81,9 +82,9 @@ def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: by
 
 def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
     """A record from the fields of an answer, which leaves out the context if it is the one that was sent."""
-    data, running, position = reply[:3]
+    data, running, position, _, number = reply
     context = sent if data is None and sent else decode(data, RequestContext)
-    return Record(context, decode(running, tuple[Running, ...]), position)
+    return Record(context, decode(running, tuple[Running, ...]), position, int(number))
 
 
 def error(met: Exception, place: str) -> errors.UnfuseError:

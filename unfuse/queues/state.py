@@ -65,6 +65,7 @@ class QueueState:
         self._tenants.require(context.tenant, limits.tenant, self._clock.now())
         self._admit(context, tasks, limits)
         self._tenants.take(context.tenant, limits.tenant, self._clock.now())
+        self.reserve(int(self._clock.wall() * 1e6) - 1)
         entry = self.requests[context.id] = Entry(context, self._arrival())
         self._count(entry, False)
         self._push(entry, tasks)
@@ -191,23 +192,25 @@ class QueueState:
         keys = [(entry.context.id, stage) for stage in entry.stages]
         running = tuple(held.running for key in keys if (held := self.leases.of(key)))
         if running:
-            return Record(entry.context, running)
+            return Record(entry.context, running, None, entry.number)
         self.release_due(self._clock.now())
         waiting = [rank for key in keys if (rank := self.pool_queues.rank(key))]
         position = min((self.pool_queues.position(rank) for rank in waiting), default=None)
-        return Record(entry.context, (), position)
+        return Record(entry.context, (), position, entry.number)
 
     def over(self, requests: Sequence[str]) -> builtins.list[str]:
         """Which of these requests are over, or unknown."""
         known = ((request, self.requests.get(request)) for request in requests)
         return [request for request, entry in known if entry is None or entry.context.over]
 
-    def list(self, which: Filter, after: str | None, limit: int, oldest_first: bool) -> builtins.list[Entry]:
+    def list(self, which: Filter, after: str | int | None, limit: int, oldest_first: bool) -> builtins.list[Entry]:
         """Requests in the order of their arrival. Raises NotFound for `after`."""
-        behind = None if after is None else self.entry(after)
-        if behind is not None and which.tenant not in (None, behind.context.tenant):
-            raise _unknown(behind.context.id)
-        return [*islice(self.index.find(which, behind, oldest_first), limit)]
+        if isinstance(after, str):
+            behind = self.entry(after)
+            if which.tenant not in (None, behind.context.tenant):
+                raise _unknown(after)
+            after = behind.number
+        return [*islice(self.index.find(which, after, oldest_first), limit)]
 
     def stats(self, pools: Sequence[str]) -> Stats:
         """The number of active requests, and the statistics of these pools."""

@@ -59,8 +59,11 @@ class EncoderCache:
                     await self._queue.uncache(key, id)
 
     async def over(self, names: Sequence[str]) -> list[str]:
-        """Which of these names (see `cached_as`) are of objects that the index does not have any more."""
+        """Which of these names (see `cached_as`) are of objects that the index, if it answers, has no more."""
         keys = [name.removeprefix(CACHED).partition(":")[0] for name in names]
-        found = await self._queue.cached(keys, use=False) if keys else {}
+        try:
+            found = await self._queue.cached(keys, use=False) if keys else {}
+        except TransientError:
+            return []
         kept = {cached_as(key, ref.id) for key, ref in found.items()}
         return [name for name in names if name not in kept]

@@ -17,7 +17,7 @@ from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, new_request_id
+from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.storable import EXACT
@@ -115,9 +115,9 @@ class Scheduler:
         shared_by = self._cache.shared_by(who.tenant, delivery.cache)
         plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins)
         context = RequestContext(
-            asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
-            who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
-            limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
+            asked.id or self.queue.placed(request_ids(), who), card.name, params, plan, {}, who.tenant,
+            who.idempotency_key, who.fingerprint, priority=delivery.priority, metadata=delivery.metadata,
+            asked=asked.name, limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
             webhook=_webhook(delivery, who),
         )  # fmt: skip
         return await self._submit(context, who.allowance, delivery.timeout)
@@ -146,7 +146,8 @@ class Scheduler:
         old = (await self.queue.load(request)).context
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
-        id, metadata = id or new_request_id(old.medium), old.metadata | {"retry_of": request}
+        id = id or self.retried_as(old, allowance)
+        metadata = old.metadata | {"retry_of": request}
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
@@ -155,6 +156,10 @@ class Scheduler:
         record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
         return record
+
+    def retried_as(self, old: RequestContext, allowance: Allowance) -> str:
+        """The id of the request that follows from a dead one: the same each time, so that no repeat makes another."""
+        return self.queue.placed(request_ids(old.medium, old.id), Who(old.tenant, old.id, allowance=allowance))
 
     async def _submit(self, context: RequestContext, may: Allowance, timeout: float | None = None) -> Record:
         if self.draining:

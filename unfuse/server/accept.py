@@ -18,7 +18,7 @@ from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
-from unfuse.core.request import Asked, Record, Who, new_request_id
+from unfuse.core.request import Asked, Record, Who, request_ids
 from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
@@ -85,7 +85,7 @@ class Call:
         fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
         leaves = self.gateway.cancels and self.waits and not self.prefers_not_to_wait
         who = Who(self.caller.tenant, key, fingerprint, leaves, self.caller.allowance, base_of(self.request))
-        id = new_request_id(self.medium)
+        id = self.gateway.queue.placed(request_ids(self.medium), who)
         while True:
             record = await self._earlier(key, fingerprint) or await self._submit(id, who, delivery)
             if key and record.context.fingerprint != fingerprint:

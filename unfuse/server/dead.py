@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -90,14 +89,14 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
         raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
     if not caller.may_use(asked := old.context.asked or old.context.model):
         raise UnknownModel(f"no model {asked!r} is served to this key", "model")
-    fresh = f"{id.partition('_')[0]}_{blake2b(id.encode(), digest_size=16).hexdigest()}"
+    own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
+    fresh = gateway.scheduler.retried_as(old.context, own)
     params = old.context.params
     shown = dict.fromkeys(one.upload for one in shown_of(params))
     for upload in [*(upload for param, upload in UPLOADS.items() if param in params), *shown]:
         data = await to_thread.run_sync(gateway.results.attached, id, upload)
         await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
     with gateway.refusals_told(old.context.tenant, old.context.model):
-        own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
         record = await gateway.scheduler.retry(id, fresh, own)
     gateway.release(old.context)
     return gateway.view(request, record)

@@ -26,7 +26,7 @@ async def ready(gateway: Served) -> JSONResponse:
     """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
 
     Models that were added while it ran do not count: how far these are is in /v1/models. 503 too while the queue cannot
-    work, and while results cannot be kept.
+    work, and while results cannot be kept. What is away of a queue that works all the same is told.
     """
     try:
         await gateway.queue.check()
@@ -40,7 +40,8 @@ async def ready(gateway: Served) -> JSONResponse:
     missing = {model: pools for model, pools in (await registry.missing()).items() if model not in registry.admitted}
     served = await gateway.models()
     if served and not missing:
-        return JSONResponse({"ready": True, "models": sorted(served)})
+        away = gateway.queue.away()
+        return JSONResponse({"ready": True, "models": sorted(served)} | ({"away": [*away]} if away else {}))
     lacking = [f"{model} lacks a worker for {', '.join(pools)}" for model, pools in missing.items()]
     refusal = Refusal(503, "not_ready", "; ".join(lacking) or "no model is served yet: start a worker")
     return JSONResponse({"ready": False, "missing": missing, **envelope(refusal)}, 503, {"retry-after": "2"})

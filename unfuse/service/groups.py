@@ -73,7 +73,8 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
     queue: Annotated[str, says(
         "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, redis+sentinel://HOST:PORT,"
-        "HOST:PORT/SERVICE, or memory, which keeps none."
+        "HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over what is named, or memory, which "
+        "keeps none."
     )] = "sqlite:DATA_DIR/queue.db"  # fmt: skip
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
     store: Annotated[str, says(

@@ -130,8 +130,8 @@ function verbs.commit_and_lease()
   local answer = verbs.commit()
   if answer.err then return answer end
   local claims, is_repeat = serve(A.ask), answer[1] -- of which this change tells nothing
-  local stands = #claims > 0 and (is_repeat or not A.over) and sound(stored, A.id) or answer
-  return {{answer[1], stands[2], stands[3], answer[4]}, exact(now), claims, exact(wall)}
+  local stands = #claims > 0 and (is_repeat or not A.over) and sound(stored, A.id, answer[5]) or answer
+  return {{answer[1], stands[2], stands[3], answer[4], answer[5]}, exact(now), claims, exact(wall)}
 end
 
 -- Serves those who ask, one after the other. Answers now, when the next task ripens for who got nothing, the claims.

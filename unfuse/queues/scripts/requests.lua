@@ -28,12 +28,12 @@ local function standing(id)
   return VERSION .. cmsgpack.pack(running), #running == 0 and position_of(waiting)
 end
 
--- A request as it stands: its context, and what `standing` says.
+-- A request as it stands: its context, and what `standing` says; its id, and its place in the order of arrival.
 local function record(id)
-  local context, over = unpack(call('HMGET', request_key(id), 'context', 'over'))
+  local context, over, number = unpack(call('HMGET', request_key(id), 'context', 'over', 'number'))
   local running, position = IDLE, false
   if over == '0' then running, position = standing(id) end
-  return {context, running, position, id}
+  return {context, running, position, id, number}
 end
 
 -- Writes a context with what queries ask of it; `was` is its share in what is left, `was_active` how it counted so far.
@@ -106,7 +106,8 @@ function verbs.submit()
   local refused = beyond_allowance(may) or overload()
   if refused then return refused end
   if may.rate > 0 then call('HSET', RATES, A.tenant, string.format('%d', whole_at(may))) end
-  local number = call('HINCRBY', META, 'arrivals', 1)
+  local number = math.max(call('HINCRBY', META, 'arrivals', 1), in_microseconds(wall))
+  call('HSET', META, 'arrivals', exact(number))
   call('ZADD', ALL, number, A.id)
   call('HSET', request_key(A.id), 'number', number)
   if keyed then call('HSET', KEYED, keyed, A.id) end
@@ -114,11 +115,14 @@ function verbs.submit()
   local places = push(A.id, A.push, true)
   for _, event in ipairs(A.events) do sound(log, A.id, event) end -- nobody follows it yet
   list_new(A.id)
-  return {false, IDLE, position_of(places)} -- who asks has the context
+  return {false, IDLE, position_of(places), A.id, number} -- who asks has the context
 end
 
 -- The record of a request whose context was stored just now: who asks has that.
-local function stored(id) return {false, standing(id)} end
+local function stored(id, number)
+  local running, position = standing(id)
+  return {false, running, position, id, number}
+end
 
 function verbs.commit()
   local id, claim = A.id, A.claim
@@ -148,7 +152,7 @@ function verbs.commit()
   end
   for _, event in ipairs(A.events) do publish(id, event) end
   relist(id, facts(id))
-  return A.over and {false, IDLE, false} or sound(stored, id) or damaged(id)
+  return A.over and {false, IDLE, false, id, number} or sound(stored, id, number) or damaged(id)
 end
 
 function verbs.load()

@@ -62,13 +62,26 @@ end
 
 function verbs.now() return exact(now) end
 
+-- Runs a verb, if the keys are of the part of a queue that it is for: whoever comes first says of which.
+local function run(verb)
+  local part = sound(call, 'HGET', META, 'part') or ''
+  if part == '' and A.part ~= '' and call('EXISTS', META) == 0 then
+    call('HSET', META, 'part', A.part)
+    part = A.part
+  end
+  if part == A.part then return verbs[verb]() end
+  local none = 'a queue without shards'
+  return refuse('MISPLACED what has this prefix there is %s, not %s: name as many shards, and the same servers in the ' ..
+    'same order, as before, or another prefix', part == '' and none or part, A.part == '' and none or A.part)
+end
+
 local time = call('TIME')
 local answers = {}
 for i = 1, #ARGV, 2 do
   A = cmsgpack.unpack(string.sub(ARGV[i + 1], 2))
   wall = A.wall or time[1] + time[2] / 1000000
   now = A.now or wall
-  local is_done, answer = pcall(verbs[ARGV[i]])
+  local is_done, answer = pcall(run, ARGV[i])
   if not is_done then answer = {err = type(answer) == 'table' and answer.err or tostring(answer)} end
   answers[#answers + 1] = answer or false
 end

@@ -1,0 +1,360 @@
+"""Shards in Redis: where each is, that nobody takes them for something else, and what holds when a server is killed."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from random import Random
+
+import msgspec
+import pytest
+
+from tests.queues.conftest import Server
+from tests.queues.sharded import Spread, TickingClock, Together
+from tests.queues.test_shards import BETWEEN, OF_ALL
+from unfuse import queues
+from unfuse.core.errors import ConfigError, Conflict, LeaseLost, Overloaded, TransientError
+from unfuse.core.request import Who, request_ids
+from unfuse.core.task import Lease
+from unfuse.queues.address import parse_address
+from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.shards import ShardedQueue
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    done,
+    leased,
+    request,
+    started,
+    submitted,
+    task,
+    wanted,
+    worker,
+)
+from unfuse.testing.queue_suite import RULES, Rule, check_rule
+
+SHORT = 2.0
+"""Seconds of a lease here: nobody renews them."""
+
+A_FEW = {
+    "a_known_id_is_submitted_once", "a_repeated_commit_succeeds_once", "a_push_wakes_who_waits",
+    "a_lease_is_held_until_it_is_closed", "workers_come_and_go", "a_cancelled_waiter_has_claimed_nothing",
+    "it_is_told_which_are_over", "one_that_is_over_is_dropped_at_once",
+}  # fmt: skip
+"""Rules that are held by day; all are by night."""
+
+
+AT_ONCE = {
+    "what_is_more_urgent_can_be_asked_for", "an_outcome_and_an_ask_are_one_call", "who_waits_is_served_by_rank",
+    "waiting_ends_in_time", "time_and_hand_backs_wake_too",
+}  # fmt: skip
+"""Rules that go on as soon as somebody begins to wait: who waits for shards has asked each of them first."""
+
+
+def rules(but: set[str]) -> list[object]:
+    marks = {True: (), False: pytest.mark.nightly}
+    return [
+        pytest.param(rule, marks=marks[rule.__name__ in A_FEW], id=rule.__name__)
+        for rule in RULES
+        if rule.__name__ not in but
+    ]
+
+
+class TestAnAddress:
+    def test_names_the_server_of_each_shard(self) -> None:
+        found = parse_address("redis://me:s@a,b:7000/2?shards=4&prefix=blue&replicas=1")
+        assert [one.server for one in found] == ["redis://me:s@a/2", "redis://me:s@b:7000/2"] * 2
+        assert [one.tag for one in found] == [f"{{blue:{shard}}}" for shard in range(4)]
+        assert {one.replicas for one in found} == {1}
+        assert [(one.beside.tag, one.beside.part) for one in found if one.beside] == [
+            ("{blue}", "shards 0, 2 of 4"), ("{blue}", "shards 1, 3 of 4"),
+        ] * 2  # fmt: skip
+        assert found[1].shown == "b:7000/2 (shard 1 of 4)"
+
+    def test_or_a_service_of_sentinels(self) -> None:
+        found = parse_address("redis+sentinel://s1,s2/one,other/1?shards=3")
+        assert [one.service for one in found] == ["one", "other", "one"]
+        assert {one.hosts for one in found} == {(("s1", 26379), ("s2", 26379))}
+        assert found[0].server == "redis://s1:26379/1"
+
+    def test_or_a_cluster(self) -> None:
+        found = parse_address("rediss+cluster://u:p@a,[::1]:7001?shards=2")
+        assert [(one.kind, one.server, one.tag) for one in found] == [
+            ("cluster", "rediss://u:p@a:6379", f"{{unfuse:{shard}}}") for shard in range(2)
+        ]
+        assert found[0].hosts == (("a", 6379), ("::1", 7001))
+        pool = found[0].connect().connection_pool
+        assert pool.connection_kwargs["username"] == "u"
+        assert "SSL" in pool.connection_class.__name__
+        (whole,) = parse_address("redis+cluster://a")
+        assert (whole.tag, whole.part, whole.beside) == ("{unfuse}", "", None)
+
+    @pytest.mark.parametrize("url", [
+        "redis://a?shards=0", "redis://a?shards=x", "redis://a?shards=65", "redis://a,b", "redis://a,b,c?shards=2",
+        "redis://a,a?shards=2", "redis+sentinel://s/one,other", "redis+sentinel://s/one,one?shards=2",
+        "redis+cluster://a/name",
+    ])  # fmt: skip
+    def test_that_makes_no_sense_is_refused(self, url: str) -> None:
+        with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
+            queues.open(url)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    servers = [Server(tmp_path_factory.mktemp(f"shard-{number}")) for number in range(2)]
+    yield servers[0], servers[1]
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def pair(both: tuple[Server, Server]) -> tuple[Server, Server]:
+    for server in both:
+        server.sync("no")
+        server.client.flushall()
+    return both
+
+
+def at(*servers: Server, shards: int = 2) -> str:
+    return f"redis://{','.join(f'127.0.0.1:{server.port}' for server in servers)}?shards={shards}"
+
+
+def shards_of(url: str, clock: ManualClock) -> list[TaskQueue]:
+    queue = queues.open(url, clock)
+    assert isinstance(queue, ShardedQueue)
+    return list(queue._answering.shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", rules(OF_ALL | AT_ONCE))
+async def test_a_rule_between_requests_of_a_shard(rule: Rule, pair: tuple[Server, Server]) -> None:
+    clock = ManualClock()
+    await check_rule(rule, Together(shards_of(at(*pair), clock)), clock)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", rules(BETWEEN | AT_ONCE))
+async def test_a_rule_wherever_requests_live(rule: Rule, pair: tuple[Server, Server]) -> None:
+    clock = TickingClock()
+    await check_rule(rule, Spread(shards_of(at(*pair, shards=3), clock)), clock)
+
+
+async def refused(url: str) -> str:
+    queue = queues.open(url)
+    try:
+        await queue.reach()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        await queue.close()
+    return ""
+
+
+@pytest.mark.slow
+async def test_nobody_takes_the_shards_for_something_else(pair: tuple[Server, Server]) -> None:
+    """Given shards that were begun with, then another number, another order, other servers or none are refused."""
+    one, other = pair
+    assert await refused(at(one, other, shards=4)) == ""
+    assert "shards 0, 2 of 4, not a queue without shards: name as many shards" in await refused(one.url)
+    assert "shards 1, 3 of 4, not a queue without shards" in await refused(other.url)
+    assert re.search(
+        "shards (1, 3 of 4, not shards 0, 2|0, 2 of 4, not shards 1, 3) of 4", await refused(at(other, one, shards=4))
+    )
+    assert "of 4, not shards" in await refused(at(one, other, shards=2))
+    assert "of 4, not shards 0, 1, 2, 3 of 4" in await refused(at(one, shards=4))
+    assert await refused(at(one, other, shards=4) + "&prefix=blue") == ""
+    assert await refused(at(one, other, shards=4)) == ""
+
+
+@pytest.mark.slow
+async def test_nor_what_was_there_before_them(pair: tuple[Server, Server]) -> None:
+    """Given a queue without shards, then none are begun beside it, and who runs already is refused what is not its."""
+    one, other = pair
+    whole = queues.open(other.url)
+    await submitted(whole, "a")
+    assert "a queue without shards, not shards 1 of 2" in await refused(at(one, other))
+    other.client.flushall()
+    assert await refused(at(one, other)) == ""
+    with pytest.raises(ConfigError, match="shards 1 of 2, not a queue without shards"):
+        await whole.load("a")
+    await whole.close()
+
+
+@pytest.mark.slow
+async def test_numbers_go_on_where_an_earlier_version_counted(pair: tuple[Server, Server]) -> None:
+    """Given requests that were numbered one by one, then later ones are behind them, in lists and pages."""
+    server, _ = pair
+    queue = queues.open(server.url)
+    for name in "ab":
+        await submitted(queue, name)
+    for number, name in enumerate("ab", 1):
+        server.client.hset(f"{{unfuse}}:request:{name}", "number", number)
+        for key in server.client.scan_iter("{unfuse}:*"):
+            if server.client.type(key) == b"zset" and server.client.zscore(key, name) is not None:
+                server.client.zadd(key, {name: number})
+    server.client.hset("{unfuse}:meta", mapping={"arrivals": 9, "listed": 2})
+    await submitted(queue, "c")
+    assert [one.context.id for one in await queue.list(Filter())] == ["c", "b", "a"]
+    assert [one.context.id for one in await queue.list(Filter(), after="c")] == ["b", "a"]
+    assert (await queue.load("b")).number == 2
+    assert (await queue.load("c")).number > 10**15
+    await queue.close()
+
+
+async def until_done(work: object) -> object:
+    """Try again while the queue does not answer."""
+    while True:
+        try:
+            return await work()  # type: ignore[operator]
+        except TransientError:
+            await asyncio.sleep(0.02)
+
+
+class Load:
+    """Clients that submit and a worker that completes, over one queue each; `made` has how often each was completed."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self.random = url, Random(seed)
+        self.accepted, self.made, self.refused = dict[str, float](), Counter[str](), 0
+        self.over, self.running = False, set[asyncio.Task[None]]()
+
+    async def submit(self, queue: TaskQueue) -> None:
+        while not self.over:
+            id = queue.placed(request_ids(), Who())
+            try:
+                await queue.submit(request(id), [task(id)], [], LIMITS)
+                self.accepted[id] = asyncio.get_running_loop().time()
+            except (TransientError, Overloaded):
+                self.refused += 1
+            await asyncio.sleep(self.random.random() / 100)
+
+    async def work(self, queue: TaskQueue, name: str) -> None:
+        await queue.hello(worker(name))
+        while True:
+            leases: list[Lease] = []
+            with suppress(TransientError):
+                leases = await queue.lease(name, wanted("p", slots=4), SHORT, wait=0.2)
+            for lease in leases:
+                one = asyncio.create_task(self.complete(queue, lease))
+                self.running.add(one)
+                one.add_done_callback(self.running.discard)
+
+    async def sweep(self, queue: TaskQueue) -> None:
+        """What schedulers do: whose lease is over, of that the next attempt is queued."""
+        while True:
+            with suppress(TransientError):
+                for lease in await queue.expired(SHORT):
+                    with suppress(TransientError, LeaseLost, Conflict):
+                        record = await queue.load(lease.task.request)
+                        again = msgspec.structs.replace(lease.task, attempt=lease.task.attempt + 1)
+                        await queue.commit(change(record, lease.claim, push=(again,)))
+            await asyncio.sleep(0.1)
+
+    async def complete(self, queue: TaskQueue, lease: Lease) -> None:
+        async def commit() -> None:
+            record = await queue.load(lease.task.request)
+            with suppress(LeaseLost):
+                await queue.commit(done(record, lease, status="completed", completed_at=1.0))
+                self.made[lease.task.request] += 1
+
+        await until_done(commit)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("freeze", [False, True], ids=["killed", "stopped"])
+async def test_a_server_is_killed_under_load(pair: tuple[Server, Server], freeze: bool) -> None:
+    """Given two schedulers over two servers, when one server is killed and comes back, or stands still, then meanwhile
+    others are accepted and completed, and in the end everything accepted is complete, once."""
+    for server in pair:
+        server.sync()
+    load = Load(at(*pair, shards=4), 7)
+    opened = [queues.open(load.url) for _ in range(2)]
+    for queue in opened:
+        await queue.reach()
+    clients = [asyncio.create_task(load.submit(queue)) for queue in opened]
+    workers = [asyncio.create_task(load.work(queue, f"w{number}")) for number, queue in enumerate(opened)]
+    workers += [asyncio.create_task(load.sweep(queue)) for queue in opened]
+    while len(load.accepted) < 100:
+        await asyncio.sleep(0.01)
+    (pair[1].pause if freeze else pair[1].kill)()
+    while not all(len(queue.away()) == 2 for queue in opened):
+        await asyncio.sleep(0.01)
+    accepted, completed = len(load.accepted), len(load.made)
+    while len(load.accepted) < accepted + 100 or len(load.made) < completed + 100:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(pair[1].go_on if freeze else pair[1].start)
+    while any(queue.away() for queue in opened):
+        await asyncio.sleep(0.01)
+    load.over = True
+    await asyncio.gather(*clients)
+    while await opened[0].list(Filter(over=False), limit=1):
+        await asyncio.sleep(0.05)
+    for one in workers:
+        one.cancel()
+    await asyncio.gather(*workers, return_exceptions=True)
+    records = [record.context for record in await opened[0].list(Filter(), limit=10**5)]
+    assert {context.id for context in records} >= load.accepted.keys()
+    assert {context.status for context in records} == {"completed"}
+    assert set(load.made.values()) == {1}
+    assert {context.id for context in records} == load.made.keys()
+    for queue in opened:
+        await queue.close()
+
+
+@pytest.mark.nightly
+async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[Server]) -> None:
+    """Given three servers and any two of them as address, then shards lie on all, by all rules, and one whose slot
+    moves is followed."""
+    for one in masters:
+        one.client.flushall()
+    url = f"redis+cluster://127.0.0.1:{masters[1].port},127.0.0.1:{masters[0].port}?shards=6"
+    queue = queues.open(url)
+    await queue.reach()
+    names = [queue.placed(request_ids(), Who()) for _ in range(40)]
+    for name in names:
+        await submitted(queue, name)
+    found = [{re.sub(rb":meta$", b"", key) for key in one.client.keys("{unfuse:*:meta")} for one in masters]
+    assert sum(map(len, found)) == 6
+    assert sum(map(bool, found)) > 1
+    assert "not 'shards'" not in await refused(url)
+    assert "a queue without shards" in await refused(url.partition("?")[0])
+    assert [record.context.id for record in await queue.list(Filter(), oldest_first=True)] == names
+    waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
+    tag = min(found[0] | found[1] | found[2])
+    source = next(one for one, tags in zip(masters, found, strict=True) if tag in tags)
+    target = next(one for one in masters if one is not source)
+    move(masters, source, target, tag)
+    while len(await queue.list(Filter(), limit=100)) < 40:
+        await asyncio.sleep(0.02)
+    moved = next(name for name in iter(lambda: queue.placed(request_ids(), Who()), "") if home(queue, name) == tag)
+    await until_done(lambda: submitted(queue, moved, pool="q"))
+    assert [lease.task.request for lease in await waiting] == [moved]
+    await queue.commit(change(await queue.load(moved), status="cancelled"))
+    assert (await leased(queue)).task.request in names
+    await queue.close()
+    for rule in RULES:
+        if rule.__name__ not in BETWEEN | AT_ONCE:
+            for one in masters:
+                one.client.flushall()
+            clock = TickingClock()
+            await check_rule(rule, Spread(shards_of(url, clock)), clock)
+
+
+def home(queue: TaskQueue, name: str) -> bytes:
+    assert isinstance(queue, ShardedQueue)
+    return b"{unfuse:%d}" % queue.home(name)
+
+
+def move(masters: list[Server], source: Server, target: Server, tag: bytes) -> None:
+    """Give a slot to another server, with all keys, as `redis-cli --cluster` does."""
+    slot = int(source.client.execute_command("CLUSTER", "KEYSLOT", tag))
+    ids = {one.port: one.client.execute_command("CLUSTER", "MYID").decode() for one in (source, target)}
+    target.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])
+    source.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.port])
+    while keys := source.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+        source.client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+    for one in (target, source, *masters):
+        one.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])

@@ -1,0 +1,409 @@
+"""A queue over several: what a request is promised holds wherever it lives, and what is promised between them."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from tests.queues import sharded
+from tests.queues.sharded import Cut, ShardedTwins, Spread, TickingClock, Together, ids, memories
+from tests.queues.test_twins import FEW, MANY, Record, compared
+from unfuse.core.errors import NotFound, Overloaded, TransientError
+from unfuse.core.event import Event
+from unfuse.core.growth import Grown
+from unfuse.core.request import Allowance, Who, request_ids
+from unfuse.queues import answering
+from unfuse.queues.base import Declaration, Filter, Limits, TaskQueue
+from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.shards import ShardedQueue
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_lists import check_lists
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    done,
+    following,
+    handle,
+    leased,
+    raised,
+    request,
+    started,
+    submitted,
+    task,
+    wanted,
+    worker,
+)
+from unfuse.testing.queue_suite import RULES, Rule, check_rule
+
+OF_ALL = {"overload_stores_nothing", "what_costs_too_much_together_is_refused"}
+"""Rules of limits that each shard has a part of."""
+
+BETWEEN = OF_ALL | {
+    "tasks_of_one_priority_leave_as_they_arrived", "a_higher_priority_goes_first", "a_lower_order_number_goes_first",
+    "several_pools_are_one_line", "no_more_than_slots_are_leased", "a_lease_says_what_it_is",
+    "claiming_stops_where_room_ends", "handing_back_keeps_the_place", "who_turns_a_task_down_for_ever_gets_it_no_more",
+    "a_preference_does_not_bring_back_what_was_turned_down", "a_preference_chooses_behind_what_was_turned_down",
+    "a_task_waits_for_its_time", "what_is_more_urgent_can_be_asked_for",
+    "a_preference_chooses_among_equals_for_a_moment", "a_pool_waits_behind_one_that_is_full", "later_pools_go_first",
+    "a_preference_does_not_reach_over_pools", "a_pool_that_has_no_room_lets_later_ones_go_on",
+    "a_pool_keeps_room_for_others", "every_resource_is_counted_for_itself", "what_raises_has_claimed_nothing",
+    "what_there_is_to_do_is_told", "what_is_over_may_still_be_marked", "what_is_over_when_it_comes_stays_so",
+    "a_tenant_has_as_many_requests_as_it_may", "a_tenant_s_count_follows_a_repeated_commit_once",
+    "a_tenant_s_limit_holds_among_many_at_once", "a_rate_is_there_again_as_time_passes",
+    "what_all_may_not_have_costs_no_rate", "every_filter_finds_what_there_is", "of_simultaneous_repeats_one_is_stored",
+    "a_gap_is_refused", "several_grow_in_one_call", "who_watches_is_told_how_many_there_are",
+    "an_idempotency_key_is_submitted_once_a_tenant", "a_push_takes_the_place_of_its_key", "a_record_tells_what_runs",
+    "events_are_numbered_and_end", "a_pool_is_counted_and_seen", "an_outcome_and_an_ask_are_one_call",
+}  # fmt: skip
+"""Rules between requests, whose names here are not placed as they have to be, and of one reading of the clock."""
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.__name__ not in OF_ALL], ids=lambda rule: rule.__name__
+)
+async def test_a_rule_between_requests_of_a_shard(rule: Rule, count: int) -> None:
+    clock = ManualClock()
+    await check_rule(rule, Together(memories(count, clock)), clock)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.__name__ not in BETWEEN], ids=lambda rule: rule.__name__
+)
+async def test_a_rule_wherever_requests_live(rule: Rule, count: int) -> None:
+    clock = TickingClock()
+    await check_rule(rule, Spread(memories(count, clock)), clock)
+
+
+def test_what_is_left_out_are_rules() -> None:
+    assert {rule.__name__ for rule in RULES} >= BETWEEN
+
+
+def test_random_histories(record_property: Record) -> None:
+    compared(ShardedTwins, FEW, "shards", record_property)
+
+
+@pytest.mark.nightly
+def test_long_random_histories(record_property: Record) -> None:
+    compared(ShardedTwins, MANY, "shards", record_property)
+
+
+@pytest.fixture
+def clock() -> TickingClock:
+    return TickingClock()
+
+
+async def test_lists_are_merged(clock: TickingClock) -> None:
+    """In any pages, while some requests run, are over or gone."""
+    queue = Spread(memories(3, clock))
+    for name in "cabgfedh":
+        fields = {"tenant": "tu"[ord(name) % 2], "fingerprint": "xyz"[ord(name) % 3]}
+        await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
+    assert [one.context.id for one in await queue.list(Filter(), oldest_first=True)] == [*"cabgfedh"]
+    await check_lists(queue)
+    await leased(queue)
+    for name in "bg":
+        await queue.commit(change(await queue.load(name), status="failed", dead=True))
+    await queue.drop("g")
+    await check_lists(queue)
+    assert await queue.over([*"hgba", "nobody"]) == ["g", "b", "nobody"]
+
+
+async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
+    """Given a clock that stands still, so that numbers are the same in several shards, then pages are the whole."""
+    clock = ManualClock()
+    queue = Spread(memories(3, clock))
+    for name in "abcdefgh":
+        await submitted(queue, name)
+    for oldest_first in (False, True):
+        everything = [one.context.id for one in await queue.list(Filter(), oldest_first=oldest_first)]
+        assert sorted(everything) == [*"abcdefgh"]
+        for at, name in enumerate(everything):
+            page = await queue.list(Filter(), after=name, limit=3, oldest_first=oldest_first)
+            assert [one.context.id for one in page] == everything[at + 1 : at + 4]
+
+
+async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
+    queue = ShardedQueue(memories(4, clock))
+    homes = Counter(queue.home(queue.placed(request_ids(), Who(tenant="t"))) for _ in range(400))
+    assert set(homes) == set(range(4))
+    assert min(homes.values()) > 50
+    keyed = [queue.home(queue.placed(request_ids(), Who("t", f"k{number}"))) for number in range(50)]
+    assert len({*keyed}) == 4
+    for who in (Who("t", "k1"), Who("t", allowance=Allowance(1)), Who("t", "k9", allowance=Allowance(rate=1))):
+        assert len({queue.home(queue.placed(request_ids(), who)) for _ in range(20)}) == 1
+    again = [queue.placed(request_ids(after="img_1"), Who("t", "retry of img_1")) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingClock) -> None:
+    queue = ShardedQueue(memories(4, clock))
+    limits = Limits(1000, 1000, tenant=Allowance(concurrent=3))
+    who = Who("t", allowance=limits.tenant)
+    for number in range(3):
+        name = queue.placed(iter(ids(f"{number}.")), who)
+        await queue.submit(request(name, tenant="t"), [task(name)], [], limits)
+    name = queue.placed(iter(ids("x")), who)
+    await raised(Overloaded, queue.submit(request(name, tenant="t"), [task(name)], [], limits))
+
+
+async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(clock: TickingClock) -> None:
+    queue = ShardedQueue(memories(4, clock))
+    for may, key in ((Allowance(), "k"), (Allowance(5), "l")):
+        name = queue.placed(iter(ids(key)), Who("t", key, allowance=may))
+        await queue.submit(request(name, tenant="t", idempotency_key=key), [task(name)], [], LIMITS)
+        found = await queue.list(Filter(tenant="t", idempotency_key=key))
+        assert [one.context.id for one in found] == [name]
+
+
+async def test_each_shard_has_its_part_of_the_limits(clock: TickingClock) -> None:
+    """Rounded up, of requests and of tasks that wait; what costs more than a part is accepted where nothing else is."""
+    queue = Spread(memories(2, clock))
+    limits = Limits(3, 1000, 10.0)
+    for name in "abcd":
+        await queue.submit(request(name, cost=2.0), [task(name)], [], limits)
+    for name in "ef":
+        await raised(Overloaded, queue.submit(request(name), [], [], limits))
+    queue = Spread(memories(2, clock))
+    await queue.submit(request("a", cost=9.0), [task("a")], [], limits)
+    await raised(Overloaded, queue.submit(request("c", cost=1.0), [], [], limits))
+    await queue.submit(request("b", cost=5.0), [task("b")], [], Limits(100, 1))
+    await raised(Overloaded, queue.submit(request("d"), [task("d")], [], Limits(100, 1)))
+
+
+class TestLeasing:
+    async def test_a_worker_takes_turns(self, clock: TickingClock) -> None:
+        """Given work in all shards, then one who asks serves all alike."""
+        queue = Spread(memories(3, clock))
+        for name in "abcdefghi":
+            await submitted(queue, name)
+        homes = [queue.home((await leased(queue)).task.request) for _ in range(9)]
+        assert [sorted(homes[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
+
+    async def test_whoever_is_busy_with_one_comes_to_the_others(self, clock: TickingClock) -> None:
+        """Given a shard that always has a next task, then a worker that asks with its outcomes alone serves all."""
+        queue = Spread(memories(3, clock))
+        for name in "abcdefghijkl":
+            await submitted(queue, name)
+        lease = await leased(queue)
+        seen = [queue.home(lease.task.request)]
+        for _ in range(11):
+            finished = done(await queue.load(lease.task.request), lease)
+            record, (lease,) = await queue.commit_and_lease(finished, "w", wanted("p"), TTL)
+            assert record.context.stages["s"].status == "done"
+            seen.append(queue.home(lease.task.request))
+        assert Counter(seen) == {0: 4, 1: 4, 2: 4}
+        assert len({*seen[:4]}) > 1
+
+    async def test_whoever_gets_nothing_with_an_outcome_asks_another(self, clock: TickingClock) -> None:
+        queue = Spread(memories(2, clock))
+        await submitted(queue, "a")
+        lease = await leased(queue)
+        await submitted(queue, "b")
+        _, leases = await queue.commit_and_lease(done(await queue.load("a"), lease), "w", wanted("p"), TTL)
+        assert [one.task.request for one in leases] == ["b"]
+
+    async def test_what_was_committed_is_so_whoever_does_not_answer_then(self, clock: TickingClock) -> None:
+        shards = memories(2, clock, Cut)
+        queue = Spread(shards)
+        await submitted(queue, "a")
+        lease = await leased(queue)
+        shards[queue.home("b")].gone = True
+        record, leases = await queue.commit_and_lease(done(await queue.load("a"), lease), "w", wanted("p"), TTL)
+        assert (record.context.stages["s"].status, leases) == ("done", [])
+        await queue.close()
+
+    async def test_what_needs_much_does_not_wait_for_ever(self, clock: TickingClock) -> None:
+        """Given a worker that is never empty, and another shard with small tasks without end, then nothing more of its
+        pool is taken until there is room for a large one whose turn it is."""
+        queue = Spread(memories(2, clock))
+        for name in "acegikmoqsuwy":
+            await submitted(queue, name, room=1)
+        (held,) = await queue.lease("w", wanted("p", room=10), TTL)
+        await submitted(queue, "b", room=10)
+        assert await queue.lease("w", wanted("p", room=9), TTL) == []
+        waiting = await started(queue.lease("w", wanted("p", room=9), TTL, wait=60.0))
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        finished = done(await queue.load(held.task.request), held)
+        _, leases = await queue.commit_and_lease(finished, "w", wanted("p", room=10), TTL)
+        assert [one.task.request for one in leases] == ["b"]
+        assert [one.task.room for one in await queue.lease("w", wanted("p", room=5), TTL)] == [1]
+
+    async def test_beside_it_goes_what_frees_room(self, clock: TickingClock) -> None:
+        """Given a large task, then tasks of later pools in another shard are taken; so they are while it is waited."""
+        queue = Spread(memories(2, clock))
+        await submitted(queue, "b", room=10)
+        await submitted(queue, "a", pool="q", room=1)
+        offered = wanted("p", "q", room=9, later={"q": 1})
+        assert [one.task.request for one in await queue.lease("w", offered, TTL)] == ["a"]
+        waiting = await started(queue.lease("w", offered, TTL, wait=60.0))
+        await submitted(queue, "c", room=1)
+        assert not (await started(asyncio.wait({waiting}))).done()
+        await submitted(queue, "e", pool="q", room=1)
+        assert [one.task.request for one in await waiting] == ["e"]
+
+    async def test_of_several_that_have_something_at_once_one_gives_it(self, clock: TickingClock) -> None:
+        """Given a push to each shard at one moment, then who waits gets one task, and the other waits on."""
+        queue = Spread(memories(2, clock))
+        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        await asyncio.gather(submitted(queue, "a"), submitted(queue, "b"))
+        (lease,) = await waiting
+        other = "b" if lease.task.request == "a" else "a"
+        while await queue.size("p") != 1:
+            await asyncio.sleep(0)
+        assert (await leased(queue, worker="v")).task.request == other
+
+
+async def test_leases_of_all_shards_are_renewed_and_end(clock: TickingClock) -> None:
+    queue = Spread(memories(2, clock))
+    for name in "ab":
+        await submitted(queue, name)
+    leases = [await leased(queue) for _ in range(2)]
+    forged = [*(one.claim for one in leases), leases[0].claim.__class__("a", "s", 9, b"")]
+    renewed = await queue.renew(forged, TTL)
+    assert (renewed.held, renewed.ended) == (tuple(forged[:2]), tuple(forged[2:]))
+    grown = [Grown(one.claim, 0, (one.task.request.encode(),)) for one in leases]
+    assert await queue.append_all(grown) == [True, True]
+    assert [await queue.appended(name, "s") for name in "ab"] == [[b"a"], [b"b"]]
+    await queue.hello(worker("w"))
+    assert [(one.info.id, one.leased) for one in await queue.workers()] == [("w", 2)]
+    await queue.expired(TTL)
+    await queue.bye("w")
+    assert {one.task.request for one in await queue.expired(TTL)} == {"a", "b"}
+    assert await queue.workers() == []
+
+
+class TestOneAway:
+    """Given a shard that does not answer, then its requests wait for it, and all else goes on."""
+
+    @pytest.fixture
+    def shards(self, clock: TickingClock) -> list[Cut]:
+        return memories(2, clock, Cut)
+
+    @pytest.fixture
+    async def queue(self, shards: list[Cut], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+        monkeypatch.setattr(answering, "LOOK_S", 0.001)
+        queue = Spread(shards)
+        for name in "ab":
+            await submitted(queue, name)
+        yield queue
+        await queue.close()
+
+    @staticmethod
+    def away(queue: Spread, shards: list[Cut], name: str = "a") -> Cut:
+        return shards[queue.home(name)]
+
+    async def test_its_own_requests_cannot_be_reached(self, queue: Spread, shards: list[Cut]) -> None:
+        self.away(queue, shards).gone = True
+        await raised(TransientError, queue.load("a"))
+        await raised(TransientError, queue.submit(request("c"), [], [], LIMITS))
+        assert len(queue.away()) == 1
+        assert "of 2: it does not answer" in queue.away()[0]
+        await queue.check()
+
+    async def test_others_go_on(self, queue: Spread, shards: list[Cut]) -> None:
+        self.away(queue, shards).gone = True
+        lease = await leased(queue)
+        assert lease.task.request == "b"
+        await queue.hello(worker("w"))
+        assert [one.leased for one in await queue.workers()] == [1]
+        assert [one.context.id for one in await queue.list(Filter())] == ["b"]
+        assert (await queue.stats(["p"])).active == 1
+        assert await queue.over(["a", "b", "d"]) == ["d"]
+        assert await queue.expired(TTL) == []
+        await queue.commit(done(await queue.load("b"), lease))
+        assert {queue.home(queue.placed(iter("abcdef"), Who())) for _ in range(3)} == {queue.home("b")}
+        assert await queue.now() > 0
+
+    async def test_a_lease_there_counts_as_held(self, queue: Spread, shards: list[Cut]) -> None:
+        """Nobody else can have it, and who has it goes on."""
+        leases = {one.task.request: one.claim for one in [await leased(queue) for _ in range(2)]}
+        self.away(queue, shards).gone = True
+        await raised(TransientError, queue.load("a"))
+        assert (await queue.renew([*leases.values()], TTL)).ended == ()
+        self.away(queue, shards).gone = False
+        while queue.away():
+            await asyncio.sleep(0.001)
+        assert (await queue.renew([*leases.values()], TTL)).ended == ()
+
+    async def test_a_repeat_is_not_made_anew(self, queue: Spread, shards: list[Cut]) -> None:
+        """Given a key whose request may be there, then nobody is told that there is none; ids with it stay there."""
+        home = queue.home("a")
+        key = next(key for key in "abcdef" if home in queue._together("t", key))
+        self.away(queue, shards).gone = True
+        await raised(TransientError, queue.load("a"))
+        await raised(TransientError, queue.list(Filter(tenant="t", idempotency_key=key)))
+        who = Who("t", next(key for key in "abcdef" if queue._together("t", key)[1] == home))
+        assert queue.home(queue.placed(iter("abcdef"), who)) == home
+
+    async def test_who_waits_gets_what_others_have(self, queue: Spread, shards: list[Cut]) -> None:
+        await leased(queue)
+        await leased(queue)
+        self.away(queue, shards).gone = True
+        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        await submitted(queue, "d")
+        assert [one.task.request for one in await waiting] == ["d"]
+
+    async def test_one_that_hangs_is_given_up_soon(
+        self, queue: Spread, shards: list[Cut], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(answering, "PATIENCE_S", 0.01)
+        self.away(queue, shards).frozen = True
+        assert [one.context.id for one in await queue.list(Filter())] == ["b"]
+        assert "no answer in" in queue.away()[0]
+        assert (await leased(queue)).task.request == "b"
+
+    async def test_it_comes_back_with_what_was_declared_meanwhile(self, queue: Spread, shards: list[Cut]) -> None:
+        await queue.cache("k", handle("o"), 100)
+        shards[0].gone = True
+        await raised(TransientError, queue.load(next(name for name in "ab" if queue.home(name) == 0)))
+        await queue.declare("serve", Declaration((), {"p": 1}))
+        assert await queue.declared() == {"serve": Declaration((), {"p": 1})}
+        assert (await queue.cached(["k"]), await queue.cached_bytes()) == ({}, 0)
+        await raised(TransientError, queue.cached(["k"], use=False))
+        shards[0].gone = False
+        while queue.away():
+            await asyncio.sleep(0.001)
+        assert await shards[0].declared() == {"serve": Declaration((), {"p": 1})}
+        assert list(await queue.cached(["k"])) == ["k"]
+
+    async def test_with_none_left_nothing_goes(self, queue: Spread, shards: list[Cut]) -> None:
+        for shard in shards:
+            shard.gone = True
+        for ask in (
+            queue.check(),
+            queue.now(),
+            queue.lease("w", wanted("p"), TTL),
+            queue.list(Filter()),
+            queue.load("b"),
+        ):
+            await raised(TransientError, ask)
+        assert len(queue.away()) == 2
+        for shard in shards:
+            shard.gone = False
+        assert len(await queue.list(Filter())) == 2
+
+
+async def test_who_watches_follows_its_shard(clock: TickingClock) -> None:
+    queue = Spread(memories(2, clock))
+    await submitted(queue, "a")
+    events = queue.watch("a")
+    assert (await anext(events)).type == "queued"
+    watching = await started(following(events))
+    await queue.commit(change(await queue.load("a"), status="cancelled", events=(Event("cancelled"),)))
+    event = await watching
+    assert event is not None
+    assert event.type == "cancelled"
+    await raised(NotFound, queue.load("nobody"))
+
+
+def test_no_address_has_them_alone() -> None:
+    with pytest.raises(NotImplementedError):
+        ShardedQueue.at("memory")
+    assert sharded.ShardedTwins.shards > 1
+    assert not ShardedQueue([MemoryQueue(ManualClock())]).shared
+    assert isinstance(ShardedQueue([]), TaskQueue)
