@@ -282,6 +282,7 @@ class Kubelet(Node):
         self._told: dict[str, Object] = {}
         self._fronts: dict[str, Service] = {}
         self._restarts: dict[str, int] = {}
+        self._wrote: dict[str, str] = {}
         self.logs, self.failed = list[str](), list[BaseException]()
         self.lost = list[str]()
         """Pods to end without a word, and to delete as a cluster deletes those of a node that it gave up."""
@@ -349,7 +350,7 @@ class Kubelet(Node):
             assert pod.process
             if pod.process.poll() is not None and spec.get("restartPolicy") != "Never":
                 self.logs.append(f"== {pod.called} ended with {pod.process.poll()}\n{pod.log()[-3000:]}")
-                self._restarts[uid] = self._restarts.get(uid, 0) + 1
+                self._restarts[uid], self._wrote[uid] = self._restarts.get(uid, 0) + 1, pod.log()[-1000:]
                 pod.start()
             self._tell(pod, uid, path)
 
@@ -388,10 +389,14 @@ class Kubelet(Node):
             phase, state = "Running", {"running": {}}
         else:
             phase, state = ("Failed" if ended else "Succeeded"), {"terminated": {"exitCode": ended}}
+        before: Object = {}
+        if self._restarts.get(uid) and not ready:
+            state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+            before = {"terminated": {"exitCode": 1, "message": self._wrote[uid]}}
         known = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
         one = {
             "name": pod.container["name"], "image": pod.container["image"], "imageID": "", "ready": ready,
-            "started": ready, "restartCount": self._restarts.get(uid, 0), "state": state,
+            "started": ready, "restartCount": self._restarts.get(uid, 0), "state": state, "lastState": before,
         }  # fmt: skip
         said = {
             "phase": phase, "podIP": self._ip(pod), "podIPs": [{"ip": self._ip(pod)}], "containerStatuses": [one],

@@ -261,6 +261,37 @@ def lose(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     until(lambda: is_ready(kube, "pictures"), "all to be as wanted")
 
 
+def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path) -> None:
+    """A model that is not there, of a name that would be more than one anywhere else; a name of which none can be made,
+    which this server's rules let in; a field that there is not; one that is of another kind."""
+    alone = {"scheduler": {"replicas": 1, "queueBackend": "memory"}}
+    name = 'no/such "model"\n- --port=1 {{ .Values }} $name'
+    with nodes(kube, "wrong", tmp_path, 200 + os.getpid() % 50) as node, operating(kube, tmp_path, node):
+        apply = partial(kube.kubectl, "-n", "wrong", "apply", "-f", "-")
+
+        def degraded(which: str) -> str:
+            (one,) = (one for one in found(kube, "wrong", "dp") if one["metadata"]["name"] == which)
+            said = {one["type"]: one for one in one.get("status", {}).get("conditions", [])}
+            return str(said["Degraded"]["message"]) if said.get("Degraded", {}).get("status") == "True" else ""
+
+        def pipeline(which: str, spec: Object) -> str:
+            return json.dumps(PIPELINE | {"metadata": {"name": which}, "spec": spec})
+
+        for spec in (alone | {"model": "a", "modle": "b"}, alone | {"model": ["a"]}, {"model": "a"}):
+            with pytest.raises(AssertionError, match=r"modle|spec\.model|scheduler"):
+                apply(text=pipeline("refused", spec))
+        apply(text=pipeline("long" * 12, alone | {"model": "unfuse/shapes"}))
+        apply(text=pipeline("lost", alone | {"model": name}))
+        until(lambda: "at most 40" in degraded("long" * 12), "a name to be said to be too long")
+        until(lambda: "no/such" in degraded("lost"), "a model to be said to be missing")
+        print(degraded("lost"))
+        (pod,) = (one for one in found(kube, "wrong", "pods") if "scheduler" in one["metadata"]["name"])
+        assert pod["spec"]["containers"][0]["args"][1] == name
+        assert {one["metadata"]["name"] for one in found(kube, "wrong", "deployments")} == {"lost-scheduler"}
+        kube.kubectl("-n", "wrong", "delete", "dp", "--all")
+        until(lambda: not found(kube, "wrong", "pods") and not found(kube, "wrong", "statefulsets"), "all to be gone")
+
+
 def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path) -> None:
     """`helm install` with a Redis → pods → a picture; `helm test`: another; `helm uninstall` leaves claims alone."""
     make(keys := tmp_path / "keys")
