@@ -277,6 +277,7 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
         def pipeline(which: str, spec: Object) -> str:
             return json.dumps(PIPELINE | {"metadata": {"name": which}, "spec": spec})
 
+        until(lambda: "unfuse.dev" in kube.kubectl("get", "--raw", "/openapi/v2"), "fields to be known by name")
         for spec in (alone | {"model": "a", "modle": "b"}, alone | {"model": ["a"]}, {"model": "a"}):
             with pytest.raises(AssertionError, match=r"modle|spec\.model|scheduler"):
                 apply(text=pipeline("refused", spec))
@@ -284,6 +285,8 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
         apply(text=pipeline("lost", alone | {"model": name}))
         until(lambda: "at most 40" in degraded("long" * 12), "a name to be said to be too long")
         until(lambda: "no/such" in degraded("lost"), "a model to be said to be missing")
+        assert "is understood" not in degraded("lost")
+        until(lambda: len(found(kube, "wrong", "pods")) == 2, "its worker, which would wait for it")
         print(degraded("lost"))
         (pod,) = (one for one in found(kube, "wrong", "pods") if "scheduler" in one["metadata"]["name"])
         assert pod["spec"]["containers"][0]["args"][1] == name

@@ -237,6 +237,16 @@ async def test_a_bad_spec_is_a_condition_and_what_serves_goes_on(server: Server)
         assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
 
 
+async def test_a_pipeline_whose_name_cannot_be_does_not_hold_up_the_pools_of_others(server: Server) -> None:
+    """It cannot have had workers, under that name, whatever it means."""
+    async with operating(server):
+        await server.put(PIPELINE, "q" * 41, SPLIT)
+        await until(is_told(server, PIPELINE, "q" * 41, "Degraded", "InvalidName"))
+        await server.put(PIPELINE, "p", SPLIT)
+        await ready(server, "p", "enc", "dit")
+        assert "q" * 41 not in str(server.get("StatefulSet", "dit"))
+
+
 async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(server: Server) -> None:
     async with operating(server):
         await server.put("ConfigMap", "p", data={"mine": "yes"})

@@ -10,7 +10,7 @@ from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place
 from unfuse.k8s.leaving import UNKNOWN_S, busy, staying
 from unfuse.k8s.objects import KEDA, MADE, MONITORING, VERSION
-from unfuse.k8s.spec import Object, Wrong, pools as pools_in, read
+from unfuse.k8s.spec import NAME, Object, Wrong, pools as pools_in, read
 from unfuse.k8s.status import Found, condition, conditions, of_workload
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
@@ -72,7 +72,8 @@ class Reconciler:
     async def _pool(self, body: Object, namespace: str) -> tuple[Found, Object]:
         name, asked = body["metadata"]["name"], read(body)
         users: dict[str, Object] = {}
-        pipelines = await self._cluster.every(VERSION, PIPELINE, namespace)
+        there = await self._cluster.every(VERSION, PIPELINE, namespace)
+        pipelines = {user: one for user, one in there.items() if NAME.fullmatch(user)}  # others never have workers
         for user, one in pipelines.items():
             try:
                 if name in pools_in(user, its := self._usual | read(one)):
@@ -83,7 +84,7 @@ class Reconciler:
             await self._keep(body, namespace, [pipelines[user] for user in users])
         if not users:
             path = place("apps/v1", "StatefulSet", namespace, name)
-            if (there := await self._cluster.ask("GET", path)) and owns(owner_of(body), there):
+            if (workload := await self._cluster.ask("GET", path)) and owns(owner_of(body), workload):
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
             raise Wrong("NotUsed", "no pipeline names it, so it has no workers")
         made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
