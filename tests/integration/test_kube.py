@@ -214,7 +214,8 @@ def completed(client: httpx2.Client, request: str) -> bool:
 def shrink(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     """A pool of two: the second works, the first does not. The second goes when it has ended that, and nothing sooner;
     `kubectl get` says why."""
-    kube.kubectl("-n", "pictures", "scale", "dpool/shapes-rest", "--replicas=2")
+    one_slot = '--patch={"spec":{"replicas":2,"args":["--slots=1"]}}'  # or the first may take all that there is
+    kube.kubectl("-n", "pictures", "patch", "dpool/shapes-rest", "--type=merge", one_slot)
     until(lambda: is_ready(kube, "pictures") and len(found(kube, "pictures", "pods")) == 5, "the second worker")
     schedulers = [f"http://{pod.address}:8000" for pod in node.pods if "scheduler" in pod.called]
     sizes = ("256x256", "256x224", "224x256", "224x224")
