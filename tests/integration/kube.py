@@ -18,7 +18,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
@@ -116,6 +116,32 @@ class Front(ThreadingHTTPServer):
     def close(self) -> None:
         self.shutdown()
         self.server_close()
+
+
+class Names(BaseHTTPRequestHandler):
+    """A proxy by which Services are found by their names, as nodes of a cluster find them."""
+
+    def do_GET(self) -> None:
+        at = httpx2.URL(self.path)
+        if address := self.server.node.addresses.get(at.host.partition(".")[0]):  # type: ignore[attr-defined]
+            with suppress(httpx2.HTTPError), httpx2.Client(trust_env=False, timeout=30) as asked:
+                answer = asked.get(at.copy_with(host=address))
+                self.send_response(answer.status_code)
+                self.end_headers()
+                self.wfile.write(answer.content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """What was asked is not told."""
+
+
+@contextmanager
+def named(node: Kubelet) -> Iterator[str]:
+    """The address of a proxy that knows the Services of this node."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Names) as proxy:
+        proxy.node = node  # type: ignore[attr-defined]
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{proxy.server_port}"
+        proxy.shutdown()
 
 
 class Kube:
@@ -256,7 +282,10 @@ class Kubelet(Node):
         self._told: dict[str, Object] = {}
         self._fronts: dict[str, Service] = {}
         self._restarts: dict[str, int] = {}
+        self._wrote: dict[str, str] = {}
         self.logs, self.failed = list[str](), list[BaseException]()
+        self.lost = list[str]()
+        """Pods to end without a word, and to delete as a cluster deletes those of a node that it gave up."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
@@ -276,6 +305,8 @@ class Kubelet(Node):
     def _work(self) -> None:
         while not self._ends.wait(0.3):
             try:
+                while self.lost:
+                    self._vanish(self.lost.pop())
                 self._connect()
                 for pod in self.made.of("Pod").values():
                     self._look(pod)
@@ -319,9 +350,16 @@ class Kubelet(Node):
             assert pod.process
             if pod.process.poll() is not None and spec.get("restartPolicy") != "Never":
                 self.logs.append(f"== {pod.called} ended with {pod.process.poll()}\n{pod.log()[-3000:]}")
-                self._restarts[uid] = self._restarts.get(uid, 0) + 1
+                self._restarts[uid], self._wrote[uid] = self._restarts.get(uid, 0) + 1, pod.log()[-1000:]
                 pod.start()
             self._tell(pod, uid, path)
+
+    def _vanish(self, name: str) -> None:
+        (uid,) = (uid for uid, pod in self._running.items() if pod.called == name)
+        self._running[uid].kill()
+        shutil.rmtree(self._running[uid].folder)
+        self.pods.remove(self._running.pop(uid))
+        self._kube.ask("DELETE", f"{self._at}/pods/{name}?gracePeriodSeconds=0")
 
     def _may_start(self, spec: Object) -> bool:
         """Whether all that it names is there: a name server would say so later."""
@@ -351,10 +389,14 @@ class Kubelet(Node):
             phase, state = "Running", {"running": {}}
         else:
             phase, state = ("Failed" if ended else "Succeeded"), {"terminated": {"exitCode": ended}}
+        before: Object = {}
+        if self._restarts.get(uid) and not ready:
+            state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
+            before = {"terminated": {"exitCode": 1, "message": self._wrote[uid]}}
         known = {"PodScheduled": True, "Initialized": True, "ContainersReady": ready, "Ready": ready}
         one = {
             "name": pod.container["name"], "image": pod.container["image"], "imageID": "", "ready": ready,
-            "started": ready, "restartCount": self._restarts.get(uid, 0), "state": state,
+            "started": ready, "restartCount": self._restarts.get(uid, 0), "state": state, "lastState": before,
         }  # fmt: skip
         said = {
             "phase": phase, "podIP": self._ip(pod), "podIPs": [{"ip": self._ip(pod)}], "containerStatuses": [one],

@@ -208,7 +208,7 @@ def test_prometheus_finds_the_gateway_under_the_name_that_alerts_ask_for() -> No
 def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
     keda = {name: one["spec"] for name, one in chart("split").of("ScaledObject").items()}
     (dit,) = keda["u-dit"]["triggers"]
-    assert (keda["u-dit"]["minReplicaCount"], keda["u-dit"]["cooldownPeriod"]) == (0, 600)
+    assert keda["u-dit"]["minReplicaCount"] == 0
     assert dit["metadata"]["query"] == (
         "sum(max by (role, component) (unfuse_role_predicted_seconds"
         '{namespace="default",service="u",role=~"denoiser"}))'
@@ -224,6 +224,22 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
     ]
     for scaled in (*keda, *chart("hpa").of("HorizontalPodAutoscaler")):
         assert scaled in chart("split").of("StatefulSet")
+
+
+def test_nobody_is_taken_away_sooner_than_a_cold_start_takes() -> None:
+    """What is said of it, else five minutes; a horizontal autoscaler waits for an hour at the most."""
+    own = chart("split").of("ScaledObject")
+    keda = {name: one["spec"] for name, one in own.items()}
+    behaviors = {name: one["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] for name, one in keda.items()}
+    hpa = [one["spec"]["behavior"] for one in chart("hpa").of("HorizontalPodAutoscaler").values()]
+    slow = TO_ZERO | {"coldStartSeconds": 7200}
+    (hours,) = made(LEAST | {"workers": [POOL | {"autoscaling": slow}]}).of("ScaledObject").values()
+    behaviors["hours"] = hours["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    windows = {name: one["scaleDown"]["stabilizationWindowSeconds"] for name, one in behaviors.items()}
+    assert windows == {"u-dit": 600, "u-text": 300, "hours": 3600}
+    assert [one["scaleDown"]["stabilizationWindowSeconds"] for one in hpa] == [300] * 4
+    cooled = [one["cooldownPeriod"] for one in (keda["u-dit"], keda["u-text"], hours["spec"])]
+    assert cooled == [600, 300, 7200]
 
 
 def test_a_pool_that_may_sleep_is_said_to_and_deadlines_wait_for_two_cold_starts() -> None:

@@ -24,11 +24,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from tests.integration.kube import Kube, Kubelet, answers
+from tests.integration.kube import Kube, Kubelet, answers, named
 from tests.integration.test_chart_runs import seconds
 from tools.helm import CHART, Object
 from tools.redis_server import RedisServer
-from tools.server import until
+from tools.server import family_of, until
 from unfuse.wire.keys import make
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
@@ -74,7 +74,6 @@ def kube() -> Iterator[Kube]:
     with tempfile.TemporaryDirectory(prefix="kube-") as folder:
         kube = Kube(Path(folder))
         try:
-            kube.kubectl("apply", "--validate=false", "-f", str(DEPLOY / "crds"))
             kube.kubectl("apply", "-f", "-", text=json.dumps(KEDA))
             yield kube
         finally:
@@ -98,26 +97,25 @@ def nodes(kube: Kube, namespace: str, folder: Path, network: int) -> Iterator[Ku
 
 
 @contextmanager
-def operating(kube: Kube, folder: Path) -> Iterator[None]:
-    """The operator of the manifest, with its account's own rights."""
-    with pytest.raises(AssertionError, match='no matches for kind "ClusterKopfPeering"'):
-        kube.kubectl("apply", "-f", str(DEPLOY / "operator.yaml"))
-    kube.kubectl("wait", "--for=condition=established", "crd/clusterkopfpeerings.kopf.dev")
-    kube.kubectl("apply", "-f", str(DEPLOY / "operator.yaml"))  # once more, as its first lines say
+def operating(kube: Kube, folder: Path, node: Kubelet) -> Iterator[None]:
+    """The operator of the manifest, with its account's own rights; it is there before the definitions are."""
+    kube.kubectl("apply", "-f", str(DEPLOY / "operator.yaml"))
     token = kube.kubectl("-n", "unfuse", "create", "token", "unfuse-operator").strip()
     own = {"KUBECONFIG": str(kube.config("operator", token)), "HOME": str(folder), "PATH": os.environ["PATH"]}
-    with (log := folder / "operator.log").open("wb") as file:
-        command = [sys.executable, "-m", "unfuse", "operator", "--image=unfuse:0.1.0"]
+    command = [sys.executable, "-m", "unfuse", "operator", "--image=unfuse:0.1.0"]
+    with named(node) as names, (log := folder / "operator.log").open("wb") as file:
+        own["http_proxy"] = names
         process = subprocess.Popen(command, env=own, stdout=file, stderr=file, cwd=Path(__file__).parents[2])
-    try:
-        yield
-        assert process.poll() is None
-    except BaseException:
-        print(log.read_text()[-6000:])
-        raise
-    finally:
-        process.terminate()
-        process.wait()
+        try:
+            kube.kubectl("apply", "--validate=false", "-f", str(DEPLOY / "crds"))
+            yield
+            assert process.poll() is None
+        except BaseException:
+            print(log.read_text()[-6000:])
+            raise
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def found(kube: Kube, namespace: str, what: str) -> list[Any]:
@@ -142,10 +140,11 @@ def picture(at: str, key: str) -> tuple[int, int]:
 
 def test_a_pipeline_is_served_sleeps_is_woken_and_leaves_nothing_behind(kube: Kube, tmp_path: Path) -> None:
     """`kubectl apply` → operator → pods → a picture; `kubectl scale` to 0, and a request waits until its ScaledObject,
-    asked as KEDA would, has the pool scaled up; `kubectl delete`, and all that was made is gone."""
+    asked as KEDA would, has the pool scaled up; to 2, and to 1 again while the second works and the first does not; a
+    node is gone with its worker; `kubectl delete`, and all that was made is gone."""
     redis = RedisServer(tmp_path)
     try:
-        with nodes(kube, "pictures", tmp_path, os.getpid() % 100) as node, operating(kube, tmp_path):
+        with nodes(kube, "pictures", tmp_path, os.getpid() % 100) as node, operating(kube, tmp_path, node):
             before = kube.kubectl("-n", "pictures", "get", ALL, "-o", "name")
             spec = PIPELINE["spec"] | {"scheduler": PIPELINE["spec"]["scheduler"] | {"queue": {"url": redis.url}}}
             kube.kubectl("-n", "pictures", "apply", "-f", "-", text=json.dumps(PIPELINE | {"spec": spec}))
@@ -155,6 +154,8 @@ def test_a_pipeline_is_served_sleeps_is_woken_and_leaves_nothing_behind(kube: Ku
             assert picture(at, key) == (64, 64)
             with httpx2.Client(base_url=f"http://{at}:8000", headers={"authorization": f"Bearer {key}"}) as client:
                 sleep_and_wake(kube, node, client)
+                shrink(kube, node, client)
+                lose(kube, node, client)
             kube.kubectl("-n", "pictures", "delete", "dp", "shapes")
             until(lambda: kube.kubectl("-n", "pictures", "get", ALL, "-o", "name") == before, "all to be gone")
             assert node.pods == [] and node.failed == []
@@ -179,6 +180,120 @@ def sleep_and_wake(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     kube.kubectl("-n", "pictures", "scale", "dpool/shapes-rest", "--replicas=1")
     until(lambda: client.get(f"/v1/requests/{asked['id']}").json()["status"] == "completed", "the picture")
     until(lambda: is_ready(kube, "pictures"), "all to be Ready again")
+
+
+def asked(client: httpx2.Client, size: str = "256x256", at: str = "") -> str:
+    """A request that takes a while, and is not waited for. Those of two sizes share no forward."""
+    body = {"prompt": "a blue square", "model": "unfuse/shapes", "num_inference_steps": 100, "num_frames": 17}
+    answer = client.post(f"{at}/v1/videos", json=body | {"size": size})
+    assert answer.is_success, answer.text
+    return str(answer.json()["id"])
+
+
+def denoised(client: httpx2.Client, request: str) -> Any:
+    """How the denoising of a request is."""
+    (stage,) = (one for one in client.get(f"/v1/requests/{request}").json()["stages"] if "denoise" in one["name"])
+    return stage
+
+
+def held(client: httpx2.Client) -> dict[str, int]:
+    """The tasks of each worker, by its pod."""
+    return {one["node"]: one["leased"] for one in client.get("/v1/workers").json()["data"] if one["healthy"]}
+
+
+def worker_of(client: httpx2.Client, request: str) -> str:
+    """The pod where its denoising runs, or ran."""
+    by = {one["id"]: one["node"] for one in client.get("/v1/workers").json()["data"]}
+    return str(by.get(denoised(client, request)["worker"], ""))
+
+
+def completed(client: httpx2.Client, request: str) -> bool:
+    return bool(client.get(f"/v1/requests/{request}").json()["status"] == "completed")
+
+
+def shrink(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
+    """A pool of two: the second works, the first does not. The second goes when it has ended that, and nothing sooner;
+    `kubectl get` says why."""
+    one_slot = '--patch={"spec":{"replicas":2,"args":["--slots=1"]}}'  # or the first may take all that there is
+    kube.kubectl("-n", "pictures", "patch", "dpool/shapes-rest", "--type=merge", one_slot)
+    until(lambda: is_ready(kube, "pictures") and len(found(kube, "pictures", "pods")) == 5, "the second worker")
+    schedulers = [f"http://{pod.address}:8000" for pod in node.pods if "scheduler" in pod.called]
+    sizes = ("256x256", "256x224", "224x256", "224x224")
+    every = [asked(client, size, at) for size, at in zip(sizes, 2 * schedulers, strict=True)]
+    until(lambda: any(worker_of(client, one) == "shapes-rest-1" for one in every), "the second to work")
+    (pod,) = (one for one in node.pods if one.called == "shapes-rest-1")
+    assert pod.process
+    compute = family_of(pod.process.pid)[1:]
+    for one in compute:
+        one.suspend()  # so that it is busy for as long as that is looked at
+    (second, *_) = (one for one in every if worker_of(client, one) == "shapes-rest-1")
+    for other in {*every} - {second}:
+        client.post(f"/v1/requests/{other}/cancel")
+    until(
+        lambda: (held(client)["shapes-rest-0"], denoised(client, second)["status"]) == (0, "leased"),
+        "the first to idle",
+    )
+    kube.kubectl("-n", "pictures", "scale", "dpool/shapes-rest", "--replicas=1")
+    progress = '-o=jsonpath={.status.conditions[?(@.type=="Progressing")].message}'
+    why = "2 workers are to be 1: shapes-rest-1 ends what it does, as others are idle"
+    until(lambda: kube.kubectl("-n", "pictures", "get", "dpool/shapes-rest", progress) == why, "the operator to wait")
+    print(kube.kubectl("-n", "pictures", "get", "dpool/shapes-rest", "-o=jsonpath={.status}"))
+    count = partial(kube.kubectl, "-n", "pictures", "get", "statefulset/shapes-rest", "-o=jsonpath={.spec.replicas}")
+    assert (count(), denoised(client, second)["status"]) == ("2", "leased")
+    for one in compute:
+        one.resume()
+    until(lambda: count() == "1", "the second to be let go")
+    stage = denoised(client, second)
+    assert (stage["status"], stage["attempt"]) == ("done", 1)
+    until(lambda: completed(client, second), "its picture")
+    until(lambda: "shapes-rest-1" not in kube.kubectl("-n", "pictures", "get", "pods"), "its end")
+    until(lambda: is_ready(kube, "pictures"), "all to be as wanted")
+
+
+def lose(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
+    """The node of a worker is gone in the midst of a request: its processes have no last word, and its pod is deleted
+    as a cluster deletes those of a node that it gave up. The next pod of that name ends the request."""
+    request = asked(client)
+    until(lambda: denoised(client, request)["status"] == "leased", "it to work")
+    node.lost.append("shapes-rest-0")
+    until(lambda: not is_ready(kube, "pictures"), "that to be seen")
+    until(lambda: completed(client, request), "the picture")
+    assert denoised(client, request)["attempt"] > 1
+    until(lambda: is_ready(kube, "pictures"), "all to be as wanted")
+
+
+def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path) -> None:
+    """A model that is not there, of a name that would be more than one anywhere else; a name of which none can be made,
+    which this server's rules let in; a field that there is not; one that is of another kind."""
+    alone = {"scheduler": {"replicas": 1, "queueBackend": "memory"}}
+    name = 'no/such "model"\n- --port=1 {{ .Values }} $name'
+    with nodes(kube, "wrong", tmp_path, 200 + os.getpid() % 50) as node, operating(kube, tmp_path, node):
+        apply = partial(kube.kubectl, "-n", "wrong", "apply", "-f", "-")
+
+        def degraded(which: str) -> str:
+            (one,) = (one for one in found(kube, "wrong", "dp") if one["metadata"]["name"] == which)
+            said = {one["type"]: one for one in one.get("status", {}).get("conditions", [])}
+            return str(said["Degraded"]["message"]) if said.get("Degraded", {}).get("status") == "True" else ""
+
+        def pipeline(which: str, spec: Object) -> str:
+            return json.dumps(PIPELINE | {"metadata": {"name": which}, "spec": spec})
+
+        until(lambda: "unfuse.dev" in kube.kubectl("get", "--raw", "/openapi/v2"), "fields to be known by name")
+        for spec in (alone | {"model": "a", "modle": "b"}, alone | {"model": ["a"]}, {"model": "a"}):
+            with pytest.raises(AssertionError, match=r"modle|spec\.model|scheduler"):
+                apply(text=pipeline("refused", spec))
+        apply(text=pipeline("long" * 12, alone | {"model": "unfuse/shapes"}))
+        apply(text=pipeline("lost", alone | {"model": name}))
+        until(lambda: "at most 40" in degraded("long" * 12), "a name to be said to be too long")
+        until(lambda: "no/such" in degraded("lost"), "a model to be said to be missing")
+        assert "is understood" not in degraded("lost")
+        until(lambda: len(found(kube, "wrong", "pods")) == 2, "its worker, which would wait for it")
+        print(degraded("lost"))
+        (pod,) = (one for one in found(kube, "wrong", "pods") if "scheduler" in one["metadata"]["name"])
+        assert pod["spec"]["containers"][0]["args"][1] == name
+        assert {one["metadata"]["name"] for one in found(kube, "wrong", "deployments")} == {"lost-scheduler"}
+        kube.kubectl("-n", "wrong", "delete", "dp", "--all")
+        until(lambda: not found(kube, "wrong", "pods") and not found(kube, "wrong", "statefulsets"), "all to be gone")
 
 
 def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path) -> None:

@@ -38,14 +38,15 @@ SAME: list[tuple[Object, Object, Object]] = [
                 "args": ["--max-batch=2"], "stepSeconds": 30, "sharedMemory": "16Gi", "startSeconds": 60,
                 "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
                 "runtimeClassName": "nvidia", "envFrom": [{"secretRef": {"name": "s3"}}],
-                "autoscaling": {"min": 0, "max": 9, "seconds": 30},
+                "autoscaling": {"min": 0, "max": 9, "seconds": 30, "coldStartSeconds": 4000},
             }],
         },
         {
             "models": ["a", "b"], "image": "registry.example/unfuse:2", "imagePullSecrets": ["registry"],
             "scheduler": {"replicas": 3, "queue": {"secret": "redis"}, "args": ["--order=fair"]},
             "results": {"url": "s3://b"}, "keysSecret": "wire", "apiKeysSecret": "api", "envSecrets": ["s3"],
-            "modelCache": {"claim": "models"}, "autoscaling": {"minReplicas": 0, "maxReplicas": 9},
+            "modelCache": {"claim": "models"},
+            "autoscaling": {"minReplicas": 0, "maxReplicas": 9, "coldStartSeconds": 4000},
         },
         {
             "role": "denoiser", "replicas": 4, "model": {"path": "a", "component": "transformer"}, "stepSeconds": 30,
@@ -69,11 +70,11 @@ def both(case: int) -> tuple[Made, Made]:
 
 
 def sorted_args(pod: Object) -> Object:
-    """A pod whose flags are in one order, and without what the chart alone has: an account, and a default as a flag."""
+    """A pod whose flags are in one order, and without what the chart alone has: an account."""
     pod = {key: value for key, value in pod.items() if key != "serviceAccountName"}
     first = pod["containers"][0]
     verb, *flags = first["args"]
-    return pod | {"containers": [first | {"args": [verb, *sorted({*flags} - {"--wake-limit=600"})]}]}
+    return pod | {"containers": [first | {"args": [verb, *sorted(flags)]}]}
 
 
 def without_labels(value: Any) -> Any:
@@ -126,11 +127,17 @@ def manifest() -> Made:
     return Made([*yaml.safe_load_all(MANIFEST.read_text())])
 
 
+def peers() -> Object:
+    """The definition of that by which operators know of each other."""
+    return dict(yaml.safe_load((MANIFEST.parent / "crds" / "clusterkopfpeerings.yaml").read_text()))
+
+
 @pytest.mark.parametrize("release", ["1.30.0", "1.34.0", "1.37.0"])
 def test_kubernetes_takes_the_manifest(release: str) -> None:
-    for one in manifest().objects:
-        if one["kind"] != "ClusterKopfPeering":
-            kubernetes_validate.validate(one, release, strict=True)
+    """And can take all of it at one time: nothing in it is of a kind that something else in it defines."""
+    for one in (*manifest().objects, peers()):
+        kubernetes_validate.validate(one, release, strict=True)
+    assert not manifest().of("CustomResourceDefinition")
 
 
 def test_the_operators_pod_may_do_little_and_its_command_parses() -> None:
@@ -140,11 +147,8 @@ def test_the_operators_pod_may_do_little_and_its_command_parses() -> None:
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert known([variable["name"] for variable in container["env"]])
     parsed(container["args"])
-    (peering,) = (name for name, one in manifest().of("ClusterKopfPeering").items() if one)
-    assert (
-        f'settings.peering.name = settings.posting.reporting_component = "{peering}"'
-        in Path(operator.__file__).read_text()
-    )
+    its, names = operator.PEERING, peers()["spec"]["names"]
+    assert (its["kind"], operator.PEERS) == (names["kind"], f"/apis/{its['apiVersion']}/{names['plural']}")
 
 
 def allowed() -> dict[str, set[str]]:
@@ -164,6 +168,7 @@ def test_it_may_do_what_it_does_and_reads_no_secret() -> None:
     assert rights["diffusionpools/status"] == rights["diffusionpipelines/status"] == {"patch"}
     deleting = {resource for resource, verbs in rights.items() if "delete" in verbs}
     assert deleting == {"diffusionpools", "scaledobjects"}
+    assert rights["clusterkopfpeerings"] == {"get", "list", "watch", "create", "patch"}
     assert "*" not in str(rights)
     kinds = {plural(kind) for its in (KINDS | MORE).values() for kind in its}
     own = {"diffusionpools/status", "diffusionpipelines/status", "clusterkopfpeerings"}

@@ -18,7 +18,7 @@ from unfuse.k8s.spec import Object
 CRDS = Path(__file__).parents[2] / "deploy" / "kubernetes" / "crds"
 SCHEMAS = {
     crd["spec"]["names"]["plural"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    for path in sorted(CRDS.glob("*.yaml")) for crd in yaml.safe_load_all(path.read_text())
+    for path in sorted(CRDS.glob("diffusion*.yaml")) for crd in yaml.safe_load_all(path.read_text())
 }  # fmt: skip
 KINDS = {
     "unfuse.dev/v1alpha1": ["DiffusionPipeline", "DiffusionPool"],

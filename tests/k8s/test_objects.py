@@ -260,6 +260,10 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_
         (found,) = (one["spec"] for one in workers(spec, serves) if one["kind"] == "ScaledObject")
         return dict(found)
 
+    def window(one: Object) -> int:
+        behavior = one["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        return int(behavior["scaleDown"]["stabilizationWindowSeconds"])
+
     one = scaled(POOL | {"role": "language+vision", "model": {"component": "text_model"}})
     assert one["triggers"][0]["metadata"]["query"] == (
         'sum(max by (role, component) (unfuse_role_predicted_seconds{namespace="ns",service="p",'
@@ -271,6 +275,9 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_
     assert (own["minReplicaCount"], own["maxReplicaCount"]) == (0, 3)
     assert 'role=~".+"' in scaled({"role": "all"})["triggers"][0]["metadata"]["query"]
     assert one["scaleTargetRef"] == {"apiVersion": "unfuse.dev/v1alpha1", "kind": "DiffusionPool", "name": "w"}
+    assert (one["cooldownPeriod"], window(one)) == (300, 300)
+    slow = scaled(POOL, FULL | {"autoscaling": {"maxReplicas": 8, "coldStartSeconds": 7200}})
+    assert (slow["cooldownPeriod"], window(slow)) == (7200, 3600)
     off = FULL | {"autoscaling": {"enabled": False}}
     assert "ScaledObject" not in {one["kind"] for one in workers(POOL, off)}
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.k8s.server import KINDS, MORE, PEERING, Server
 from unfuse.core.errors import UsageError
+from unfuse.k8s.leaving import staying
 from unfuse.k8s.operator import operate
 from unfuse.k8s.spec import Object
 
@@ -174,6 +175,21 @@ async def test_pipelines_share_a_pool_and_it_goes_with_the_last(server: Server) 
         assert server.get("StatefulSet", "enc")
 
 
+async def test_keys_are_made_again_where_a_person_deleted_them_and_only_those(server: Server) -> None:
+    """Which is how they are rotated: the next pass makes them, and those that are there are nobody's to change."""
+    async with operating(server):
+        await server.put(PIPELINE, "p", SERVED)
+        await ready(server, "p", "p")
+        before = {name: one["stringData"] for name, one in server.every("Secret").items()}
+        await server.delete("Secret", "p-wire")
+    async with operating(server):
+        await until(lambda: "p-wire" in server.every("Secret"))
+        await quiet(server)
+        after = {name: one["stringData"] for name, one in server.every("Secret").items()}
+    assert after["p-api"] == before["p-api"] and after["p-wire"].keys() == before["p-wire"].keys()
+    assert not set(after["p-wire"].values()) & set(before["p-wire"].values())
+
+
 async def test_a_pool_that_a_person_made_stays_and_is_without_workers_while_nobody_names_it(server: Server) -> None:
     async with operating(server):
         await server.put("StatefulSet", "db", {"replicas": 3})
@@ -219,6 +235,16 @@ async def test_a_bad_spec_is_a_condition_and_what_serves_goes_on(server: Server)
         await server.put(PIPELINE, "p", SPLIT)
         await until(lambda: told(server, PIPELINE, "p")[:2] == ("True", "AsWanted"))
         assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
+
+
+async def test_a_pipeline_whose_name_cannot_be_does_not_hold_up_the_pools_of_others(server: Server) -> None:
+    """It cannot have had workers, under that name, whatever it means."""
+    async with operating(server):
+        await server.put(PIPELINE, "q" * 41, SPLIT)
+        await until(is_told(server, PIPELINE, "q" * 41, "Degraded", "InvalidName"))
+        await server.put(PIPELINE, "p", SPLIT)
+        await ready(server, "p", "enc", "dit")
+        assert "q" * 41 not in str(server.get("StatefulSet", "dit"))
 
 
 async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(server: Server) -> None:
@@ -282,9 +308,8 @@ async def test_an_operator_that_is_killed_in_the_middle_is_followed_by_another(s
 
 
 async def test_of_two_operators_that_know_of_each_other_one_works(server: Server) -> None:
-    """Each would have another image: who works is one of them, and remains it."""
+    """They made what they know each other by. Each would have another image: who works is one, and remains it."""
     server.knows(PEERING)
-    await server.put("ClusterKopfPeering", "unfuse")
     async with operating(server, 2):
         peers = await until(
             lambda: len(found := server.get("ClusterKopfPeering", "unfuse").get("status", {})) == 2 and found
@@ -321,6 +346,113 @@ async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Serv
         await ready(server, "p", "enc", "dit")
         status, reason, message = told(server, PIPELINE, "p", "Degraded")
         assert (status, reason) == ("True", "NotAsAsked") and "takes KEDA" in message
+
+
+async def test_one_that_is_there_before_the_definitions_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all is applied at one time: kopf would look for its kinds once, find none, and do nothing for good."""
+    monkeypatch.setattr("unfuse.k8s.operator.DEFINED_S", 0.1)
+    async with Server() as server, kmock.Server(server):
+        server.knows({api: kinds for api, kinds in KINDS.items() if "unfuse" not in api})
+        asyncio.get_running_loop().call_later(0.5, server.knows, KINDS)
+        async with operating(server):
+            await server.put(PIPELINE, "p", SERVED)
+            await ready(server, "p", "p")
+
+
+@pytest.fixture
+async def page(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, float]]:
+    """The tasks of each node, as gateways of any name say in their metrics; without any no gateway answers."""
+    tasks: dict[str, float] = {}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        lines = [f'unfuse_node_tasks{{node="{node}"}} {count}\n' for node, count in tasks.items()]
+        if tasks and asked.startswith(b"GET http://p.ns.svc:8000/metrics "):
+            writer.write(f"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{''.join(lines)}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:{1}".format(*proxy.sockets[0].getsockname()))
+        monkeypatch.setattr("unfuse.k8s.operator.LONGEST_S", 0.1)  # nothing else tells that somebody became idle
+        yield tasks
+
+
+async def scaled(server: Server, count: int, **more: object) -> None:
+    spec = (server.get(POOL, "dit") or {})["spec"]
+    await server.put(POOL, "dit", spec | {"replicas": count} | more)
+
+
+def workers(server: Server) -> int:
+    return int(server.get("StatefulSet", "dit")["spec"]["replicas"])
+
+
+def progress(server: Server) -> tuple[str, str, str]:
+    return told(server, POOL, "dit", "Progressing")
+
+
+async def test_nobody_who_is_busy_goes_while_another_is_idle(server: Server, page: dict[str, float]) -> None:
+    """A pool of four is to have two. The last three are busy, then one of them, then all that are left; and an operator
+    goes on where one ended."""
+    page |= {"dit-0": 0.0, "dit-1": 1.0, "dit-2": 1.0, "dit-3": 2.0, "enc-0": 0.0, "other-dit-0": 1.0}
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT)
+        await until(lambda: server.get(POOL, "dit"))
+        await scaled(server, 4)
+        await until(lambda: server.get("StatefulSet", "dit") and workers(server) == 4)
+        await ready(server, "p", "enc", "dit")
+        await scaled(server, 2)
+        await until(lambda: progress(server)[:2] == ("True", "WorkersFinish"))
+        assert progress(server)[2] == "4 workers are to be 2: dit-3 ends what it does, as others are idle"
+        assert workers(server) == 4 and told(server, POOL, "dit")[0] == "True"
+        since = server.get(POOL, "dit")["status"]["waitsSince"]
+        page["dit-3"] = 0.0
+        await until(lambda: workers(server) == 3)
+    async with operating(server):
+        await until(lambda: "dit-2 ends" in progress(server)[2])
+        assert server.get(POOL, "dit")["status"]["waitsSince"] == since
+        page["dit-0"] = 1.0
+        await until(lambda: workers(server) == 2)
+        await server.run("StatefulSet", "dit")
+        await until(lambda: progress(server)[:2] == ("False", "AsWanted"))
+        assert "waitsSince" not in server.get(POOL, "dit")["status"]
+
+
+async def test_nobody_is_waited_for_longer_than_was_said(
+    server: Server, page: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for long where no gateway says who is busy, nor at all where nobody is to stay."""
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT)
+        await ready(server, "p", "enc", "dit")
+        await scaled(server, 1)
+        await until(lambda: "no gateway says who is busy" in progress(server)[2])
+        assert workers(server) == 2
+        monkeypatch.setattr("unfuse.k8s.reconcile.UNKNOWN_S", 0)
+        await until(lambda: workers(server) == 1)
+        page |= {"dit-0": 0.0, "dit-1": 0.0, "dit-2": 1.0}
+        await scaled(server, 3)
+        await until(lambda: workers(server) == 3)
+        await scaled(server, 2)
+        await until(lambda: "dit-2 ends" in progress(server)[2])
+        await scaled(server, 2, finishSeconds=1)
+        await until(lambda: workers(server) == 2)
+        await scaled(server, 3, finishSeconds=900)
+        await until(lambda: workers(server) == 3)
+        await scaled(server, 0)
+        await until(lambda: workers(server) == 0)
+
+
+@pytest.mark.parametrize("there", range(7))
+def test_of_those_that_stay_none_is_idle_while_one_that_went_was_busy(there: int) -> None:
+    """Whoever is busy; and who may go goes, so that nobody is kept for nothing."""
+    for bits in range(1 << there):
+        has = {number for number in range(there) if bits >> number & 1}
+        for wanted in range(there + 1):
+            stay = staying(wanted, there, has)
+            gone, idle = {*range(stay, there)}, {*range(wanted)} - has
+            assert wanted <= stay <= there
+            assert not idle or not gone & has
+            assert stay == wanted or (stay - 1 in has and idle)
 
 
 async def test_without_a_cluster_it_says_what_to_do() -> None:

@@ -22,9 +22,13 @@ def told(found: Found, body: Object = BODY, now: str = "then") -> dict[str, tupl
         (Found(0, 1, 1), ("True", "Asleep"), ("False", "Asleep"), ("False", "AsWanted")),
         (Found(2, 2, 2, (Wrong("Odd", "it is"),)), ("True", "AsWanted"), ("False", "AsWanted"), ("True", "Odd")),
         (Found(2, 2, 1, (Wrong("Odd", "it is"),)), ("False", "Starting"), ("False", "Starting"), ("True", "Odd")),
+        (Found(2, 3, 3, waits="w-2"), ("True", "AsWanted"), ("True", "WorkersFinish"), ("False", "AsWanted")),
+        (Found(3, 3, 2, waits="w-2"), ("False", "Starting"), ("True", "WorkersFinish"), ("False", "AsWanted")),
+        (Found(2, 3, 3, (Wrong("Odd", "it is"),), waits="w-2"),
+         ("True", "AsWanted"), ("False", "WorkersFinish"), ("True", "Odd")),
         (Found(refused=Wrong("Bad", "it is")), ("False", "Bad"), ("False", "Starting"), ("True", "Bad")),
     ],
-)
+)  # fmt: skip
 def test_it_is_ready_on_its_way_or_not_as_it_should_be(
     found: Found, ready: tuple[str, str], progressing: tuple[str, str], degraded: tuple[str, str]
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 from tools.server import Server, all_gone, family_of, own_run_folder, serving, until
 from tools.snippets import ROOT, blocks, commands
 from unfuse.client import connect
+from unfuse.launch.ray import LOST
 from unfuse.testing.launcher_suite import WITHIN_S, meeting, until as until_so
 
 PAGE = ROOT / "docs" / "howto" / "ray.md"
@@ -132,6 +133,10 @@ class Cluster:
         done = subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
+    def behead(self) -> None:
+        """The head is gone, as its machine would be."""
+        self._ray.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+
     def close(self) -> None:
         self._ray.shutdown()
         gc.collect()  # Ray leaves a socket open, which is none of another test's business
@@ -144,6 +149,13 @@ def cluster(variables: dict[str, str]) -> Iterator[Cluster]:
         yield made
     finally:
         made.close()
+
+
+def beginning(cluster: Cluster) -> list[str]:
+    """How the page starts a server, but for where workers come in."""
+    words = typed("unfuse", "serve", **{"ray:10.0.0.1:6379": f"ray:{cluster.address}"})[1:]
+    at = words.index("--listen")
+    return [*words[:at], *words[at + 2 :]]
 
 
 def nodes(server: Server) -> set[str]:
@@ -179,9 +191,7 @@ def test_nodes_of_ray_serve_and_no_picture_is_lost_with_an_actor_or_a_node(clust
     then every picture is made, all have the same bytes, and a worker starts wherever there is room."""
     cluster.add("a")
     cluster.add("b")
-    words = typed("unfuse", "serve", **{"ray:10.0.0.1:6379": f"ray:{cluster.address}"})[1:]
-    at = words.index("--listen")
-    with serving(tmp_path, *words[:at], *words[at + 2 :], at="127.0.0.1") as server:
+    with serving(tmp_path, *beginning(cluster), at="127.0.0.1") as server:
         until(lambda: server.get("/ready") and nodes(server) == {"a", "b"}, "workers on both nodes", server.process)
         same = {*connect(server.url).generate("a red circle on white", seed=7, num_inference_steps=60).data}
         assert made(server, submit(server, 6)) == (same, {"a", "b"})
@@ -212,3 +222,31 @@ def test_nodes_of_ray_serve_and_no_picture_is_lost_with_an_actor_or_a_node(clust
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(600) == 0
         assert all_gone(everyone)
+
+
+def test_what_was_accepted_outlives_the_head_of_ray(cluster: Cluster, tmp_path: Path) -> None:
+    """When the head is killed then pictures are still made, the server says what to do before Ray ends it, and workers
+    end; when it is started again, with another Ray, what was accepted is made, with the same bytes."""
+    cluster.add("a")
+    with serving(tmp_path, *beginning(cluster), at="127.0.0.1", RAY_gcs_rpc_server_reconnect_timeout_s="45") as server:
+        until(lambda: server.get("/ready"), "a worker", server.process)
+        same = {*connect(server.url).generate("a red circle on white", seed=7, num_inference_steps=60).data}
+        everyone = family_of(running(server, submit(server, 1)[0])["pid"])
+        cluster.behead()
+        assert made(server, submit(server, 4)) == (same, {"a"}), "for this it needs no head"
+        until(lambda: LOST in server.log(), "that to be said", server.process)
+        for one in everyone[1:]:
+            one.suspend()  # so that what is asked for now is not made before the end
+        asked = submit(server, 4)
+        assert server.process.wait(600) != 0
+        for one in everyone[1:]:
+            one.resume()
+        until(lambda: all_gone(everyone), "its workers to end")
+    again = Cluster()
+    try:
+        again.add("b")
+        with serving(tmp_path, *beginning(again), at="127.0.0.1") as server:
+            until(lambda: server.get("/ready"), "a worker", server.process)
+            assert made(server, asked) == (same, {"b"})
+    finally:
+        again.close()

@@ -12,7 +12,7 @@ import structlog
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.launch import opener
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.ray import RayLauncher, renumbered, takes
+from unfuse.launch.ray import LOST, RayLauncher, renumbered, takes
 from unfuse.launch.ray_worker import RayWorker
 
 SPEC = WorkerSpec("encoder", flags={"threads": "2"})
@@ -57,12 +57,15 @@ class Few:
         self._nodes = iter(nodes)
         self.places: list[Place] = []
         self.ends: dict[str, float] = {}
+        self.head = asyncio.Event()
+        self.head.set()
 
     def hold(self, cpus: int, gpus: int) -> Place:
         self.places.append(Place(next(self._nodes, "")))
         return self.places[-1]
 
     async def draining(self) -> dict[str, float]:
+        await self.head.wait()
         return self.ends
 
 
@@ -151,6 +154,25 @@ async def test_a_worker_that_waits_for_room_is_said_to_and_is_given_up_at_the_st
         await launcher.stop(5)
     assert [line["cpus_and_gpus"] for line in logs] == [(2, 0)]
     assert (nodes.places[0].stopped, nodes.places[0].released) == ([], True)
+
+
+async def test_a_head_that_does_not_answer_is_said_with_what_to_do_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may come again; else Ray ends the server, without a word."""
+    monkeypatch.setattr("unfuse.launch.ray.LOST_S", 0.01)
+    nodes = Few("a", "b")
+    with structlog.testing.capture_logs() as logs:
+        launcher, _ = launched(nodes)
+        await until(lambda: nodes.places and nodes.places[0].spec)
+        assert LOST not in [line["event"] for line in logs]
+        nodes.head.clear()
+        await until(lambda: LOST in [line["event"] for line in logs])
+        assert len(nodes.places) == 1 and not nodes.places[0].stopped
+        nodes.ends["a"] = 7
+        nodes.head.set()
+        await until(lambda: len(nodes.places) == 2 and nodes.places[0].stopped == [7])
+        await launcher.stop(7)
 
 
 def test_a_worker_takes_cpus_by_threads_and_a_gpu_for_each_rank() -> None:

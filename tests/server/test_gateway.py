@@ -256,6 +256,7 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
             lines = set(http.get("/metrics").text.splitlines())
             encode = PICTURES.pools()["text_encode"]
             assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{outcome="",pool="{encode}"}} 1.0'} <= lines
+            (node,) = (line.removesuffix(" 1.0") for line in lines if line.startswith('unfuse_node_tasks{node="'))
             http.post(f"/v1/requests/{id}/cancel")
         lines = set(http.get("/metrics").text.splitlines())
     assert {
@@ -270,6 +271,7 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
         "unfuse_requests_active 0.0",
         f'unfuse_queue_size{{outcome="",pool="{encode}"}} 0.0',
         f'unfuse_worker_idle{{outcome="",pool="{encode}"}} 1.0',
+        f"{node} 0.0",
         'unfuse_request_latency_seconds_count{model="test/pictures"} 2.0',
         'unfuse_stage_latency_seconds_count{model="test/pictures",stage="denoise"} 2.0',
         f'unfuse_step_latency_seconds_sum{{outcome="",pool="{encode}"}} 0.1',
@@ -298,7 +300,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert labels["tenant"] <= {"default", None}
     assert labels["device"] <= {"", "unknown", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
-    assert names <= {*labels, "component", "le", "state"}
+    assert names <= {*labels, "component", "le", "node", "state"}
 
 
 def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:

@@ -32,14 +32,17 @@ SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullSecrets", "m
 
 def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
     """Its objects, the Deployment last; `apis` are those that a cluster may lack and this one has."""
-    own, may_sleep = spec["scheduler"], spec.get("autoscaling", {}).get("minReplicas") == 0
+    own, scaled, asleep = spec["scheduler"], spec.get("autoscaling", {}), list[str]()
+    if scaled.get("minReplicas") == 0:
+        asleep = [f"--asleep={one['spec']['role']}=2" for one in pools_of(name, spec)]
+        asleep.append(f"--wake-limit={2 * scaled['coldStartSeconds']}")
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
     blanks = _common(name, "scheduler", spec) | {
         "name": name,
         "replicas": own["replicas"],
         "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
-        "asleep": [f"--asleep={one['spec']['role']}=2" for one in pools_of(name, spec)] if may_sleep else None,
+        "asleep": asleep,
         "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
         "resources": own["resources"],
@@ -63,7 +66,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
     flags = [("role", spec["role"]), ("component", model.get("component")), ("model", model.get("path"))]
     flags += [("device", spec["device"].replace("auto", "")), ("parallel", spec.get("parallel"))]
     flags += [("scheduler", f"tcp://{user}-scheduler:8001") for user in sorted(users)]
-    scaled = pipeline.get("autoscaling", {"enabled": False, "minReplicas": 0, "maxReplicas": 0})
+    scaled = pipeline.get("autoscaling", {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0})
     blanks = _common(first, "worker", pipeline) | {
         "name": name,
         "config": first,
@@ -81,6 +84,8 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         "pools": sorted({one for user, its in users.items() for one in pools(user, its)}),
         "min": spec["min"] if "max" in spec else scaled["minReplicas"],
         "max": spec.get("max", scaled.get("maxReplicas")),
+        "cold": scaled["coldStartSeconds"],
+        "window": min(3600, scaled["coldStartSeconds"]),
         "triggers": _triggers(scaled, namespace, spec, first) if scaled["enabled"] else None,
     }
     return [one for one in _filled(_templates()["pool"], blanks) if _fits(one, apis if scaled["enabled"] else set())]

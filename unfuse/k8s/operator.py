@@ -15,12 +15,19 @@ from unfuse.core.errors import TransientError, UsageError
 from unfuse.k8s.cluster import Cluster
 from unfuse.k8s.objects import MADE, VERSION
 from unfuse.k8s.reconcile import PIPELINE, POOL, Reconciler
+from unfuse.k8s.spec import Object, Wrong
 
 OWNED = ("configmaps", "services", "poddisruptionbudgets", "networkpolicies", "deployments", "statefulsets")
 """Kinds whose objects are put right when somebody changes or deletes them."""
 
-LONGEST_S = 30
-"""The longest time after which what is not ready yet, or was refused, is looked at again."""
+OURS = {"diffusionpipelines", "diffusionpools"}
+
+LONGEST_S, DEFINED_S = 30, 2
+"""The longest time after which what is not ready yet, or was refused, is looked at again; and until our kinds are."""
+
+PEERING: Object = {"apiVersion": "kopf.dev/v1", "kind": "ClusterKopfPeering", "metadata": {"name": "unfuse"}}
+PEERS = "/apis/kopf.dev/v1/clusterkopfpeerings"
+"""That by which operators know of each other, and where it is."""
 
 Login = Callable[..., kopf.ConnectionInfo | None]
 
@@ -83,7 +90,7 @@ async def operate(image: str, namespaces: Sequence[str] = (), login: Login = cre
     """
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
-    settings.peering.name = settings.posting.reporting_component = "unfuse"
+    settings.posting.reporting_component, settings.peering.name = "unfuse", PEERING["metadata"]["name"]
     settings.peering.priority = random.randrange(1, 1 << 30)  # of two one works, whichever
     settings.peering.lifetime = 20
     settings.queueing.idle_timeout = 0.1  # of kopf's own queues: to wake a task takes no time
@@ -95,9 +102,23 @@ async def operate(image: str, namespaces: Sequence[str] = (), login: Login = cre
 
     found()
     cluster = Cluster(found)
+    while not await _introduced(cluster):
+        log.warning("waits until the cluster knows pipelines and pools: kubectl apply -f deploy/kubernetes/crds")
+        await asyncio.sleep(DEFINED_S)
     registry = _registry(Tasks(cluster, Reconciler(cluster, image, kopf.warn)), login)
     flags |= {"clusterwide": not namespaces, "namespaces": namespaces}
     await kopf.operator(registry=registry, settings=settings, **flags)
+
+
+async def _introduced(cluster: Cluster) -> bool:
+    """Whether the cluster knows our kinds, which kopf looks for once; then others can hear of this operator too."""
+    with suppress(TransientError):
+        said = await cluster.ask("GET", f"/apis/{VERSION}") or {}
+        if {one["name"] for one in said.get("resources", [])} >= OURS:
+            with suppress(Wrong):  # it is there; or this one may not make it, and works by itself
+                await cluster.ask("POST", PEERS, PEERING)
+            return True
+    return False
 
 
 def _registry(tasks: Tasks, login: Login) -> kopf.OperatorRegistry:
@@ -115,7 +136,7 @@ def _registry(tasks: Tasks, login: Login) -> kopf.OperatorRegistry:
         for owner in body["metadata"].get("ownerReferences", []):
             tasks.wake(owner["kind"], body["metadata"]["namespace"], owner["name"])
 
-    for plural in ("diffusionpipelines", "diffusionpools"):
+    for plural in sorted(OURS):
         kopf.on.event(VERSION, plural, registry=made)(changed)
     for plural in OWNED:
         kopf.on.event(plural, labels=MADE, registry=made)(owned)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from unfuse.core.errors import ConfigError
 from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place
+from unfuse.k8s.leaving import UNKNOWN_S, busy, staying
 from unfuse.k8s.objects import KEDA, MADE, MONITORING, VERSION
-from unfuse.k8s.spec import Object, Wrong, pools as pools_in, read
+from unfuse.k8s.spec import NAME, Object, Wrong, pools as pools_in, read
 from unfuse.k8s.status import Found, condition, conditions, of_workload
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
@@ -42,13 +43,13 @@ class Reconciler:
             found = Found(refused=Wrong("InvalidSpec", f"its definition does not allow this: {error!r}"))
         what = "schedulers and pools" if kind == PIPELINE else "workers"
         said = more | {"observedGeneration": body["metadata"].get("generation", 0)}
-        said["conditions"] = conditions(body, found, what, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        said["conditions"] = conditions(body, found, what, now())
         if body.get("status", {}) | said != body.get("status", {}):
             degraded = condition({"status": said}, "Degraded")
             if degraded["status"] == "True" and degraded["reason"] != condition(body, "Degraded").get("reason"):
                 self._tell(body, reason=degraded["reason"], message=degraded["message"])
             await self._cluster.ask("PATCH", f"{path}/status", {"status": said}, MERGE)
-        return found.ready >= found.wanted and not found.refused
+        return found.ready >= found.wanted and not (found.refused or found.waits)
 
     async def _pipeline(self, body: Object, namespace: str) -> tuple[Found, Object]:
         name, asked, apis = body["metadata"]["name"], self._usual | read(body), await self._apis()
@@ -66,12 +67,13 @@ class Reconciler:
             its = condition(there.get(pool, {}), "Degraded")
             troubles += [Wrong(its["reason"], f"pool {pool}: {its['message']}")] * (its.get("status") == "True")
         whole = Found(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
-        return whole, {"url": f"http://{name}.{namespace}.svc:8000"}
+        return whole, {"url": at(name, namespace)}
 
     async def _pool(self, body: Object, namespace: str) -> tuple[Found, Object]:
         name, asked = body["metadata"]["name"], read(body)
         users: dict[str, Object] = {}
-        pipelines = await self._cluster.every(VERSION, PIPELINE, namespace)
+        there = await self._cluster.every(VERSION, PIPELINE, namespace)
+        pipelines = {user: one for user, one in there.items() if NAME.fullmatch(user)}  # others never have workers
         for user, one in pipelines.items():
             try:
                 if name in pools_in(user, its := self._usual | read(one)):
@@ -82,15 +84,36 @@ class Reconciler:
             await self._keep(body, namespace, [pipelines[user] for user in users])
         if not users:
             path = place("apps/v1", "StatefulSet", namespace, name)
-            if (there := await self._cluster.ask("GET", path)) and owns(owner_of(body), there):
+            if (workload := await self._cluster.ask("GET", path)) and owns(owner_of(body), workload):
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
             raise Wrong("NotUsed", "no pipeline names it, so it has no workers")
         made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
+        since, waits = await self._shrink(
+            body, made[-1], asked["finishSeconds"], [at(one, namespace) for one in sorted(users)]
+        )
         if KEDA in apis and KEDA not in {one["apiVersion"] for one in made}:
             await self._cluster.delete(KEDA, "ScaledObject", namespace, name, owner_of(body))
-        found = await self._applied(made, body, namespace)
-        told = {"replicas": found.there, "readyReplicas": found.ready}
-        return found, told | {"selector": chosen(made[-1])}
+        found = (await self._applied(made, body, namespace))._replace(waits=waits)
+        told = {"replicas": found.there, "readyReplicas": found.ready, "selector": chosen(made[-1])}
+        return found, told | ({"waitsSince": since} if since or "waitsSince" in body.get("status", {}) else {})
+
+    async def _shrink(self, body: Object, made: Object, longest: int, gateways: list[str]) -> tuple[str | None, str]:
+        """Have a StatefulSet be as small as its workers allow now; returns since when that waits, and for whom."""
+        name, namespace, wanted = made["metadata"]["name"], body["metadata"]["namespace"], made["spec"]["replicas"]
+        there = await self._cluster.ask("GET", place("apps/v1", "StatefulSet", namespace, name))
+        count = there["spec"]["replicas"] if there and owns(owner_of(body), there) else 0
+        if not 0 < wanted < count:
+            return None, ""
+        if (tasks := await busy(name, gateways)) is None:
+            stay, longest, why = count, min(longest, UNKNOWN_S), "no gateway says who is busy"
+        else:
+            stay = staying(wanted, count, tasks)
+            why = f"{name}-{stay - 1} ends what it does, as others are idle"
+        since = body.get("status", {}).get("waitsSince") or now()
+        if stay == wanted or datetime.now(UTC) - datetime.fromisoformat(since) >= timedelta(seconds=longest):
+            return None, ""
+        made["spec"]["replicas"] = stay
+        return since, f"{stay} workers are to be {wanted}: {why}"
 
     async def _applied(self, made: list[Object], body: Object, namespace: str) -> Found:
         """Apply objects of which the last is a workload, and see how that is."""
@@ -116,6 +139,16 @@ def owner_of(body: Object) -> Object:
     """What says that an object is owned by this one."""
     kind = POOL if "role" in body["spec"] else PIPELINE  # lists leave it out
     return {"apiVersion": VERSION, "kind": kind, "name": body["metadata"]["name"], "uid": body["metadata"]["uid"]}
+
+
+def at(pipeline: str, namespace: str) -> str:
+    """Where its gateway is."""
+    return f"http://{pipeline}.{namespace}.svc:8000"
+
+
+def now() -> str:
+    """The time, as Kubernetes writes it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def chosen(workload: Object) -> str:

@@ -12,13 +12,16 @@ COMING = {"", "ContainerCreating", "PodInitializing"}
 
 
 class Found(NamedTuple):
-    """How many are wanted, there, and ready; what is wrong all the same; and why nothing was done, if that is so."""
+    """How many are wanted, there, and ready; what is wrong all the same; why nothing was done, if that is so; and for
+    what it waits before it is as wanted.
+    """
 
     wanted: int = 0
     there: int = 0
     ready: int = 0
     troubles: tuple[Wrong, ...] = ()
     refused: Wrong | None = None
+    waits: str = ""
 
 
 def of_workload(made: Object, pods: Iterable[Object]) -> Found:
@@ -49,9 +52,10 @@ def conditions(body: Object, found: Found, what: str, now: str) -> list[Object]:
     wrong = [found.refused] if found.refused else found.troubles
     state = "Starting" if not enough else "AsWanted" if found.wanted else "Asleep"
     amount = str(found.refused or f"{found.ready} of {found.wanted} {what} are ready")
+    moves = ("WorkersFinish", found.waits) if found.waits else (state, amount)
     said = {
         "Ready": (enough, found.refused.reason if found.refused else state, amount),
-        "Progressing": (not enough and not wrong, state, amount),
+        "Progressing": (not wrong and (not enough or found.waits != ""), *moves),
         "Degraded": (bool(wrong), wrong[0].reason if wrong else "AsWanted", "; ".join(map(str, wrong)) or amount),
     }
     told: list[Object] = []

@@ -19,8 +19,10 @@ from unfuse.launch.placement import CPU, only_cpu
 from unfuse.launch.ray_nodes import Held, Nodes
 from unfuse.supervision.supervisor import Supervisor
 
-LOOK_S, ROOM_S = 1.0, 30.0
-"""Seconds between two looks at which nodes are drained; and without a node that has room, after which that is said."""
+LOOK_S, LOST_S, ROOM_S = 1.0, 10.0, 30.0
+"""Seconds between two looks at which nodes are drained; without an answer, or a place, after which that is said."""
+
+LOST = "the head of Ray does not answer: Ray will end this server; start both again, what was accepted is in its queue"
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +117,11 @@ class RayLauncher(Launcher):
 
     async def _look(self) -> None:
         await asyncio.sleep(LOOK_S)
-        ends = await self._nodes.draining() if self._relays else {}
+        lost = asyncio.get_running_loop().call_later(LOST_S, log.error, LOST)
+        try:
+            ends = await self._nodes.draining() if self._relays else {}
+        finally:
+            lost.cancel()
         for held in self._relays:
             if held.node in ends and not held.leaves.done():
                 held.leaves.set_result(ends[held.node])

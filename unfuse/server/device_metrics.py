@@ -41,6 +41,8 @@ class DeviceMetrics(Observer):
         self._shares = Gauge("unfuse_worker_busy_ratio", says, ["pool", "outcome"], registry=registry)
         says = "The same of the busiest worker on such a device"
         self._busy = Gauge("unfuse_device_busy_ratio", says, ["device"], registry=registry)
+        says = "Tasks that the healthy workers of a node hold"
+        self._tasks = Gauge("unfuse_node_tasks", says, ["node"], registry=registry)
         says = "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident"
         self._memory = Gauge("unfuse_device_memory_bytes", says, ["device"], registry=registry)
 
@@ -55,8 +57,10 @@ class DeviceMetrics(Observer):
 
     def look(self, members: Sequence[Member], pools: Mapping[str, tuple[str, str]]) -> None:
         """Set them by these workers; `pools` are the labels of each pool."""
-        for gauge in (self._shares, self._busy, self._memory):
+        for gauge in (self._shares, self._busy, self._memory, self._tasks):
             gauge.clear()
+        for member in members:
+            self._tasks.labels(member.info.node).inc(member.leased)
         for device in {member.info.device for member in members}:
             infos = [member.info for member in members if member.info.device == device]
             self._busy.labels(device).set(max(info.busy for info in infos))
