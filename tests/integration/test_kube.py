@@ -152,7 +152,8 @@ def test_a_pipeline_is_served_sleeps_is_woken_and_leaves_nothing_behind(kube: Ku
             print(kube.kubectl("-n", "pictures", "get", "dp,dpool,pods"))
             at, key = node.addresses["shapes"], node.secret("shapes-api", "key").decode()
             assert picture(at, key) == (64, 64)
-            with httpx2.Client(base_url=f"http://{at}:8000", headers={"authorization": f"Bearer {key}"}) as client:
+            own = {"authorization": f"Bearer {key}"}
+            with httpx2.Client(base_url=f"http://{at}:8000", headers=own, timeout=120) as client:
                 sleep_and_wake(kube, node, client)
                 shrink(kube, node, client)
                 lose(kube, node, client)

@@ -112,6 +112,7 @@ async def test_a_pipeline_becomes_objects_changes_and_leaves_nothing(server: Ser
         await server.put(PIPELINE, "p", metadata=pipeline["metadata"] | {"labels": {"a": "b"}})
         await quiet(server)
         assert made(server) == before and "status" not in str(server.asked)
+        assert not server.every("Event"), "a pool that has said nothing yet is nobody's fault"
 
         await server.put(
             PIPELINE, "p", SERVED | {"image": "unfuse:2", "scheduler": SERVED["scheduler"] | {"replicas": 2}}

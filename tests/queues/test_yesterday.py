@@ -225,6 +225,12 @@ def as_it_accepted(arguments: bytes) -> bytes | None:
 AS_IT_WAS = {"lease": as_it_asked, "submit": as_it_accepted}
 
 
+def numbered(verb: str, reply: Any) -> Any:
+    """An answer with a record as this version reads it: the earlier one does not say the number."""
+    is_record = verb in ("submit", "commit", "load") and isinstance(reply, list)
+    return [*reply[:3], None, 0] if is_record else reply
+
+
 class Yesterdays(Reviewed):
     """One whose script is the earlier version's, and hears what that one said, but for what that one does not know."""
 
@@ -240,7 +246,7 @@ class Yesterdays(Reviewed):
         wall = b"%f" % (self._servers_time or SystemClock()).wall()
         await self._tidy()
         return [
-            [*await self._counted(reply), wall] if verb == "lease" else reply
+            [*await self._counted(reply), wall] if verb == "lease" else numbered(verb, reply)
             for (verb, _), reply in zip(told, replies, strict=True)
         ]
 

@@ -65,7 +65,8 @@ class Reconciler:
         for pool in pools:
             ready += condition(there.get(pool, {}), "Ready").get("status") == "True"
             its = condition(there.get(pool, {}), "Degraded")
-            troubles += [Wrong(its["reason"], f"pool {pool}: {its['message']}")] * (its.get("status") == "True")
+            if its.get("status") == "True":
+                troubles.append(Wrong(its["reason"], f"pool {pool}: {its['message']}"))
         whole = Found(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
         return whole, {"url": at(name, namespace)}
 

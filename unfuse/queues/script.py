@@ -81,10 +81,14 @@ def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: by
 
 
 def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
-    """A record from the fields of an answer, which leaves out the context if it is the one that was sent."""
+    """A record from the fields of an answer, which leaves out the context if it is the one that was sent.
+
+    A number that cannot be read is 0: it costs its place in lists.
+    """
     data, running, position, _, number = reply
     context = sent if data is None and sent else decode(data, RequestContext)
-    return Record(context, decode(running, tuple[Running, ...]), position, int(number))
+    is_number = isinstance(number, int) or (number or b"").isdigit()
+    return Record(context, decode(running, tuple[Running, ...]), position, int(number) if is_number else 0)
 
 
 def error(met: Exception, place: str) -> errors.UnfuseError:
