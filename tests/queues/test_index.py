@@ -145,8 +145,8 @@ async def test_each_verb_is_one_run_of_one_script(redis_queue: TaskQueue, server
 
 
 async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: TaskQueue, server: Server) -> None:
-    """Given hundreds of requests, as a heartbeat names them, then it costs one look at a field of each, and one at whose
-    keys these are."""
+    """Given hundreds of requests, as a heartbeat names them, then it costs one look at a field of each, and one at
+    whose keys these are."""
     await fill(redis_queue, 300)
     names = [f"{'video_' * (number % 2)}{number}" for number in range(300)]
     server.client.config_resetstat()
