@@ -36,7 +36,7 @@ from unfuse.core.messages import (
     Welcome,
 )
 from unfuse.core.request import Change, Record
-from unfuse.core.task import Lease
+from unfuse.core.task import Claim, Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import dispatcher as dispatcher_module
 from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
@@ -393,6 +393,35 @@ async def test_a_worker_goes_on_at_another_scheduler() -> None:
         assert await other.answer(OTHER, Progress(lease.claim, 1, 9, 1)) == Accepted()
         assert await other.answer(OTHER, Beat((lease.claim,))) == Pulse((), ())
         assert await other.answer(OTHER, done(lease)) == Accepted()
+
+
+async def test_a_heartbeat_at_another_scheduler_renews_the_others_while_one_request_cannot_be_looked_at() -> None:
+    """Given a worker with two tasks that has moved, while the shard of one is away, then both leases live on; and once
+    it is back, the worker reports them."""
+
+    class Away(Scheduler):
+        gone = ""
+
+        async def holds(self, worker: str, claim: Claim) -> bool:
+            if claim.request == self.gone:
+                raise TransientError("away")
+            return await super().holds(worker, claim)
+
+    async with dispatching() as (dispatcher, clock):
+        for _ in "12":
+            await submit(dispatcher)
+        leases = [*await granted(dispatcher), *await granted(dispatcher)]
+        claims = tuple(lease.claim for lease in leases)
+        scheduler = Away(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0)
+        other = Dispatcher(scheduler, [], Places(""))
+        await other.answer(OTHER, HELLO)
+        scheduler.gone = claims[0].request
+        for _ in range(4):
+            clock.advance(2.0)
+            assert await other.answer(OTHER, Beat(claims)) == Pulse((), ())
+        scheduler.gone = ""
+        for lease in leases:
+            assert await other.answer(OTHER, done(lease)) == Accepted()
 
 
 @in_virtual_time

@@ -287,6 +287,12 @@ class Dispatcher(Observer):
             peer.claims.add(claim)
         return claim in peer.claims
 
+    async def _may_own(self, peer: _Peer, claim: Claim) -> bool:
+        """Whether it does, as far as is known: also while the part of the queue is away that could say."""
+        with suppress(TransientError):
+            return await self._owns(peer, claim)
+        return True
+
     async def _beat(self, peer: _Peer, beat: messages.Beat) -> messages.Pulse:
         hello = peer.hello
         worker = self.scheduler.swaps.heard(beat.of(hello.worker))
@@ -296,7 +302,7 @@ class Dispatcher(Observer):
         if beat.retracted:
             self.scheduler.observers.tell(Observer.retracted, beat.retracted)
         interruption = self._interruption
-        own = [claim for claim in beat.claims if await self._owns(peer, claim)]
+        own = [claim for claim in beat.claims if await self._may_own(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
         peer.claims &= held
         load, soon = await self.scheduler.swaps.next(worker, bool(held))
