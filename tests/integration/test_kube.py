@@ -197,9 +197,9 @@ def denoised(client: httpx2.Client, request: str) -> Any:
     return stage
 
 
-def held(client: httpx2.Client) -> dict[str, int]:
-    """The tasks of each worker, by its pod."""
-    return {one["node"]: one["leased"] for one in client.get("/v1/workers").json()["data"] if one["healthy"]}
+def workers(client: httpx2.Client, what: str) -> dict[str, int]:
+    """What each worker says of itself, such as how many tasks it holds, by its pod."""
+    return {one["node"]: one[what] for one in client.get("/v1/workers").json()["data"] if one["healthy"]}
 
 
 def worker_of(client: httpx2.Client, request: str) -> str:
@@ -215,9 +215,10 @@ def completed(client: httpx2.Client, request: str) -> bool:
 def shrink(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     """A pool of two: the second works, the first does not. The second goes when it has ended that, and nothing sooner;
     `kubectl get` says why."""
-    one_slot = '--patch={"spec":{"replicas":2,"args":["--slots=1"]}}'  # or the first may take all that there is
-    kube.kubectl("-n", "pictures", "patch", "dpool/shapes-rest", "--type=merge", one_slot)
-    until(lambda: is_ready(kube, "pictures") and len(found(kube, "pictures", "pods")) == 5, "the second worker")
+    few_slots = '--patch={"spec":{"replicas":2,"args":["--max-batch=1"]}}'  # or the first may take all that there is
+    kube.kubectl("-n", "pictures", "patch", "dpool/shapes-rest", "--type=merge", few_slots)
+    two = {"shapes-rest-0": 2, "shapes-rest-1": 2}
+    until(lambda: workers(client, "slots").items() >= two.items() and is_ready(kube, "pictures"), "both workers")
     schedulers = [f"http://{pod.address}:8000" for pod in node.pods if "scheduler" in pod.called]
     sizes = ("256x256", "256x224", "224x256", "224x224")
     every = [asked(client, size, at) for size, at in zip(sizes, 2 * schedulers, strict=True)]
@@ -231,7 +232,7 @@ def shrink(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
     for other in {*every} - {second}:
         client.post(f"/v1/requests/{other}/cancel")
     until(
-        lambda: (held(client)["shapes-rest-0"], denoised(client, second)["status"]) == (0, "leased"),
+        lambda: (workers(client, "leased")["shapes-rest-0"], denoised(client, second)["status"]) == (0, "leased"),
         "the first to idle",
     )
     kube.kubectl("-n", "pictures", "scale", "dpool/shapes-rest", "--replicas=1")
