@@ -175,7 +175,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
         id = server.submit(**PAIR[0], size="128x128")
         until(lambda: stage(server, id, "denoise.0")["status"] == "done", "the latents to be made")
         if durable:
-            until(lambda: [path for path in copies.rglob("*") if path.is_file()], "their copy to be written")
+            until(lambda: [path for path in copies.rglob("[!.]*") if path.is_file()], "their copy to be written")
         server.killed(denoiser)
         server.worker("decoder" if durable else "denoiser+decoder", **variables)
         assert server.finished(id)["status"] == "completed"
@@ -185,7 +185,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
         else:
             assert made == expected(**PAIR[0], width=128, height=128)
         assert stage(server, id, "denoise.0")["recomputes"] == (0 if durable else 1)
-        until(lambda: not [path for path in copies.rglob("*") if path.is_file()], "the copy to be dropped")
+        until(lambda: not [path for path in copies.rglob("[!.]*") if path.is_file()], "the copy to be dropped")
 
 
 @pytest.mark.nightly
