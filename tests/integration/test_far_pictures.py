@@ -196,8 +196,8 @@ def test_slow_clients_are_let_go_and_keep_nobody_waiting(server: Server, folder:
         sips = clients.submit(taken_by_sips, server, large, threading.Event())
         none = clients.submit(not_taken, server, large)
         held = [begun(server, form(bytes(MOST), **own), MOST + 4096) for _ in range(9)]
-        assert made(server, folder) == alone
         assert sent_by_drips(server, form(bytes(MOST), **own) + end, MOST).error["code"] == "too_many_bodies"
+        assert made(server, folder) == alone
         refused = [*(Answer(rest(one)) for one in held), drips.result()]
         assert {(one.status, one.error["code"]) for one in refused} == {(408, "timeout")}
         assert slow.result().status == 200

@@ -13,7 +13,8 @@ import pytest
 from tests.models.conftest import Undivided, undivided as undivided
 
 HERE = Path(__file__).parent
-RANKS_S = 300.0
+RANKS_S, TASK_S = 300.0, 5.0
+"""How long ranks may take; or for each of the tasks that they are given, where that is longer."""
 
 
 def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[subprocess.Popen[bytes]]:
@@ -31,7 +32,8 @@ def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments:
 
 def run_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[int]:
     """The same, until all have ended. Returns their exit codes."""
-    return [rank.wait(RANKS_S) for rank in begin_ranks(script, size, folder, given, *arguments)]
+    patience = max(RANKS_S, TASK_S * len(given)) if isinstance(given, Sequence) else RANKS_S
+    return [rank.wait(patience) for rank in begin_ranks(script, size, folder, given, *arguments)]
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,7 @@ def test_two_ranks_make_with_half_of_the_weights_what_one_makes(undivided: c.Und
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_two_ranks_make_every_job(undivided: c.Undivided, latents: Make) -> None:
     parted = ("copied", "shard:2", "cfg:2+shard:2", "ulysses:2+shard:2", "tensor:2", "encoder=tensor:2")
     asked = tasks([job.name for job in c.JOBS], ("ulysses:2", "ring:2", "cfg:2", "layers:2", *parted))
@@ -139,6 +140,7 @@ def test_two_ranks_make_every_job(undivided: c.Undivided, latents: Make) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_four_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
     asked = tasks([*DAY], (
         "ulysses:2+cfg:2", "ring:2+ulysses:2", "ring:2+cfg:2", "ring:4", "copied", "cfg:2+layers:2",
