@@ -70,9 +70,18 @@ def seen(server: Server, **asked: Any) -> Iterator[tuple[str, Any]]:
                 yield chunk.id, told.model_dump()
 
 
+def last_stage(server: Server, id: str) -> dict[str, Any]:
+    return dict(server.get(f"/v1/requests/{id}")["stages"][-1])
+
+
 def attempts(server: Server, id: str) -> int:
     """How often the text was begun."""
-    return int(server.get(f"/v1/requests/{id}")["stages"][-1]["attempt"])
+    return int(last_stage(server, id)["attempt"])
+
+
+def begun_again(server: Server, id: str) -> bool:
+    found = last_stage(server, id)
+    return found["status"] == "leased" and found["attempt"] > 1
 
 
 @pytest.mark.parametrize("workers", [pytest.param("language=1", marks=pytest.mark.nightly), "prefill=1,decode=1"])
@@ -89,6 +98,7 @@ def test_in_an_exact_pool_a_text_is_that_of_a_quiet_run_to_the_last_bit(
             again.append(one)
             if len(again) == 20:
                 kill_computes(server)
+                until(lambda: begun_again(server, again[0][0]), "a second attempt, which the next kill is to end")
             if len(again) == 100:
                 kill_workers(server)
         assert attempts(server, again[0][0]) > 2

@@ -50,6 +50,15 @@ def least(server: Server) -> Iterator[Address]:
 
 
 @pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Two servers that know nothing of each other."""
+    servers = [Server(tmp_path_factory.mktemp(f"redis-{number}")) for number in range(2)]
+    yield servers[0], servers[1]
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
 def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """Three servers of a Redis Cluster, each with a third of the slots."""
     buses = [free_port() for _ in range(3)]

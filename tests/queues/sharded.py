@@ -11,7 +11,7 @@ import msgspec
 
 from tests.queues.twins import POOLS, Side, Twins
 from unfuse.core.clock import Clock
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.request import Allowance, Who
 from unfuse.core.task import Task
 from unfuse.queues.base import Limits, Stats, TaskQueue
@@ -48,9 +48,10 @@ class Together(ShardedQueue):
 
 
 class Cut(MemoryQueue):
-    """A queue that answers nothing while it is `gone`, or hangs while it is `frozen`."""
+    """A queue that answers nothing while it is `gone`, hangs while it is `frozen`, or is another than was asked for."""
 
     gone = frozen = False
+    other = ""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -62,6 +63,8 @@ class Cut(MemoryQueue):
                 await asyncio.Event().wait()
             if self.gone:
                 raise TransientError("it does not answer")
+            if self.other:
+                raise ConfigError(self.other)
             return await found(*args, **kwargs)
 
         return asked

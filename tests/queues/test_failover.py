@@ -54,14 +54,6 @@ def test_one_that_does_not_is_refused(url: str) -> None:
         queues.open(url)
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    servers = [Server(tmp_path_factory.mktemp(f"redis-{number}")) for number in range(2)]
-    yield servers[0], servers[1]
-    for server in servers:
-        server.stop()
-
-
 @pytest.fixture
 def pair(both: tuple[Server, Server]) -> tuple[Server, Server]:
     """An empty primary, and a replica that follows it."""

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from random import Random
 
@@ -100,14 +99,6 @@ class TestAnAddress:
     def test_that_makes_no_sense_is_refused(self, url: str) -> None:
         with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
             queues.open(url)
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    servers = [Server(tmp_path_factory.mktemp(f"shard-{number}")) for number in range(2)]
-    yield servers[0], servers[1]
-    for server in servers:
-        server.stop()
 
 
 @pytest.fixture

@@ -371,6 +371,20 @@ class TestOneAway:
         assert await shards[0].declared() == {"serve": Declaration((), {"p": 1})}
         assert list(await queue.cached(["k"])) == ["k"]
 
+    async def test_one_that_comes_back_as_another_is_waited_for(self, queue: Spread, shards: list[Cut]) -> None:
+        """Given a server that first has the keys of another, then that is said, and it comes back when it is right."""
+        one = self.away(queue, shards)
+        one.gone = True
+        await raised(TransientError, queue.load("a"))
+        one.gone, one.other = False, "name the same servers in the same order"
+        while "name the same servers" not in queue.away()[0]:
+            await asyncio.sleep(0.001)
+        assert [found.context.id for found in await queue.list(Filter())] == ["b"]
+        one.other = ""
+        while queue.away():
+            await asyncio.sleep(0.001)
+        assert len(await queue.list(Filter())) == 2
+
     async def test_with_none_left_nothing_goes(self, queue: Spread, shards: list[Cut]) -> None:
         for shard in shards:
             shard.gone = True

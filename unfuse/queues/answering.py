@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import structlog
 
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import TransientError, UnfuseError
 from unfuse.queues.base import TaskQueue
 from unfuse.queues.remote_waiters import Background
 
@@ -87,19 +87,23 @@ class Answering:
 
     def _miss(self, shard: int, reason: str) -> None:
         if shard not in self.away and not self._closed:
-            self.away[shard] = f"shard {shard} of {len(self.shards)}: {reason}"
+            self.away[shard] = self._told(shard, reason)
             log.warning("a shard of the queue is away: the others go on", shard=shard, reason=reason)
             self.background.run(f"shard {shard}", partial(self._look_for, shard))
 
+    def _told(self, shard: int, reason: str) -> str:
+        return f"shard {shard} of {len(self.shards)}: {reason}"
+
     async def _look_for(self, shard: int) -> None:
-        """Wait until a shard answers again."""
+        """Wait until a shard answers again, and as the shard it was: a server may come back with what is another's."""
         queue = self.shards[shard]
         while shard in self.away:
             await asyncio.sleep(LOOK_S)
             try:
                 await queue.check()
                 await self._returned(queue)
-            except TransientError:
+            except UnfuseError as error:
+                self.away[shard] = self._told(shard, str(error))
                 continue
             del self.away[shard]
         log.info("a shard of the queue answers again", shard=shard)
