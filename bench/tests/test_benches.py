@@ -204,7 +204,9 @@ def test_schedulers_share_a_redis_or_have_one_each() -> None:
         "2 schedulers, 2 Redis",
     ]
     assert all(rate > 0 for figures in found.values() for rate in figures["tasks_per_s"])
-    assert all(spent > 0 for figures in found.values() for spent in figures["cpu_ms_per_task"].values())
+    for figures in found.values():
+        assert figures["cpu_ms_per_task"].keys() == {"client", "worker", "redis"}
+        assert sum(figures["cpu_ms_per_task"].values()) > 0  # of each, 10 ms at the least are counted, or none
 
 
 def test_tasks_go_through_a_scheduler_and_a_worker_process() -> None:

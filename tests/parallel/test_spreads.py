@@ -38,11 +38,12 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 FURTHER = {
     ("ring:2", "ltx-half"): 6e-2, ("tensor:2", "redrawn-z-half"): 6e-2, ("encoder=tensor:2", "redrawn-z-half"): 6e-2,
     ("encoder=tensor:2", "redrawn-xl-whole-half"): 6e-2, ("encoder=tensor:2", "masked-xl-half"): 8e-2,
+    ("encoder=tensor:2", "xl-half"): 6e-2,
 }  # fmt: skip
 """What rounding takes further. 0.050 for the ring, as its halves of guidance 0.040, where in float32 rings of this
 model are within the tolerance. Redrawn in few steps 0.044, 0.053, 0.040 and 0.078 in this order: made in float32, one
 rank and two are equal, and from that result those in bfloat16 are as far with one rank (0.050, 0.050, 0.034, 0.067) as
-with two (0.042, 0.037, 0.034, 0.042).
+with two (0.042, 0.037, 0.034, 0.042). Of the last, 0.047, so too: 0.029 with one rank, 0.028 with two.
 """
 
 CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[5:])
