@@ -10,7 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,10 @@ CASES: list[dict[str, Any]] = [
     {**FRAMES, "model": "wan-2.2-image", "last_frame": "wall.jpg"},
     {**FRAMES, "model": "wan-2.2-image"},
 ]
-MOST = 25 << 20
-"""Bytes of a body that is never whole. There is room for ten of them at one time."""
+MOST, DRIP = 47 << 19, 2400
+"""Bytes of a body that is never whole, and of what follows at a time. There is room for ten at one time."""
+TIMES = 32
+"""How often a result is asked for that is not taken: by more bytes than the system keeps for a connection."""
 
 
 @pytest.fixture(scope="module")
@@ -138,27 +140,38 @@ def begun(server: Server, body: bytes, length: int) -> socket.socket:
     return connection
 
 
-def sent_by_drips(server: Server, body: bytes, drip: int) -> Answer:
-    """The answer to a body that is sent by so many bytes five times a second."""
-    connection = begun(server, b"", len(body))
+def answered(connection: socket.socket, more: Iterator[bytes]) -> Answer:
+    """The answer, until which the next of these bytes are sent five times a second."""
     connection.settimeout(0.2)
-    data, place = b"", 0
-    while not data:
-        try:
-            data = connection.recv(65536)
-            break
-        except TimeoutError:
-            connection.sendall(body[place : (place := place + drip)])
-    connection.settimeout(600)
-    return Answer(data + rest(connection))
+    data = b""
+    with connection:
+        while not data:
+            try:
+                data = connection.recv(65536)
+                break
+            except TimeoutError:
+                with suppress(ConnectionError):
+                    connection.sendall(next(more, b""))
+        connection.settimeout(600)
+        return Answer(data + rest(connection))
 
 
-def asked_for(server: Server, request: str) -> socket.socket:
-    """A connection on which the result of a request comes, to whoever takes few bytes at a time."""
+def sent_by_drips(server: Server, body: bytes, drip: int) -> Answer:
+    """The answer to a body that is sent by so many bytes at a time."""
+    return answered(begun(server, b"", len(body)), (body[place : place + drip] for place in range(0, len(body), drip)))
+
+
+def held_up(server: Server, body: bytes, stop: threading.Event) -> Answer:
+    """The answer to a body of which little more comes, and from then on nothing."""
+    return answered(begun(server, body, 2 * MOST), iter(lambda: b"" if stop.is_set() else bytes(DRIP), None))
+
+
+def asked_for(server: Server, request: str, times: int = 1) -> socket.socket:
+    """A connection on which the result of a request comes so many times, to whoever takes few bytes at a time."""
     connection = connect(int(server.url.rpartition(":")[2]))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    head = f"GET /v1/requests/{request}/result/0 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    connection.sendall(head.encode())
+    head = f"GET /v1/requests/{request}/result/0 HTTP/1.1\r\nhost: localhost\r\n"
+    connection.sendall((f"{head}\r\n" * (times - 1) + f"{head}connection: close\r\n\r\n").encode())
     return connection
 
 
@@ -173,8 +186,8 @@ def taken_by_sips(server: Server, request: str, pause: threading.Event) -> bytes
 
 
 def not_taken(server: Server, request: str) -> bytes:
-    """What is there of a result that nobody took, once the server has given it up."""
-    with asked_for(server, request) as connection:
+    """What is there of results that nobody took, once the server has given it up; the system has room for some."""
+    with asked_for(server, request, TIMES) as connection:
         assert connection.recv(1, socket.MSG_PEEK)
         until(lambda: '"to": "read"' in server.log(), "the server to let it go")
         return rest(connection)
@@ -197,14 +210,16 @@ def test_slow_clients_are_let_go_and_keep_nobody_waiting(server: Server, folder:
         slow = clients.submit(sent_by_drips, server, form(picture, **own) + end, 8192)
         drips = clients.submit(sent_by_drips, server, form(picture, **own), 64)
         sips = clients.submit(taken_by_sips, server, large, threading.Event())
-        none = clients.submit(not_taken, server, large)
-        held = [begun(server, form(bytes(MOST), **own), MOST + 4096) for _ in range(11)]
+        stop = threading.Event()
+        held = [clients.submit(held_up, server, form(bytes(MOST), **own), stop) for _ in range(11)]
+        first = next(as_completed(held)).result()
+        assert (first.status, first.error["code"]) == (503, "too_many_bodies")
         assert made(server, folder) == alone
-        refused = Counter(Answer(rest(one)).error["code"] for one in held)
-        assert refused == {"too_many_bodies": 1, "timeout": 10}
+        stop.set()
+        assert Counter(one.result().error["code"] for one in held) == {"too_many_bodies": 1, "timeout": 10}
         assert (drips.result().status, drips.result().error["code"]) == (408, "timeout")
         assert slow.result().status == 200
         assert sips.result() == result
-        assert len(none.result()) < len(result)
+    assert len(not_taken(server, large)) < TIMES * len(result)
     assert made(server, folder) == alone
     assert len(server.get("/v1/requests?limit=1000")["data"]) == before + 1 + 2 * len(CASES)

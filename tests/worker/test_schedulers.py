@@ -25,6 +25,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Moved,
     Places,
     Progress,
     Pulse,
@@ -42,8 +43,10 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.said import pieces
 from unfuse.supervision.clock import SystemClock
+from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
 from unfuse.worker import telling
+from unfuse.worker.copies import Copies
 from unfuse.worker.link import Link
 from unfuse.worker.worker import Worker
 
@@ -187,6 +190,33 @@ async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) 
         assert found.said(1, Done)
         untouched(await found.over(await found.submit(steps=2)))  # and it works on there
         await found.drained()
+
+
+@pytest.mark.parametrize(("missing", "times"), [(TimeoutError, 1), (ConnectionError, 2)])
+async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, missing: type[OSError], times: int
+) -> None:
+    """Given a heartbeat without an answer, then what it brought is told again if the connection broke: else it came."""
+    once, told = Link.once, list[dict[str, Moved]]()
+
+    async def first_is_lost(self: Link, message: ToScheduler, *timeout: float) -> ToWorker:
+        answer = await once(self, message, *timeout)
+        if isinstance(message, Beat) and (message.moved or told):
+            told.append(message.moved)
+            if len(told) == 1:
+                raise missing
+        return answer
+
+    counters = TransferCounters()
+    counters.add("tcp", Moved(7))
+    monkeypatch.setattr(Copies, "counters", counters)
+    monkeypatch.setattr(Link, "once", first_is_lost)
+    async with town(model, 1) as found:
+        found.work()
+        while len(told) < 3:
+            await asyncio.sleep(0.01)
+        await found.drained()
+    assert told[:3] == [*[{"tcp": Moved(7)}] * times, *[{}] * (3 - times)]
 
 
 @pytest.mark.parametrize("gathers", [True, False])

@@ -343,6 +343,8 @@ class Worker:
         beat = heartbeat(tuple(held), objects, moved, self._beat_s, by, self._swapping, arriving)
         try:
             pulse = await self._link.once(beat, BEAT_S)
+        except TimeoutError:
+            return  # a scheduler that answers late counts what it was told, and one that is gone counts nothing
         except OSError:
             objects.copies.counters.put_back(moved)
             if by:
