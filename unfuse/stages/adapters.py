@@ -216,7 +216,10 @@ class PipelineAdapters(Adapters):
     @override
     def _apply(self, name: str, id: str, file: Path) -> None:
         pipeline = self._transformer
-        how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
+        how = {"use_safetensors": True, "local_files_only": True}
+        if alien := _alien(pipeline, pipeline.lora_state_dict(str(file), **how)):
+            raise PermanentError(f"lora {name!r} holds {alien}, and the model has no such layer: it is for another one")
+        how |= {"low_cpu_mem_usage": True}
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
         self._loras.file(name, id)  # it was not changed while it was read
         adapted = {part for part, names in pipeline.get_list_adapters().items() if id in names}
@@ -224,6 +227,17 @@ class PipelineAdapters(Adapters):
             if adapted:
                 pipeline.delete_adapters(id)
             raise PermanentError(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
+
+
+def _alien(pipeline: Any, read: Any) -> str:
+    """The first key beside those of text encoders that no layer of the pipeline has; "" if there is none."""
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    tensors = convert_unet_state_dict_to_peft(read[0] if isinstance(read, tuple) else read)
+    parts = {part: model for part, model in pipeline.components.items() if hasattr(model, "named_modules")}
+    layers = {f"{part}.{layer}" for part, model in parts.items() for layer, _ in model.named_modules()}
+    keys = (key for key in tensors if ".lora" in key and not key.startswith("text_encoder"))
+    return next((key for key in keys if key.partition(".lora")[0] not in layers), "")
 
 
 def _misfit(transformer: Any, tensors: Mapping[str, Tensor], prefix: str) -> str:
