@@ -60,7 +60,9 @@ class Loras:
         if name not in known:
             shown = ", ".join([*known][:SHOWN]) or "none"
             more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
-            raise NotFound(f"no lora {name!r} is there; there are {shown}{more}")
+            odd = not NAME.fullmatch(name) and name in {file.stem for file in self._folder.glob("*.safetensors")}
+            how = f"; rename {name}.safetensors: served are names of letters, digits, '.', '_' and '-'" if odd else ""
+            raise NotFound(f"no lora {name!r} is there; there are {shown}{more}{how}")
         if (size := known[name].stat().st_size) > MAX_BYTES:
             raise NotFound(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
         return self._id(known[name])
