@@ -34,7 +34,8 @@ def load(folder: str, loras: str) -> DiffusionPipeline:
 
 def redrawing(pipeline: DiffusionPipeline, case: dict) -> DiffusionPipeline:
     """The pipeline that starts from a picture, which some of them do not stretch; the mask becomes what it wants."""
-    case["image"] = case["image"].resize((case["width"], case["height"]), Image.Resampling.LANCZOS)
+    if "width" in case:
+        case["image"] = case["image"].resize((case["width"], case["height"]), Image.Resampling.LANCZOS)
     if "mask" not in case:
         return AutoPipelineForImage2Image.from_pipe(pipeline)
     case["mask_image"] = ImageOps.invert(Image.open(case.pop("mask")).convert("RGBA").getchannel("A"))

@@ -12,6 +12,8 @@ from typing import Any
 
 import openai
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.integration.pictures import digest, undivided
 from tests.models.conftest import draw_pictures
@@ -184,15 +186,31 @@ def test_a_lora_of_another_model_is_one_sentence(server: Server) -> None:
     assert frames(server, submitted(server, "sd", CASES[0]))
 
 
+def test_a_key_of_a_lora_that_no_layer_has_is_named(server: Server) -> None:
+    """diffusers leaves such out without an error."""
+    loras = server.folder / "loras"
+    tensors = load_file(loras / "made.safetensors")
+    stray = {f"transformer.stray.to_q.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
+    save_file({**tensors, **stray}, loras / "stray.safetensors")
+    shown = server.finished(submitted(server, "auraflow", {**CASES[0], "lora": "stray"}))
+
+    assert shown["status"] == "failed", shown
+    assert "holds transformer.stray.to_q.lora_A.weight, and the model has no such layer" in shown["error"]["message"]
+
+
 def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
     """It makes fewer steps than it is asked for, and no size can be asked for."""
     call = {"model": "sd-image", "prompt": "a ring", "seed": 5, "num_inference_steps": 4, "image": "sky.png"}
-    (expected,) = undivided(Path(), server.folder, [call])
+    expected, half = undivided(Path(), server.folder, [call, {**call, "strength": 0.5}])
     picture = server.folder / "sky.png"
 
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         reply = client.images.edit(model="sd-image", prompt="a ring", image=picture, extra_body={"seed": "5"})
         assert frames(server, reply.model_extra["id"]) == expected
+        reply = client.images.edit(
+            model="sd-image", prompt="a ring", image=picture, extra_body={"seed": "5", "strength": "0.5"}
+        )
+        assert frames(server, reply.model_extra["id"]) == half != expected
         with pytest.raises(openai.BadRequestError, match="takes no size"):
             client.images.edit(model="sd-image", prompt="a ring", image=picture, size="32x32")
     with pytest.raises(urllib.error.HTTPError):

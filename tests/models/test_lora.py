@@ -276,6 +276,8 @@ class TestFolder:
         for name in ("link", "../secret", "inner/y", "y", "x", "has space", "", ".", "..", "a\0", "a" * 200):
             with pytest.raises(NotFound, match=r"there are a\.b-C_1, alias"):
                 loras.id_of(name)
+        with pytest.raises(NotFound, match="; rename has space.safetensors: served are names of letters, digits"):
+            loras.id_of("has space")
 
     def test_a_changed_file_has_another_id_and_one_that_is_too_large_none(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -207,6 +207,9 @@ def test_a_model_may_be_served_under_another_name_and_left_out_when_alone(rename
         assert http.post(URL, json={"prompt": "a", "model": "pictures"}).status_code == 200
         assert http.post(URL, json={"prompt": "a"}).json()["model"] == "pictures"
         assert http.post(URL, json=ASKED).status_code == 404
+        for param in ("strength", "lora"):
+            error = http.post(URL, json={"prompt": "a", param: "1"}).json()["error"]
+            assert error["message"] == f"model pictures takes no {param}: leave it out", "its own name may be a folder"
         shown = http.get("/v1/requests?limit=1").json()["data"][0]
         assert shown["model"] == "pictures"
 

@@ -33,7 +33,7 @@ LIBRARIES = ("diffusers", "transformers")
 
 TAKES = (
     "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
-    "guidance_scale_2", "true_cfg_scale", "max_sequence_length", UPLOAD,
+    "guidance_scale_2", "true_cfg_scale", "max_sequence_length", "strength", UPLOAD,
 )  # fmt: skip
 """Parameters of requests that calls take under the same name."""
 
@@ -77,6 +77,7 @@ class WholeFamily(Family):
         first = sorted(components, key=lambda one: (one not in MAIN, not model.weight_names(one)))
         pipeline = Pipeline((replace(WHOLE, components=tuple(first)),))
         said = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
+        strength = found.takes.get("strength")
         recipe = f"whole {found.name} {sorted(dtypes.items())} {said}"
         return ModelCard(
             name=name,
@@ -90,6 +91,7 @@ class WholeFamily(Family):
             dtypes=dtypes,
             created=model.created,
             takes_image=UPLOAD in found.takes and SEEN.get(found.name, True),
+            starts={UPLOAD: strength} if isinstance(strength, float) and UPLOAD in found.takes else {},
             references=len(REFERENCES) if found.name in SEEN else 0,
             last_frame="may" if LAST in found.takes else "",
             takes_lora=found.loras and not any(map(model.quantisation, components)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from anyio import to_thread
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -121,11 +122,12 @@ class Call:
             await gateway.fetching.fetch(card, fields)
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
             uploads |= {"prompt": prompt.data, **prompt.besides}
-        params, n = check(card, fields, self.medium, strict=gateway.strict, uploads=pictures)
+        named = replace(card, name=asked)  # as the client calls it: its own may be a folder here
+        params, n = check(named, fields, self.medium, strict=gateway.strict, uploads=pictures)
         if GRAMMAR in uploads:
             await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
-            params["lora_id"] = await gateway.lora_ids(card, str(params["lora"]))
+            params["lora_id"] = await gateway.lora_ids(named, str(params["lora"]))
         for name, value in pictures.items():
             read = partial(read_picture, self.upload if name in REFERENCES else name, value)
             read = partial(read_mask, value, uploads[UPLOAD]) if name == MASK else read

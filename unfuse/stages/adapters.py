@@ -60,7 +60,9 @@ class Loras:
         if name not in known:
             shown = ", ".join([*known][:SHOWN]) or "none"
             more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
-            raise NotFound(f"no lora {name!r} is there; there are {shown}{more}")
+            odd = not NAME.fullmatch(name) and name in {file.stem for file in self._folder.glob("*.safetensors")}
+            how = f"; rename {name}.safetensors: served are names of letters, digits, '.', '_' and '-'" if odd else ""
+            raise NotFound(f"no lora {name!r} is there; there are {shown}{more}{how}")
         if (size := known[name].stat().st_size) > MAX_BYTES:
             raise NotFound(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
         return self._id(known[name])
@@ -216,7 +218,10 @@ class PipelineAdapters(Adapters):
     @override
     def _apply(self, name: str, id: str, file: Path) -> None:
         pipeline = self._transformer
-        how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
+        how = {"use_safetensors": True, "local_files_only": True}
+        if alien := _alien(pipeline, pipeline.lora_state_dict(str(file), **how)):
+            raise PermanentError(f"lora {name!r} holds {alien}, and the model has no such layer: it is for another one")
+        how |= {"low_cpu_mem_usage": True}
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
         self._loras.file(name, id)  # it was not changed while it was read
         adapted = {part for part, names in pipeline.get_list_adapters().items() if id in names}
@@ -224,6 +229,17 @@ class PipelineAdapters(Adapters):
             if adapted:
                 pipeline.delete_adapters(id)
             raise PermanentError(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
+
+
+def _alien(pipeline: Any, read: Any) -> str:
+    """The first key beside those of text encoders that no layer of the pipeline has; "" if there is none."""
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    tensors = convert_unet_state_dict_to_peft(read[0] if isinstance(read, tuple) else read)
+    parts = {part: model for part, model in pipeline.components.items() if hasattr(model, "named_modules")}
+    layers = {f"{part}.{layer}" for part, model in parts.items() for layer, _ in model.named_modules()}
+    keys = (key for key in tensors if ".lora" in key and not key.startswith("text_encoder"))
+    return next((key for key in keys if key.partition(".lora")[0] not in layers), "")
 
 
 def _misfit(transformer: Any, tensors: Mapping[str, Tensor], prefix: str) -> str:

@@ -25,8 +25,9 @@ DENOISE = StageSpec(
 )  # fmt: skip
 
 WHOLE = StageSpec(
-    "whole", "whole", (), per_sample=True, role="whole", work=Workload("num_inference_steps", GUIDANCE, PIXELS)
-)
+    "whole", "whole", (), per_sample=True, role="whole",
+    work=Workload("num_inference_steps", GUIDANCE, PIXELS, part="strength"),
+)  # fmt: skip
 
 PREFILL = StageSpec(
     "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,

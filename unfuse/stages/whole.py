@@ -196,6 +196,8 @@ class Whole(SteppedStage[Running]):
             given["callback_on_step_end"] = reached
         elif "callback_steps" in self._known:
             given |= {"callback": lambda *_: reached(own) and None, "callback_steps": 1}
+        else:
+            own.progress_bar = _telling(own.progress_bar, lambda *_: reached(own))
         return own(**given, output_type="np")
 
     def _picture(self, upload: bytes) -> Image:
@@ -223,6 +225,17 @@ class Whole(SteppedStage[Running]):
             if name in self._takes and params[name] != size:
                 raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")
         return (frames * 255).round().astype(np.uint8)
+
+
+def _telling(bar: Callable[..., Any], reached: Callable[..., object]) -> Callable[..., Any]:
+    """The progress bar of a pipeline whose call takes no callback: it tells of each step."""
+
+    def made(*given: Any, **named: Any) -> Any:
+        shown = bar(*given, **named)
+        shown.update = reached
+        return shown
+
+    return made
 
 
 def _timesteps(pipeline: Any) -> int:
