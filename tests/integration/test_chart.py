@@ -21,6 +21,7 @@ from tests.integration.test_deploy import known, parsed
 from tools.helm import CHART, Made, Object, Refused, call, made
 from unfuse import __version__
 from unfuse.core.plan import TOGETHER
+from unfuse.queues.address import parse_address
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.worker.worker import LEAVE_S, SAVING
 
@@ -313,6 +314,28 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them(release: str
     assert all(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", one) for one in names)
     assert len(call("template", release, str(CHART), values=values)) > 0
     assert names.isdisjoint(one["metadata"]["name"] for one in made(values, release=release[:-1] + "0").objects)
+
+
+def test_workers_may_change_roles_and_are_scaled_by_the_work_of_all_of_them() -> None:
+    objects = made(LEAST | {"workers": [POOL | {"role": "encoder,denoiser", "autoscaling": TO_ZERO}]})
+    (trigger,) = objects.of("ScaledObject")["u-x"]["spec"]["triggers"]
+    assert 'role=~"encoder|denoiser"' in trigger["metadata"]["query"]
+    scheduler, worker = (objects.pods()[name]["spec"]["containers"][0]["args"] for name in ("u-scheduler", "u-x"))
+    assert "--asleep=encoder,denoiser=2" in scheduler and "--role=encoder,denoiser" in worker
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://a,b/0?shards=4", "redis+sentinel://a:1,b/one,two?shards=2&replicas=1", "redis+cluster://a,b?shards=8",
+        "rediss+cluster://a:7000",
+    ],
+)  # fmt: skip
+def test_tasks_may_wait_wherever_a_server_takes_them_to(url: str) -> None:
+    parse_address(url)
+    objects = made(LEAST | {"redis": {"trial": False}, "queue": {"url": url}})
+    (scheduler,) = objects.pods()["u-scheduler"]["spec"]["containers"]
+    assert {"name": "UNFUSE_SERVE__QUEUE", "value": url} in scheduler["env"]
 
 
 def without(*path: str) -> dict[str, Any]:

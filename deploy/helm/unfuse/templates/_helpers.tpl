@@ -82,7 +82,7 @@ what is kept for saving. */}}
 
 {{/* The roles whose stages a pool's workers run, as a pattern of the metric's label, for (pool). */}}
 {{- define "unfuse.roles" -}}
-{{- $roles := splitList "+" .role -}}
+{{- $roles := splitList "+" (replace "," "+" .role) -}}
 {{- if has "all" $roles }}.+{{ else -}}
 {{- $each := list -}}
 {{- range $roles -}}
