@@ -316,6 +316,21 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them(release: str
     assert names.isdisjoint(one["metadata"]["name"] for one in made(values, release=release[:-1] + "0").objects)
 
 
+@pytest.mark.parametrize("release", ["on", "no", "true", "null"])
+def test_a_release_may_have_a_name_that_yaml_reads_as_something_else(release: str) -> None:
+    names = [one["metadata"]["name"] for one in made(LEAST, release=release).objects]
+    assert {type(name) for name in names} == {str} and release in names
+
+
+def test_components_that_look_like_numbers_stay_words() -> None:
+    """A label's values are words to Kubernetes, which refuses the whole object otherwise."""
+    pool = POOL | {"role": "encoder", "components": ["1", "true"], "autoscaling": {"min": 1, "max": 2, "seconds": 1}}
+    (scaled,) = made(LEAST | {"workers": [pool], "autoscaling": {"by": "hpa"}}).of("HorizontalPodAutoscaler").values()
+    (metric,) = scaled["spec"]["metrics"]
+    said = {one["key"]: one["values"] for one in metric["external"]["metric"]["selector"]["matchExpressions"]}
+    assert said == {"role": ["encoder"], "component": ["1", "true"]}
+
+
 def test_workers_may_change_roles_and_are_scaled_by_the_work_of_all_of_them() -> None:
     objects = made(LEAST | {"workers": [POOL | {"role": "encoder,denoiser", "autoscaling": TO_ZERO}]})
     (trigger,) = objects.of("ScaledObject")["u-x"]["spec"]["triggers"]
@@ -393,6 +408,12 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
 def test_what_is_wrong_is_refused_with_its_place(values: Object, says: str) -> None:
     with pytest.raises(Refused, match=re.escape(says)):
         made(LEAST | values)
+
+
+def test_a_name_of_which_no_service_can_be_made_is_refused() -> None:
+    with pytest.raises(Refused, match="begins with a letter, and 2024 does not: set fullnameOverride"):
+        made(LEAST, release="2024")
+    assert made(LEAST | {"fullnameOverride": "pictures"}, release="2024").of("Service")["pictures"]
 
 
 def test_keys_of_an_installation_are_in_its_secrets() -> None:

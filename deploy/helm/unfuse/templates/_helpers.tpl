@@ -39,6 +39,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 
 {{/* What does not go together is said before anything is made. */}}
 {{- define "unfuse.check" -}}
+{{- if not (regexMatch "^[a-z]" (include "unfuse.fullname" .)) -}}
+{{- fail (printf "a Service's name begins with a letter, and %s does not: set fullnameOverride" .Release.Name) -}}
+{{- end -}}
 {{- $given := list .Values.queue.url .Values.queue.existingSecret (ternary "yes" "" .Values.redis.trial) | compact -}}
 {{- if ne (len $given) 1 -}}
 {{- fail "where tasks wait is said once: set one of queue.url, queue.existingSecret and redis.trial" -}}
