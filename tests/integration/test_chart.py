@@ -322,6 +322,16 @@ def test_a_release_may_have_a_name_that_yaml_reads_as_something_else(release: st
     assert {type(name) for name in names} == {str} and release in names
 
 
+def test_amounts_are_words_as_a_server_takes_them() -> None:
+    """Kubernetes' schemas have both; a server that is to apply a number, as Helm 4 asks it to, expects a string."""
+    amounts = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 0.5}, "claims": [{"name": "c"}]}
+    objects = made(LEAST | {"scheduler": {"resources": amounts}, "workers": [POOL | {"resources": amounts}]})
+    for name in ("u-x", "u-scheduler"):
+        found = objects.pods()[name]["spec"]["containers"][0]["resources"]
+        assert (found["limits"], found["claims"]) == ({"nvidia.com/gpu": "8", "memory": "16Gi"}, amounts["claims"])
+        assert found["requests"]["cpu"] == "0.5"
+
+
 def test_components_that_look_like_numbers_stay_words() -> None:
     """A label's values are words to Kubernetes, which refuses the whole object otherwise."""
     pool = POOL | {"role": "encoder", "components": ["1", "true"], "autoscaling": {"min": 1, "max": 2, "seconds": 1}}

@@ -189,6 +189,15 @@ def test_results_are_where_all_pods_see_them(results: Object | None, kept: str) 
         assert claims == [kept] * bool(kept)
 
 
+def test_amounts_are_words_as_a_server_takes_them() -> None:
+    """Kubernetes' schemas have both; a server that is to apply a number says that it expected a string."""
+    asked = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 1}}
+    said = {"limits": {"nvidia.com/gpu": "8", "memory": "16Gi"}, "requests": {"cpu": "1"}}
+    own = LEAST["scheduler"] | {"resources": asked}
+    for objects in (made(LEAST | {"scheduler": own}), workers(POOL | {"resources": asked})):
+        assert pods(objects)[0]["containers"][0]["resources"] == said
+
+
 def test_pods_start_again_when_their_settings_change() -> None:
     for before, after in zip((made(LEAST), workers(POOL)), (made(FULL), workers(POOL, FULL)), strict=True):
         notes = [one[-1]["spec"]["template"]["metadata"]["annotations"] for one in (before, after)]

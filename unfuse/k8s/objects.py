@@ -45,7 +45,7 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         "asleep": asleep,
         "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
-        "resources": own["resources"],
+        "resources": _amounts(own["resources"]),
         "api": spec.get("apiKeysSecret", f"{name}-api"),
         "pools": [*pools(name, spec)],
     }
@@ -80,7 +80,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         "drain": drain,
         "grace": drain + LEAVING_S,
         "starts": spec["startSeconds"] // 5,
-        "resources": spec.get("resources", {}),
+        "resources": _amounts(spec.get("resources", {})),
         "shared_memory": spec["sharedMemory"],
         "node_selector": spec.get("nodeSelector"),
         "tolerations": spec.get("tolerations"),
@@ -139,6 +139,11 @@ def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str
     if spec.get("autoscaling", {}).get("enabled") and KEDA not in apis:
         said.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
     return said
+
+
+def _amounts(resources: Object) -> Object:
+    """Amounts as words: a server that is to apply a number refuses the whole object."""
+    return {part: {name: str(amount) for name, amount in each.items()} for part, each in resources.items()}
 
 
 def _common(name: str, side: str, pipeline: Object) -> Object:

@@ -95,6 +95,17 @@ what is kept for saving. */}}
 {{- end -}}
 {{- end -}}
 
+{{/* Resources with amounts as words, which a server that is to apply numbers refuses, for (resources). */}}
+{{- define "unfuse.resources" -}}
+{{- $all := deepCopy (. | default dict) -}}
+{{- range $part := list "limits" "requests" -}}
+{{- range $name, $amount := get $all $part | default dict -}}
+{{- $_ := set (get $all $part) $name (toString $amount) -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $all }}
+{{- end -}}
+
 {{- define "unfuse.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: {{ int64 .Values.uid }}
