@@ -409,6 +409,7 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"fullnameOverride": "Name"}, "fullnameOverride"),
         ({"image": {"tag": "a b"}}, "does not match pattern"),
         ({"models": []}, "minItems"),
+        ({"models": ["--port=1"]}, "does not match pattern"),
         ({"uid": 0}, "minimum"),
         ({"uid": None}, "uid"),
         ({"service": {"port": 70000}}, "maximum"),
