@@ -18,6 +18,7 @@ EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), r
 
 OTHERWISE = (
     "models: [Wan-AI", "server {", "redis-cli ACL", "sum by (tenant)",
+    "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]",
     "NAME KEY [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip

@@ -21,6 +21,7 @@ from tests.integration.test_deploy import known, parsed
 from tools.helm import CHART, Made, Object, Refused, call, made
 from unfuse import __version__
 from unfuse.core.plan import TOGETHER
+from unfuse.queues.address import parse_address
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.worker.worker import LEAVE_S, SAVING
 
@@ -315,6 +316,53 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them(release: str
     assert names.isdisjoint(one["metadata"]["name"] for one in made(values, release=release[:-1] + "0").objects)
 
 
+@pytest.mark.parametrize("release", ["on", "no", "true", "null"])
+def test_a_release_may_have_a_name_that_yaml_reads_as_something_else(release: str) -> None:
+    names = [one["metadata"]["name"] for one in made(LEAST, release=release).objects]
+    assert {type(name) for name in names} == {str} and release in names
+
+
+def test_amounts_are_words_as_a_server_takes_them() -> None:
+    """Kubernetes' schemas have both; a server that is to apply a number, as Helm 4 asks it to, expects a string."""
+    amounts = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 0.5}, "claims": [{"name": "c"}]}
+    objects = made(LEAST | {"scheduler": {"resources": amounts}, "workers": [POOL | {"resources": amounts}]})
+    for name in ("u-x", "u-scheduler"):
+        found = objects.pods()[name]["spec"]["containers"][0]["resources"]
+        assert (found["limits"], found["claims"]) == ({"nvidia.com/gpu": "8", "memory": "16Gi"}, amounts["claims"])
+        assert found["requests"]["cpu"] == "0.5"
+
+
+def test_components_that_look_like_numbers_stay_words() -> None:
+    """A label's values are words to Kubernetes, which refuses the whole object otherwise."""
+    pool = POOL | {"role": "encoder", "components": ["1", "true"], "autoscaling": {"min": 1, "max": 2, "seconds": 1}}
+    (scaled,) = made(LEAST | {"workers": [pool], "autoscaling": {"by": "hpa"}}).of("HorizontalPodAutoscaler").values()
+    (metric,) = scaled["spec"]["metrics"]
+    said = {one["key"]: one["values"] for one in metric["external"]["metric"]["selector"]["matchExpressions"]}
+    assert said == {"role": ["encoder"], "component": ["1", "true"]}
+
+
+def test_workers_may_change_roles_and_are_scaled_by_the_work_of_all_of_them() -> None:
+    objects = made(LEAST | {"workers": [POOL | {"role": "encoder,denoiser", "autoscaling": TO_ZERO}]})
+    (trigger,) = objects.of("ScaledObject")["u-x"]["spec"]["triggers"]
+    assert 'role=~"encoder|denoiser"' in trigger["metadata"]["query"]
+    scheduler, worker = (objects.pods()[name]["spec"]["containers"][0]["args"] for name in ("u-scheduler", "u-x"))
+    assert "--asleep=encoder,denoiser=2" in scheduler and "--role=encoder,denoiser" in worker
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://a,b/0?shards=4", "redis+sentinel://a:1,b/one,two?shards=2&replicas=1", "redis+cluster://a,b?shards=8",
+        "rediss+cluster://a:7000",
+    ],
+)  # fmt: skip
+def test_tasks_may_wait_wherever_a_server_takes_them_to(url: str) -> None:
+    parse_address(url)
+    objects = made(LEAST | {"redis": {"trial": False}, "queue": {"url": url}})
+    (scheduler,) = objects.pods()["u-scheduler"]["spec"]["containers"]
+    assert {"name": "UNFUSE_SERVE__QUEUE", "value": url} in scheduler["env"]
+
+
 def without(*path: str) -> dict[str, Any]:
     """The least values, with something at that path that is not known."""
     values = json.loads(json.dumps(LEAST))
@@ -361,6 +409,7 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"fullnameOverride": "Name"}, "fullnameOverride"),
         ({"image": {"tag": "a b"}}, "does not match pattern"),
         ({"models": []}, "minItems"),
+        ({"models": ["--port=1"]}, "does not match pattern"),
         ({"uid": 0}, "minimum"),
         ({"uid": None}, "uid"),
         ({"service": {"port": 70000}}, "maximum"),
@@ -370,6 +419,12 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
 def test_what_is_wrong_is_refused_with_its_place(values: Object, says: str) -> None:
     with pytest.raises(Refused, match=re.escape(says)):
         made(LEAST | values)
+
+
+def test_a_name_of_which_no_service_can_be_made_is_refused() -> None:
+    with pytest.raises(Refused, match="begins with a letter, and 2024 does not: set fullnameOverride"):
+        made(LEAST, release="2024")
+    assert made(LEAST | {"fullnameOverride": "pictures"}, release="2024").of("Service")["pictures"]
 
 
 def test_keys_of_an_installation_are_in_its_secrets() -> None:

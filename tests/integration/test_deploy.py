@@ -24,8 +24,9 @@ import yaml
 
 from tools.addresses import free_port
 from tools.server import environment
+from tools.snippets import blocks
 from unfuse.cli.app import app
-from unfuse.service.settings import FIELDS
+from unfuse.service.settings import FIELDS, load
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -111,6 +112,21 @@ def test_both_units_tell_when_they_are_ready_and_when_they_stop(systemd: Systemd
     assert systemd.told() == "READY=1"
     systemd.stop(working)
     systemd.stop(serving)
+
+
+def test_settings_of_three_machines_are_settings_that_go_together() -> None:
+    """As the page has them, which says where the files are that units read."""
+    page = ROOT / "docs" / "howto" / "three-machines.md"
+    serve, worker, _ = (block for block in blocks(page) if re.match(r"UNFUSE_|\[Service\]", block))
+    said = [dict(re.findall(r"^(UNFUSE_\w+)=(.+)$", block, re.MULTILINE)) for block in (serve, worker)]
+    assert known([*said[0], *said[1]])
+    server, theirs = (load(environment=one).settings for one in said)
+    (listens,) = server.serve.listen
+    assert listens in theirs.worker.scheduler and len(theirs.worker.scheduler) == 2
+    assert (server.serve.models, server.serve.workers) == (("unfuse/shapes",), "none")
+    for unit, kind in zip(sorted(UNITS), ("serve", "worker"), strict=True):
+        assert f"EnvironmentFile=-/etc/unfuse/{kind}.env" in unit.read_text()
+        assert f"`/etc/unfuse/{kind}.env`" in page.read_text()
 
 
 def test_nobody_is_told_where_no_unit_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ PIPELINE: Object = {
         "scheduler": {"replicas": 2, "queueBackend": "redis"},
         "stages": [
             {"name": "text-encoding", "pool": "shapes-text"},
-            {"name": "denoising", "pool": "shapes-rest", "role": "denoiser"},
+            {"name": "denoising", "pool": "shapes-rest", "role": "denoiser", "resources": {"requests": {"cpu": 1}}},
             {"name": "vae-decoding", "pool": "shapes-rest", "role": "decoder"},
         ],
         "autoscaling": {"minReplicas": 0, "maxReplicas": 2},
@@ -66,7 +66,7 @@ ALL = (
     "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,scaledobjects"
 )
 LEFT = ALL.replace("dp,dpool,", "serviceaccounts,").replace("persistentvolumeclaims,scaledobjects", "jobs")
-WORKERS = [{"name": "every", "role": "all", "replicas": 1, "arena": "64MiB"}]
+WORKERS = [{"name": "every", "role": "all", "replicas": 1, "arena": "64MiB", "resources": {"requests": {"cpu": 1}}}]
 
 
 @pytest.fixture(scope="module")

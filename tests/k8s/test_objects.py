@@ -189,6 +189,15 @@ def test_results_are_where_all_pods_see_them(results: Object | None, kept: str) 
         assert claims == [kept] * bool(kept)
 
 
+def test_amounts_are_words_as_a_server_takes_them() -> None:
+    """Kubernetes' schemas have both; a server that is to apply a number says that it expected a string."""
+    asked = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 1}}
+    said = {"limits": {"nvidia.com/gpu": "8", "memory": "16Gi"}, "requests": {"cpu": "1"}}
+    own = LEAST["scheduler"] | {"resources": asked}
+    for objects in (made(LEAST | {"scheduler": own}), workers(POOL | {"resources": asked})):
+        assert pods(objects)[0]["containers"][0]["resources"] == said
+
+
 def test_pods_start_again_when_their_settings_change() -> None:
     for before, after in zip((made(LEAST), workers(POOL)), (made(FULL), workers(POOL, FULL)), strict=True):
         notes = [one[-1]["spec"]["template"]["metadata"]["annotations"] for one in (before, after)]
@@ -271,8 +280,8 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_
     )
     assert one["triggers"][0]["metadata"]["threshold"] == "30"
     assert (one["minReplicaCount"], one["maxReplicaCount"]) == (1, 8)
-    own = scaled(POOL | {"max": 3})
-    assert (own["minReplicaCount"], own["maxReplicaCount"]) == (0, 3)
+    own = scaled(POOL | {"min": 2, "max": 3})
+    assert (own["minReplicaCount"], own["maxReplicaCount"]) == (2, 3)
     assert 'role=~".+"' in scaled({"role": "all"})["triggers"][0]["metadata"]["query"]
     assert one["scaleTargetRef"] == {"apiVersion": "unfuse.dev/v1alpha1", "kind": "DiffusionPool", "name": "w"}
     assert (one["cooldownPeriod"], window(one)) == (300, 300)
@@ -280,6 +289,41 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles_within_its_own_bounds_or_the_
     assert (slow["cooldownPeriod"], window(slow)) == (7200, 3600)
     off = FULL | {"autoscaling": {"enabled": False}}
     assert "ScaledObject" not in {one["kind"] for one in workers(POOL, off)}
+
+
+@pytest.mark.parametrize(
+    ("own", "all_least", "least"),
+    [
+        ({"max": 3}, [1], 1), ({"max": 3}, [0], 0), ({"min": 2, "max": 3}, [0], 2), ({}, [0], 0), ({}, [0, 1], 1),
+        ({"max": 3}, [0, None], 1), ({"max": 3}, [0, 0], 0),
+    ],
+)  # fmt: skip
+def test_nobody_takes_all_workers_of_a_pool_whose_gateways_do_not_know_that_it_may_sleep(
+    own: Object, all_least: list[int | None], least: int
+) -> None:
+    """A pool's `min` is 0 where it says none, and a gateway calls one without workers missing, in an alert that wakes
+    people, unless its pipeline said that pools may sleep."""
+    users: list[Object] = [
+        KEYED | ({} if one is None else {"autoscaling": {"minReplicas": one, "maxReplicas": 8}}) for one in all_least
+    ]
+    objects = workers(POOL | own, users[0], **{f"q{at}": one for at, one in enumerate(users[1:])})
+    (scaled,) = (one["spec"] for one in objects if one["kind"] == "ScaledObject")
+    assert scaled["minReplicaCount"] == least
+    asleep = ["--asleep=all=2" in arguments(made(one)) for one in users]
+    assert asleep == [one == 0 for one in all_least]
+
+
+def test_workers_of_several_pipelines_serve_the_models_of_all_and_come_for_the_work_of_all() -> None:
+    """A scheduler tells its workers of its own models alone, and who asks the other pipeline would wait for ever."""
+    scaled, other = KEYED | {"autoscaling": {"maxReplicas": 8}}, {"models": ["z", "unfuse/shapes"]}
+    other |= {key: value for key, value in KEYED.items() if key != "model"}
+    shared = workers(POOL, scaled, q=other)
+    assert [one for one in arguments(shared) if "--model" in one] == ["--model=unfuse/shapes", "--model=z"]
+    (trigger,) = (one["spec"]["triggers"][0] for one in shared if one["kind"] == "ScaledObject")
+    assert 'service=~"p|q",' in trigger["metadata"]["query"]
+    assert not [one for one in arguments(workers(POOL, scaled)) if "--model" in one]
+    of_one = arguments(workers(POOL | {"model": {"path": "z"}}, scaled, q=other))
+    assert [one for one in of_one if "--model" in one] == ["--model=z"]
 
 
 @pytest.mark.parametrize(

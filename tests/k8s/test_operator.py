@@ -257,6 +257,10 @@ async def test_what_the_cluster_refuses_or_has_already_is_said_and_tried_again(s
         assert told(server, PIPELINE, "p")[2] == "ConfigMap p is there already, and not of this DiffusionPipeline"
         assert server.get("ConfigMap", "p")["data"] == {"mine": "yes"}
         await until(lambda: told(server, POOL, "enc", "Degraded") == ("True", "Forbidden", "exceeded quota: gpus"))
+        server.refuses = {"statefulsets": (500, "InternalError", "failed calling webhook")}
+        await until(
+            lambda: told(server, POOL, "enc", "Degraded") == ("True", "InternalError", "failed calling webhook")
+        )
         server.refuses = {}
         await server.delete("ConfigMap", "p")
         await ready(server, "p", "enc", "dit")

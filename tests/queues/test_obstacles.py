@@ -15,6 +15,7 @@ from tests.queues.conftest import Server
 from tools.addresses import free_port
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
+from unfuse.queues.script import error
 
 Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -96,3 +97,8 @@ def test_serve_ends_with_that_sentence(server: Server) -> None:
     assert ended.returncode not in (0, None)
     assert "it refuses the user or the password" in ended.stderr
     assert "Traceback" not in ended.stderr and "wrong@" not in ended.stderr
+
+
+def test_a_server_that_says_nothing_is_said_to() -> None:
+    """As one that is stopped: what the client raises then has no words, and /ready named it by a colon."""
+    assert str(error(TimeoutError(), "here")).endswith("does not answer: it was silent")

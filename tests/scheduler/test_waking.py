@@ -22,6 +22,7 @@ from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import RequestContext, StageState, Waking
 from unfuse.queues.base import TaskQueue
 from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.waking import USUAL_S, due, last_waking, waiting
 from unfuse.testing.clock import ManualClock
@@ -99,6 +100,14 @@ class TestWhatIsSaid:
         async with sleeping(asleep={"encoder+decoder": 1}) as (scheduler, _):
             await scheduler.registry.admit(CARD)
             assert (await scheduler.queue.declared())[f"model {CARD.name}"].asleep == {ENCODE: 1, DECODE: 1}
+
+    async def test_servers_of_other_models_over_the_same_queue_leave_it_asleep(self) -> None:
+        """They declare what they serve in place of what was declared, and know nothing of who may sleep here."""
+        async with sleeping() as (scheduler, _):
+            await Registry(scheduler.queue, 15).declare([])
+            await scheduler.registry.cards()
+            assert scheduler.registry.state(DENOISE) == "asleep" and not await scheduler.registry.missing()
+            assert scheduler.awaited(await scheduler.queue.load((await submitted(scheduler)).id))[0] == "waking"
 
     async def test_what_the_cache_has_wakes_no_encoder(self) -> None:
         async with sleeping(asleep={"encoder": 1}, cache_bytes=1 << 20) as (scheduler, _):

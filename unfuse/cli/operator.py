@@ -19,7 +19,7 @@ def operator(
 ) -> None:
     """Have a Kubernetes cluster serve what its DiffusionPipelines say, by its DiffusionPools.
 
-    What is served goes on without it. One of several works, the others wait.
+    What is served goes on without it. One of several works, the others wait; for a --namespace, run one alone.
     """
     import asyncio
 

@@ -34,7 +34,8 @@ class Cluster:
     async def ask(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Object | None:
         """What the server answers; None where nothing is.
 
-        Raises Wrong for what it refuses, TransientError if it cannot be reached or is not well.
+        Raises Wrong for what it refuses, TransientError if it cannot be reached or is not well. An error of its own
+        about what is written may come of that, as where an admission webhook does not answer: that is refused.
         """
         if self._client is None:
             found = self._login()
@@ -49,7 +50,7 @@ class Cluster:
             raise TransientError(f"the API server does not answer: {error!r}") from error
         if answer.status_code == 401:
             await self.close()
-        if answer.status_code in {401, 429} or answer.status_code >= 500:
+        if answer.status_code in {401, 429} or answer.status_code >= (500 if method == "GET" else 501):
             raise TransientError(f"the API server says {answer.status_code}: {said.get('message')}")
         if answer.is_error and answer.status_code != 404:
             raise Wrong(said.get("reason") or "Refused", str(said.get("message")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -45,7 +45,7 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         "asleep": asleep,
         "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
-        "resources": own["resources"],
+        "resources": _amounts(own["resources"]),
         "api": spec.get("apiKeysSecret", f"{name}-api"),
         "pools": [*pools(name, spec)],
     }
@@ -63,10 +63,14 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
             said = ", ".join(differ) or "keysSecret, which both have to name"
             raise Wrong("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {said}")
     drain, model = max(DRAIN_S, ceil(STEPS * spec["stepSeconds"])), spec.get("model", {})
-    flags = [("role", spec["role"]), ("component", model.get("component")), ("model", model.get("path"))]
+    # what one scheduler tells its workers to load is its own pipeline's
+    both = dict.fromkeys(one for _, its in sorted(users.items()) for one in models(its)) if others else [None]
+    paths = [model["path"]] if "path" in model else both
+    flags = [("role", spec["role"]), ("component", model.get("component")), *(("model", path) for path in paths)]
     flags += [("device", spec["device"].replace("auto", "")), ("parallel", spec.get("parallel"))]
     flags += [("scheduler", f"tcp://{user}-scheduler:8001") for user in sorted(users)]
     scaled = pipeline.get("autoscaling", {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0})
+    sleeps = all(its.get("autoscaling", {}).get("minReplicas") == 0 for its in users.values())
     blanks = _common(first, "worker", pipeline) | {
         "name": name,
         "config": first,
@@ -76,17 +80,18 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         "drain": drain,
         "grace": drain + LEAVING_S,
         "starts": spec["startSeconds"] // 5,
-        "resources": spec.get("resources", {}),
+        "resources": _amounts(spec.get("resources", {})),
         "shared_memory": spec["sharedMemory"],
         "node_selector": spec.get("nodeSelector"),
         "tolerations": spec.get("tolerations"),
         "runtime_class": spec.get("runtimeClassName"),
         "pools": sorted({one for user, its in users.items() for one in pools(user, its)}),
-        "min": spec["min"] if "max" in spec else scaled["minReplicas"],
+        # to 0 only where all gateways know that it may sleep: to others it would be missing
+        "min": max(spec["min"] if "max" in spec else scaled["minReplicas"], 0 if sleeps else 1),
         "max": spec.get("max", scaled.get("maxReplicas")),
         "cold": scaled["coldStartSeconds"],
         "window": min(3600, scaled["coldStartSeconds"]),
-        "triggers": _triggers(scaled, namespace, spec, first) if scaled["enabled"] else None,
+        "triggers": _triggers(scaled, namespace, spec, sorted(users)) if scaled["enabled"] else None,
     }
     return [one for one in _filled(_templates()["pool"], blanks) if _fits(one, apis if scaled["enabled"] else set())]
 
@@ -136,6 +141,11 @@ def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str
     return said
 
 
+def _amounts(resources: Object) -> Object:
+    """Amounts as words: a server that is to apply a number refuses the whole object."""
+    return {part: {name: str(amount) for name, amount in each.items()} for part, each in resources.items()}
+
+
 def _common(name: str, side: str, pipeline: Object) -> Object:
     """The blanks of all pods of a pipeline of that name."""
     weights, results = pipeline["modelCache"], pipeline.get("results", {})
@@ -155,10 +165,11 @@ def _common(name: str, side: str, pipeline: Object) -> Object:
     }
 
 
-def _triggers(scaled: Object, namespace: str, spec: Object, user: str) -> list[Object]:
+def _triggers(scaled: Object, namespace: str, spec: Object, users: Sequence[str]) -> list[Object]:
     """What scales a pool, by what its gateways tell Prometheus."""
     roles, component = roles_of(spec["role"]), spec.get("model", {}).get("component")
-    blanks = {"namespace": namespace, "user": user, "prometheus": scaled["prometheus"]}
+    services = f'="{users[0]}"' if len(users) == 1 else f'=~"{"|".join(users)}"'
+    blanks = {"namespace": namespace, "services": services, "prometheus": scaled["prometheus"]}
     blanks["roles"] = ".+" if roles is None else "|".join(sorted(roles))
     blanks["component"] = f',component=~"{component}"' if component else ""
     made: list[Object] = []

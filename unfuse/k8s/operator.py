@@ -71,7 +71,7 @@ class Tasks:
             try:
                 done = await self._reconciler.reconcile(kind, namespace, name)
             except Exception as error:  # others go on, and so does this one
-                is_bug = not isinstance(error, TransientError)
+                is_bug = not isinstance(error, TransientError | Wrong)
                 log.warning("tried in vain, and will again", kind=kind, name=name, error=str(error), exc_info=is_bug)
                 done = False
             pause = None if done else min(LONGEST_S, 2 * (pause or 0.5))

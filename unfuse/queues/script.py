@@ -101,7 +101,7 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):
         return errors.Damaged(f"the queue at {place} holds data that is not as expected: {met}")
-    return errors.TransientError(f"the queue at {place} does not answer: {met}")
+    return errors.TransientError(f"the queue at {place} does not answer: {str(met) or 'it was silent'}")
 
 
 def member(info: bytes, cards: tuple[ModelCard, ...], seen: bytes, leased: bytes) -> Member:

@@ -59,7 +59,8 @@ class Registry:
         found = await self._queue.declared()
         declared = found.values()
         self.admitted = {card.name for by in found if by.startswith(ADMITTED) for card in found[by].cards}
-        self._asleep = {pool: slots for one in declared for pool, slots in one.asleep.items()}
+        own = self._declaration([*self._cards.values()])  # whoever declared last may serve other models
+        self._asleep = {pool: slots for one in (own, *declared) for pool, slots in one.asleep.items()}
         cards = self._cards | {card.name: card for one in declared for card in one.cards}
         for member in await self.workers():
             for card in member.cards:

@@ -39,6 +39,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 
 {{/* What does not go together is said before anything is made. */}}
 {{- define "unfuse.check" -}}
+{{- if not (regexMatch "^[a-z]" (include "unfuse.fullname" .)) -}}
+{{- fail (printf "a Service's name begins with a letter, and %s does not: set fullnameOverride" .Release.Name) -}}
+{{- end -}}
 {{- $given := list .Values.queue.url .Values.queue.existingSecret (ternary "yes" "" .Values.redis.trial) | compact -}}
 {{- if ne (len $given) 1 -}}
 {{- fail "where tasks wait is said once: set one of queue.url, queue.existingSecret and redis.trial" -}}
@@ -82,7 +85,7 @@ what is kept for saving. */}}
 
 {{/* The roles whose stages a pool's workers run, as a pattern of the metric's label, for (pool). */}}
 {{- define "unfuse.roles" -}}
-{{- $roles := splitList "+" .role -}}
+{{- $roles := splitList "+" (replace "," "+" .role) -}}
 {{- if has "all" $roles }}.+{{ else -}}
 {{- $each := list -}}
 {{- range $roles -}}
@@ -90,6 +93,17 @@ what is kept for saving. */}}
 {{- end -}}
 {{- join "|" $each -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Resources with amounts as words, which a server that is to apply numbers refuses, for (resources). */}}
+{{- define "unfuse.resources" -}}
+{{- $all := deepCopy (. | default dict) -}}
+{{- range $part := list "limits" "requests" -}}
+{{- range $name, $amount := get $all $part | default dict -}}
+{{- $_ := set (get $all $part) $name (toString $amount) -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $all }}
 {{- end -}}
 
 {{- define "unfuse.podSecurity" -}}
