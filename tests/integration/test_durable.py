@@ -22,6 +22,11 @@ def running(server: Server, request: str) -> None:
     raise AssertionError("it was over before it was seen to run")
 
 
+def is_denoised(server: Server, request: str) -> bool:
+    stages = server.get(f"/v1/requests/{request}")["stages"]
+    return any(one["name"] == "denoise.0" and one["status"] == "leased" for one in stages)
+
+
 def so_many_run_and_wait(server: Server) -> bool:
     """Whether nothing is over, and just as many requests run, at their denoiser, as should."""
     shown = server.get("/v1/requests?limit=50")["data"]
@@ -51,7 +56,9 @@ def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
         server.ready()
         before = server.submit(CIRCLE, seed=4)
         assert server.finished(before)["status"] == "completed"
-        requests = [server.submit(prompt, seed=4) for prompt in prompts]
+        requests = [server.submit(prompts[0], seed=4)]
+        until(lambda: is_denoised(server, requests[0]), "the first to hold up the denoiser", server.process)
+        requests += [server.submit(prompt, seed=4) for prompt in prompts[1:]]
         until(lambda: so_many_run_and_wait(server), "3 requests to run and the others to wait", server.process)
         server.killed_and_started_again().ready()
         completed(server, [before, *requests])

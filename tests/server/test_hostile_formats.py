@@ -25,7 +25,10 @@ THOROUGH = settings(max_examples=examples(25), deadline=None, suppress_health_ch
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = make_language_model(tmp_path_factory.mktemp("model") / "tiny", positions=8192)
-    with composed(tmp_path_factory.mktemp("served"), models=(str(folder),), served_model_name=("tiny",)) as port:
+    room = {"max_active": 100_000, "max_queue": 100_000}  # for all that is accepted here and served by nobody
+    with composed(
+        tmp_path_factory.mktemp("served"), models=(str(folder),), served_model_name=("tiny",), **room
+    ) as port:
         yield port
 
 
