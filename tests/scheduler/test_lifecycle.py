@@ -221,6 +221,12 @@ class TestFailure:
         assert (change.context.completed_at, change.claim) == (WALL, claim_of(first, "text"))
         assert not change.context.dead
 
+    def test_one_that_is_the_clients_mistake_is_told_as_such(self, first: Change) -> None:
+        failed = Failed(claim_of(first, "text"), "permanent", "for another model", reason="refused")
+        change = lifecycle.failed(first.context, failed, "w", WALL, NOW, ())
+        assert change.context.error is not None
+        assert (change.context.error.code, change.context.error.stage) == ("invalid_parameter", "text")
+
     def test_two_crashes_end_it_with_the_evidence(self, first: Change) -> None:
         once = fail(first, "text", "crash")
         assert (names(once), once.push[0].not_before) == (["text"], 0.0)

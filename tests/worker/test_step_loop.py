@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError
+from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
@@ -455,6 +455,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
     ("error", "kind", "says"),
     [
         (PermanentError("cannot be"), "permanent", "cannot be"),
+        (Unsuitable("not with this model"), "permanent", "not with this model"),
         (ArenaFull(10, 5, 20), "transient", "--arena"),
         (RuntimeError("library trouble"), "transient", "RuntimeError: library trouble"),
         (OSError("caf\udce9.bin"), "transient", "OSError: caf?.bin"),
@@ -472,6 +473,7 @@ def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
     failed = loop.outcome(loop.run())
     assert isinstance(failed, Failed)
     assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
+    assert failed.reason == ("refused" if isinstance(error, Unsuitable) else "")
     encode(failed)
     count.fail_at = -1
     assert isinstance(loop.outcome(loop.run()), Done)

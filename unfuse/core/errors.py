@@ -103,6 +103,10 @@ class PermanentError(UnfuseError):
     """The task fails the same way wherever it runs: its request fails at once."""
 
 
+class Unsuitable(PermanentError):
+    """What the client asked for cannot be done with this model, as its stage found: the mistake is the client's."""
+
+
 class ProtocolError(UnfuseError):
     """Data is not a message of a version that this build reads, or a message cannot be encoded."""
 

@@ -16,6 +16,7 @@ from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
+REFUSED = "refused"
 
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -283,9 +284,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without output. `object_id` names the input that was lost; `evidence` is for whoever debugs it.
 
     After a crash, `company` says that other tasks had begun in the same compute process, so that one of them may be
-    the cause. `reason` says why a task is handed back. The reasons drain, preempted, full (no room), producer (the
-    stage of an input runs again) and compute (the process died of something else) are not counted; after any other
-    reason a worker gets the same task only a few times.
+    the cause. `reason` says that a permanent failure is the client's mistake (REFUSED), or why a task is handed back.
+    The reasons drain, preempted, full (no room), producer (the stage of an input runs again) and compute (the process
+    died of something else) are not counted; after any other reason a worker gets the same task only a few times.
     """
 
     claim: Claim

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.errors import ConfigError, PermanentError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
@@ -135,13 +135,13 @@ class References:
         """It reads none."""
 
     def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
-        """SEEN and SIZES. Raises PermanentError for pictures that the block refuses."""
+        """SEEN and SIZES. Raises Unsuitable for pictures that the block refuses."""
         import torch
 
         try:
             seen = self._part(image=list(pictures)).values[SEEN]
         except ValueError as error:
-            raise PermanentError(f"a picture cannot be seen: {error}") from error
+            raise Unsuitable(f"a picture cannot be seen: {error}") from error
         sizes = torch.tensor([[one.shape[-2:] for one in seen]])
         return {SEEN: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
 

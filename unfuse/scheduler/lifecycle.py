@@ -15,7 +15,7 @@ import msgspec
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
-from unfuse.core.messages import Announced, Done, Failed, Saved
+from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Change, ErrorInfo, RequestContext, Running, StageState
@@ -165,7 +165,8 @@ def failed(
         case "object_lost":
             return _object_lost(draft, failed, {run.stage for run in running})
         case "permanent":
-            draft.error = ErrorInfo("stage_failed", failed.message, stage, failed.evidence)
+            code = "invalid_parameter" if failed.reason == REFUSED else "stage_failed"
+            draft.error = ErrorInfo(code, failed.message, stage, failed.evidence)
             return draft.end("failed", claim)
     raise ValueError("a task is handed back to the queue, not failed")
 

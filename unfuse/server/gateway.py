@@ -231,7 +231,7 @@ class Gateway(Observer):
             raise stopping
         why = context.error.message if context.error else f"the request was {context.status}"
         code = context.error.code if context.error else context.status
-        status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
+        status = {"cancelled": 409, "expired": 504}.get(context.status, 400 if code == "invalid_parameter" else 500)
         raise Refusal(status, code, f"{id}: {why}", headers={"x-should-retry": "false"})
 
 

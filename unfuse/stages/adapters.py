@@ -16,7 +16,7 @@ from warnings import catch_warnings
 import xxhash
 from typing_extensions import override
 
-from unfuse.core.errors import ConfigError, NotFound, PermanentError
+from unfuse.core.errors import ConfigError, NotFound, PermanentError, Unsuitable
 from unfuse.core.parameters import scales
 from unfuse.core.plan import Params
 
@@ -176,7 +176,7 @@ class Adapters:
             with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
                 self._apply(name, id, file)
         except (*BROKEN, SafetensorError) as error:
-            raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+            raise Unsuitable(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
         for part in self._parts():
             for key, tensor in part.named_parameters():
                 if id in key.split(".") and not tensor.is_meta:  # as where the layer is on another rank
@@ -199,7 +199,7 @@ class Adapters:
 
             tensors = convert_unet_state_dict_to_peft(tensors)
         if misfit := _misfit(model, tensors, f"{self._part}."):
-            raise PermanentError(f"lora {name!r} {misfit}")
+            raise Unsuitable(f"lora {name!r} {misfit}")
         how = {"network_alphas": (alphas or [None])[0], "metadata": metadata, "low_cpu_mem_usage": True}
         model.load_lora_adapter(tensors, adapter_name=id, prefix=self._part, **how)
 
@@ -220,7 +220,7 @@ class PipelineAdapters(Adapters):
         pipeline = self._transformer
         how = {"use_safetensors": True, "local_files_only": True}
         if alien := _alien(pipeline, pipeline.lora_state_dict(str(file), **how)):
-            raise PermanentError(f"lora {name!r} holds {alien}, and the model has no such layer: it is for another one")
+            raise Unsuitable(f"lora {name!r} holds {alien}, and the model has no such layer: it is for another one")
         how |= {"low_cpu_mem_usage": True}
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
         self._loras.file(name, id)  # it was not changed while it was read
@@ -228,7 +228,7 @@ class PipelineAdapters(Adapters):
         if not adapted & {"transformer", UNET}:
             if adapted:
                 pipeline.delete_adapters(id)
-            raise PermanentError(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
+            raise Unsuitable(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
 
 
 def _alien(pipeline: Any, read: Any) -> str:

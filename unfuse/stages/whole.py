@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 from typing_extensions import override
 
-from unfuse.core.errors import PermanentError, UnfuseError
+from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.stages.adapters import Adapters
@@ -174,7 +174,7 @@ class Whole(SteppedStage[Running]):
                 self._loras.use(state.params)
             state.call.go_on()
         except REFUSALS as error:
-            return PermanentError(f"the pipeline does not take this: {' '.join(str(error).split())}")
+            return Unsuitable(f"the pipeline does not take this: {' '.join(str(error).split())}")
         except Exception as error:  # the others of the batch go on
             return error
         return state
@@ -205,7 +205,7 @@ class Whole(SteppedStage[Running]):
         picture = read_picture(upload)
         if "width" not in self._takes and picture.width * picture.height > self._max_pixels:
             size, most = f"{picture.width}x{picture.height}", f"{self._max_pixels} pixels are the most"
-            raise PermanentError(f"the picture is {size}, and so is what is made of it: {most}; send a smaller one")
+            raise Unsuitable(f"the picture is {size}, and so is what is made of it: {most}; send a smaller one")
         return picture
 
     def _own(self) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import traceback
 
-from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
-from unfuse.core.messages import Failed, FailureKind
+from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError, Unsuitable
+from unfuse.core.messages import REFUSED, Failed, FailureKind
 from unfuse.core.task import Claim
 from unfuse.worker.batcher import out_of_memory
 
@@ -26,7 +26,8 @@ def failure(claim: Claim, error: Exception) -> Failed:
     if out_of_memory(error):
         message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
-    return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
+    reason = REFUSED if isinstance(error, Unsuitable) else ""
+    return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id, reason=reason)
 
 
 def unfetched(claim: Claim, error: Exception, ready: bool) -> Failed:
