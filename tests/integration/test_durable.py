@@ -50,7 +50,8 @@ def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
 
     The first of them holds up the denoiser until that is killed: how fast the machine is decides nothing."""
     model, variables = installed(tmp_path)
-    queue = ["--queue", f"sqlite:{tmp_path}/queue.db", "--arena", "16MiB"]
+    workers = "encoder=1,denoiser=1,decoder=1"
+    queue = ["--queue", f"sqlite:{tmp_path}/queue.db", "--arena", "16MiB", "--workers", workers]
     prompts = [f"{CIRCLE} [hang=1@denoise]", *[CIRCLE] * (RUNNING + WAITING - 1)]
     with serving(tmp_path, model, *queue, **variables, UNFUSE_WORKER__SLOTS=str(RUNNING)) as server:
         server.ready()
