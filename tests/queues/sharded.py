@@ -92,8 +92,11 @@ class ShardedTwins(Twins):
         tasks = super().pushed(side, name, pushed)
         return [msgspec.structs.replace(task, pool=f"{name}/{task.pool}") for task in tasks]
 
-    def asked(self, wanted: Wanted) -> Wanted:
-        name = self.chosen(int(1000 * abs(wanted.rank)))
+    def asked(self, wanted: Wanted, with_outcome_of: str = "") -> Wanted:
+        """With an outcome, what lives in its shard: where that has nothing one other shard is asked, and not all."""
+        name, home = self.chosen(int(1000 * abs(wanted.rank))), self.sides[1].queue.home  # type: ignore[attr-defined]
+        if with_outcome_of and home(name) != home(with_outcome_of):
+            name = with_outcome_of
         offers = {
             f"{name}/{pool}": msgspec.structs.replace(
                 offer, behind={f"{name}/{fed}": most for fed, most in offer.behind.items()}

@@ -161,8 +161,8 @@ class Twins(RuleBasedStateMachine):
         """What a new request is called, and the limits under which it comes."""
         return name, limits
 
-    def asked(self, wanted: Wanted) -> Wanted:
-        """What a worker wants."""
+    def asked(self, wanted: Wanted, with_outcome_of: str = "") -> Wanted:
+        """What a worker wants; with its outcome of a task of this request, if any."""
         return wanted
 
     def pools(self) -> Sequence[str]:
@@ -330,7 +330,7 @@ class Twins(RuleBasedStateMachine):
             change = Change(context, claim, push=push, events=events)
             if wanted is None:
                 return await side.queue.commit(change)
-            record, leases = await side.queue.commit_and_lease(change, "w", self.asked(wanted), TTL)
+            record, leases = await side.queue.commit_and_lease(change, "w", self.asked(wanted, claim.request), TTL)
             return record, side.met(leases)
 
         self.both(ask)
