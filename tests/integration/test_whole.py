@@ -19,11 +19,11 @@ from tests.integration.pictures import digest, undivided
 from tests.models.conftest import draw_pictures
 from tools.server import Server, environment, serving, unfuse
 from tools.tiny import SERVING, adapter
-from tools.tiny_whole import KINDS, VIDEOS, build
+from tools.tiny_whole import VIDEOS, build
 
 BY_DAY = ("sd", "auraflow", "cogvideox", "sd-image")
 FROM_TEXT = BY_DAY[:3]
-BY_NIGHT = tuple(kind for kind in KINDS if kind not in (*BY_DAY, "klein-kv") and not kind.endswith("-image"))
+BY_NIGHT = ("pixart-alpha", "pixart-sigma", "sana", "lumina2")
 
 OWN = {
     "pixart-alpha": {"height": 256, "width": 256, "num_inference_steps": 2},
