@@ -324,12 +324,13 @@ def test_a_release_may_have_a_name_that_yaml_reads_as_something_else(release: st
 
 def test_amounts_are_words_as_a_server_takes_them() -> None:
     """Kubernetes' schemas have both; a server that is to apply a number, as Helm 4 asks it to, expects a string."""
-    amounts = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 0.5}, "claims": [{"name": "c"}]}
+    amounts = {"limits": {"nvidia.com/gpu": 8, "memory": "16Gi"}, "requests": {"cpu": 0.5, "memory": 2**37}}
+    amounts |= {"claims": [{"name": "c"}]}
     objects = made(LEAST | {"scheduler": {"resources": amounts}, "workers": [POOL | {"resources": amounts}]})
     for name in ("u-x", "u-scheduler"):
         found = objects.pods()[name]["spec"]["containers"][0]["resources"]
         assert (found["limits"], found["claims"]) == ({"nvidia.com/gpu": "8", "memory": "16Gi"}, amounts["claims"])
-        assert found["requests"]["cpu"] == "0.5"
+        assert found["requests"] == {"cpu": "0.5", "memory": "137438953472"}
 
 
 def test_components_that_look_like_numbers_stay_words() -> None:

@@ -100,7 +100,8 @@ what is kept for saving. */}}
 {{- $all := deepCopy (. | default dict) -}}
 {{- range $part := list "limits" "requests" -}}
 {{- range $name, $amount := get $all $part | default dict -}}
-{{- $_ := set (get $all $part) $name (toString $amount) -}}
+{{- $whole := and (kindIs "float64" $amount) (eq $amount (floor $amount)) -}}
+{{- $_ := set (get $all $part) $name (ternary (printf "%.0f" (float64 $amount)) (toString $amount) $whole) -}}
 {{- end -}}
 {{- end -}}
 {{ toYaml $all }}
