@@ -1,4 +1,4 @@
-"""The house's gates: small files, small functions, plain names, tests that weigh as much as the source."""
+"""Gates on the source: small files, small functions, plain names, imports between the top folders."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.house import BEGIN, END, PAGE, drawing, parsed
+from tools.statements import statements
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "unfuse").rglob("*.py"))
@@ -52,16 +53,14 @@ def depth(node: ast.AST) -> int:
 
 
 def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function, docstring counted."""
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+    """Return the lines of a function, its docstring not counted."""
+    docstring = node.body[0] if ast.get_docstring(node) is not None else None
+    documented = (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring else 0
+    return (node.end_lineno or node.lineno) - node.lineno + 1 - documented
 
 
-def test_files_have_at_most_400_lines() -> None:
-    assert {path.name: lines(path) for path in SOURCES if lines(path) > 400} == {}
-
-
-def test_a_verb_is_a_thin_file() -> None:
-    assert {path.name: lines(path) for path in SOURCES if path.parent.name == "cli" and lines(path) > 150} == {}
+def test_files_have_at_most_600_lines() -> None:
+    assert {path.name: lines(path) for path in SOURCES if lines(path) > 600} == {}
 
 
 def test_functions_have_at_most_60_lines_and_most_at_most_30() -> None:
@@ -69,6 +68,12 @@ def test_functions_have_at_most_60_lines_and_most_at_most_30() -> None:
     assert {name: count for name, count in lengths.items() if count > 60} == {}
     ordered = sorted(lengths.values())
     assert ordered[int(0.95 * len(ordered))] <= 30
+
+
+def test_a_docstring_does_not_count_as_length_or_size() -> None:
+    [documented] = ast.parse('def f():\n """One.\n\n Two."""\n return 1\n').body
+    assert isinstance(documented, ast.FunctionDef)
+    assert (length(documented), statements(documented)) == (2, 2)
 
 
 def test_blocks_nest_at_most_four_deep() -> None:
@@ -141,35 +146,5 @@ def test_an_import_is_found_wherever_it_is() -> None:
     assert imported(ast.parse(said)) == {"os", "bench", "tests", "unfuse"}
 
 
-def budgets() -> dict[str, int]:
-    """The lines that each folder may have, by docs/architecture.md."""
-    table = (ROOT / "docs" / "architecture.md").read_text()
-    return {
-        name: int(count.replace(",", "")) for name, count in re.findall(r"^\| `(\w+)/` .*\| ([\d,]+) \|$", table, re.M)
-    }
-
-
 def test_the_house_is_drawn_as_it_stands() -> None:
     assert BEGIN + drawing() + END in PAGE.read_text(), "run: python -m tools.house"
-
-
-def test_every_folder_keeps_to_its_budget_of_lines() -> None:
-    found: dict[str, int] = {}
-    for path in SOURCES:
-        if len(inside := path.relative_to(ROOT / "unfuse").parts) > 1:
-            found[inside[0]] = found.get(inside[0], 0) + lines(path)
-
-    allowed = budgets()
-
-    assert found.keys() == allowed.keys()
-    over = {name: f"{count} of {allowed[name]}" for name, count in found.items() if count > allowed[name]}
-    assert over == {}, "write into the table of docs/architecture.md what these lines buy"
-    assert sum(allowed.values()) - allowed["testing"] <= 47_800, "a twelfth of what the larger system next to us takes"
-
-
-def test_as_much_is_test_as_source() -> None:
-    """The published suites in unfuse/testing are tests that ship: they count on that side, as do the benches' tests."""
-    suites = [path for path in SOURCES if "testing" in path.parts]
-    source = sum(map(lines, SOURCES)) - sum(map(lines, suites))
-    tests = sum(map(lines, (*suites, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench" / "tests").rglob("*.py"))))
-    assert tests >= source, f"{tests} lines of tests for {source} of source"
