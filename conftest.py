@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW = (
-    "bench/tests", "tests/chaos", "tests/integration", "tests/launch/test_launcher_suite.py",
+    "bench/tests", "tests/answers", "tests/chaos", "tests/integration", "tests/launch/test_launcher_suite.py",
     "tests/launch/test_local.py", "tests/launch/test_strangers.py", "tests/models",
     "tests/parallel/test_texts.py", "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
     "tests/stores/test_store_conformance.py", "tests/stores/test_two_hosts.py", "tests/tools",

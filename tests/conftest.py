@@ -21,3 +21,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if told:
         terminalreporter.section("counted")
         terminalreporter.write_line("\n".join(told))
+    ordered = sorted(reports, key=lambda report: report.outcome == "failed")  # a failure of a row outweighs a pass
+    rows = {value: report.outcome for report in ordered for name, value in report.user_properties if name == "row"}
+    if rows:
+        terminalreporter.section("rows of public bug reports")
+        terminalreporter.write_line("\n".join(f"{row:<12}{outcome}" for row, outcome in sorted(rows.items())))

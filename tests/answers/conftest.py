@@ -1,0 +1,64 @@
+"""Fixtures for the rows of public bug reports: servers with defaults plus the flags that a row names, and tiny models.
+
+A test that reproduces a reported row is marked `@pytest.mark.row("P01", "P02")`. Every run ends with a table of the
+rows and their results. `pytest tests/answers` runs all of them, also those that are nightly.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.once import once
+from tools import tiny, tiny_whole
+from tools.server import Server, serving
+
+MAX_SERVERS = 2
+"""Servers that one test process runs at a time. The least recently used one is stopped for the next."""
+
+Serve = Callable[..., Server]
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Return a ready `unfuse serve` with these arguments and variables. Equal calls share one server."""
+    running: OrderedDict[tuple[object, ...], tuple[ExitStack, Server]] = OrderedDict()
+
+    def serve(*arguments: str | Path, **variables: str) -> Server:
+        key = (arguments, *sorted(variables.items()))
+        if key not in running:
+            while len(running) >= MAX_SERVERS:
+                running.popitem(last=False)[1][0].close()
+            stack = ExitStack()
+            folder = tmp_path_factory.mktemp("serve")
+            server = stack.enter_context(serving(folder, *map(str, arguments), **variables))
+            running[key] = stack, server.ready()
+        running.move_to_end(key)
+        return running[key][1]
+
+    yield serve
+    for stack, _ in running.values():
+        stack.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Return the folder of a tiny model of that kind, built once in a test run. Copy it before you change it."""
+
+    def build(kind: str) -> Path:
+        make = tiny.build if kind in tiny.KINDS else tiny_whole.build
+        return once(f"tiny-{kind}", tmp_path_factory, lambda unfinished: make(kind, unfinished) and None)
+
+    return build
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note the rows of each test in its report, where the summary finds them."""
+    for item in items:
+        for mark in item.iter_markers("row"):
+            item.user_properties += [("row", row) for row in mark.args]
