@@ -6,6 +6,7 @@ tests that say so. One that does it without saying so fails: `make quick` stays 
 
 import os
 import platform
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 import structlog
+
+pytest_plugins = ["tools.second_run"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -114,9 +117,21 @@ def own_logs() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture(autouse=True)
+def no_keys(own_settings: Path) -> Iterator[None]:
+    """No test makes keys where the tests behind it find them: one that makes keys needs its own folder."""
+    yield
+    if (keys := own_settings / "keys").exists():
+        shutil.rmtree(keys)
+        pytest.fail("this test made keys where others find them: it needs its own data folder")
+
+
 @pytest.fixture(autouse=True, scope="session")
-def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No UNFUSE_ variable of the caller reaches a test or what it starts; a user's data is left alone."""
+def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """No UNFUSE_ variable of the caller reaches a test or what it starts; a user's data is left alone.
+
+    The data folder of all tests of a process is given.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("UNFUSE_")]:
             patch.delenv(name)
@@ -124,5 +139,4 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("UNFUSE_DATA_DIR", str(data))
         with tempfile.TemporaryDirectory(prefix="run-") as run:  # pytest's own folders have paths too long for sockets
             patch.setenv("UNFUSE_RUN_DIR", run)
-            yield
-        assert not (data / "keys").exists(), "a test made keys where others find them: it needs its own folder"
+            yield data
