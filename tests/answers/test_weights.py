@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.answers.conftest import Folder, Serve
-from tools.server import Server
+from tools.server import Server, serving, until
 
 REFERENCE = Path(__file__).parents[1] / "integration" / "reference.py"
 
@@ -40,6 +42,10 @@ def rewritten(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def configured(component: Path, **values: object) -> None:
     file = component / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def negate_last_layer(tensors: dict[str, Any]) -> None:
+    tensors["proj_out.weight"] *= -1
 
 
 def digest_of(server: Server, model: Path, **parameters: object) -> str:
@@ -94,9 +100,6 @@ def test_fine_tunes_that_differ_in_few_weights_of_a_large_file_are_served_each(
         letter = json.loads((large / "tokenizer_2/tokenizer.json").read_text())["model"]["vocab"]["a"]
         tensors["shared.weight"][letter, 7] += 20
 
-    def negate_last_layer(tensors: dict[str, Any]) -> None:
-        tensors["proj_out.weight"] *= -1
-
     rewritten(words / TEXT_ENCODER, change_one_weight)
     rewritten(layer / TRANSFORMER, negate_last_layer)
     assert (large / TRANSFORMER).stat().st_size > 64 << 20
@@ -111,3 +114,47 @@ def test_fine_tunes_that_differ_in_few_weights_of_a_large_file_are_served_each(
     assert pools[large]["denoise"] == pools[words]["denoise"]
     assert digests == expected_of(tmp_path, large, words, layer)
     assert len(set(digests)) == 3
+
+
+def refused(call: Callable[[], object]) -> tuple[int, str, str]:
+    """Status, code and message of a call that is refused."""
+    with pytest.raises(HTTPError) as caught:
+        call()
+    error = json.loads(caught.value.read())["error"]
+    return caught.value.code, error["code"], error["message"]
+
+
+@pytest.mark.row("K1")
+def test_a_model_whose_file_is_overwritten_is_unavailable_until_a_restart(folder: Folder, tmp_path: Path) -> None:
+    """A file that was only touched is served on; the other model, which shares components, is served all the time."""
+    model, other = tmp_path / "model", folder("flux-schnell")
+    shutil.copytree(folder("flux"), model)
+    with serving(tmp_path, str(model), str(other), "--threads", "1") as server:
+        server.ready()
+        before = digest_of(server, model)
+        (model / TRANSFORMER).touch()
+        until(lambda: "all model files have the bytes that were loaded" in server.log(), "a comparison", server.process)
+        assert digest_of(server, model) == before
+
+        changed = tmp_path / "changed.safetensors"
+        shutil.copy(model / TRANSFORMER, changed)
+        rewritten(changed, negate_last_layer)
+        with (model / TRANSFORMER).open("r+b") as file:
+            file.write(changed.read_bytes())
+        until(lambda: server.get(f"/v1/models/{model}")["state"] == "unavailable", "the change to show", server.process)
+
+        reason = f"{TRANSFORMER} has changed since it was loaded: restart the server to serve what it has now"
+        until(lambda: server.get(f"/v1/models/{model}")["reason"] == reason, "the bytes to be compared", server.process)
+        pools = {pool["id"]: pool["reason"] for pool in server.get("/v1/pools")["data"]}
+        assert pools[server.get(f"/v1/models/{model}")["stages"]["denoise"]] == reason
+        assert refused(lambda: urlopen(f"{server.url}/ready")) == (503, "not_ready", f"{model}: {reason}")
+        code, kind, message = refused(lambda: digest_of(server, model))
+        assert (code, kind) == (503, "weights_changed")
+        assert reason in message
+        of_other = digest_of(server, other)
+
+        server.killed_and_started_again().ready()
+        after = digest_of(server, model)
+
+    assert [after, of_other] == expected_of(tmp_path, model, other)
+    assert after != before
