@@ -63,7 +63,8 @@ Clients raise the error that an answer was made from, as far as they know it; th
 """
 
 STATUSES = {
-    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "handed_back": 500, "expired": 504, "cancelled": 409
+    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "handed_back": 500, "weights_changed": 503,
+    "expired": 504, "cancelled": 409,
 }  # fmt: skip
 """What a call gets that waited for a request which has no result."""
 
@@ -128,6 +129,10 @@ ADVICE = {
     "timeout": "The client was too slow to send, or to read: see bounds in [serving](serving.md#who-may-ask).",
     "too_many_bodies": "Try again: many clients are sending pictures.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
+    "weights_changed": (
+        "A file of the model has changed since it was loaded; the message names it. Restart the server to serve what "
+        "the file has now, or put the old file back."
+    ),
     "unavailable": "A part such as Redis does not answer: try again, and look at the server's log.",
     "unsupported_media_type": "Send JSON with its content type, or a form.",
 }  # fmt: skip

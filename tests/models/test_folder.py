@@ -1,5 +1,6 @@
 """A model's folder: what its components are, what tells one from another, and what is refused."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.numpy import save
 
 from unfuse.core.errors import ConfigError
-from unfuse.models import find, folder as module
+from unfuse.models import find, fingerprints
 from unfuse.models.folder import ModelFolder, header
 
 HEADER = json.dumps({"tensor": {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}}).encode()
@@ -42,47 +43,54 @@ def test_a_file_that_is_hashed_whole_shows_any_changed_byte(model: ModelFolder, 
     assert model.identity("vae") == before
 
 
-@pytest.fixture
-def sampled(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> ModelFolder:
-    """The same, with thresholds that make its file a large one: five pieces of 16 bytes."""
-    monkeypatch.setattr(module, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(module, "SAMPLES", 5)
-    monkeypatch.setattr(module, "SAMPLE_BYTES", 16)
-    return model
-
-
 def _flip(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(("at", "seen"), [
-    (10, True),  # the tensor's name, in the header
-    (-4000, True), (-3985, True), (-1, True), (-16, True), (8 + len(HEADER) + 1992, True),  # first, last, middle piece
-    (-500, False),  # between two pieces
-])  # fmt: skip
-def test_of_a_large_file_header_and_samples_count(sampled: ModelFolder, at: int, seen: bool) -> None:
-    before = sampled.identity("vae")
+@pytest.mark.row("K1")
+def test_any_byte_of_a_file_of_several_pieces_counts(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fingerprint is made of those of pieces, of which the last one is shorter."""
+    monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(fingerprints, "READ_BYTES", 300)
+    file = model.path / "vae" / FILE
+    seen = {model.identity("vae")}
+    positions = range(8 + len(HEADER), len(WHOLE), 97)
 
-    _flip(sampled.path / "vae" / FILE, at)
+    for position in positions:
+        _flip(file, position)
+        seen.add(model.identity("vae"))
+        _flip(file, position)
 
-    assert (sampled.identity("vae") != before) is seen
+    assert len(seen) == len(positions) + 1
 
 
-def test_size_name_and_configuration_count(sampled: ModelFolder) -> None:
-    component = sampled.path / "vae"
-    seen = {sampled.identity("vae")}
+def test_swapped_pieces_of_a_file_count(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
+    file = model.path / "vae" / FILE
+    end = len(WHOLE) - len(WHOLE) % 1000
+    file.write_bytes(WHOLE[: end - 2000] + b"a" * 1000 + b"b" * 1000 + WHOLE[end:])
+    before = model.identity("vae")
+
+    file.write_bytes(WHOLE[: end - 2000] + b"b" * 1000 + b"a" * 1000 + WHOLE[end:])
+
+    assert model.identity("vae") != before
+
+
+def test_size_name_and_configuration_count(model: ModelFolder) -> None:
+    component = model.path / "vae"
+    seen = {model.identity("vae")}
     (component / FILE).write_bytes(save({"tensor": np.zeros(4001, np.uint8)}))
-    seen.add(sampled.identity("vae"))
+    seen.add(model.identity("vae"))
     (component / FILE).rename(component / "model.safetensors")
-    seen.add(sampled.identity("vae"))
+    seen.add(model.identity("vae"))
     (component / "config.json").write_text('{"a": 1}')
-    seen.add(sampled.identity("vae"))
+    seen.add(model.identity("vae"))
     assert len(seen) == 4
 
     (component / "README.md").write_text("other files do not")
-    assert sampled.identity("vae") in seen
+    assert model.identity("vae") in seen
 
 
 def test_links_of_a_plain_folder_are_read(model: ModelFolder) -> None:
@@ -95,6 +103,61 @@ def test_links_of_a_plain_folder_are_read(model: ModelFolder) -> None:
 
     _flip(model.path / "elsewhere", -1)
     assert model.identity("vae") != before
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> ModelFolder:
+    """The same as `model`, as the hub's library keeps it: links to files that are called by their content."""
+    weights, config = hashlib.sha256(WHOLE).hexdigest(), hashlib.sha1(b"blob 2\0{}").hexdigest()
+    place = tmp_path / "models--owner--name"
+    component = place / "snapshots" / "c0ffee" / "vae"
+    for folder in (component, place / "blobs", place / "trees"):
+        folder.mkdir(parents=True)
+    files: dict[str, dict[str, object]] = {}
+    for name, content, blob in ((FILE, WHOLE, weights), ("config.json", b"{}", config)):
+        (place / "blobs" / blob).write_bytes(content)
+        (component / name).symlink_to(f"../../../blobs/{blob}")
+        files[f"vae/{name}"] = {"size": len(content), "blob_id": blob}
+    files[f"vae/{FILE}"] |= {"blob_id": "0" * 40, "lfs_sha256": weights}
+    (place / "trees" / "c0ffee.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    return ModelFolder(component.parent)
+
+
+def test_copies_in_the_place_of_a_hub_s_links_are_the_same_model(snapshot: ModelFolder) -> None:
+    before = snapshot.identity("vae")
+
+    for file in [*(snapshot.path / "vae").iterdir()]:
+        content = file.read_bytes()
+        file.unlink()
+        file.write_bytes(content)
+
+    assert snapshot.identity("vae") == before
+
+
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("name", [FILE, "config.json"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_file_in_the_place_of_a_hub_s_is_hashed(
+    listed: bool, name: str, snapshot: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is a link to a file of any folder, whose name says nothing."""
+    if not listed:
+        (snapshot.path.parents[1] / "trees" / "c0ffee.json").unlink()
+        monkeypatch.setattr(ModelFolder, "_tree", None)
+    file, other = snapshot.path / "vae" / name, tmp_path / "other"
+    seen = {snapshot.identity("vae")}
+    content = WHOLE[:-1] + b"\1" if name == FILE else b'{"a":1}'
+
+    file.unlink()
+    file.write_bytes(content)
+    seen.add(ModelFolder(snapshot.path).identity("vae"))
+    file.unlink()
+    file.symlink_to(other)
+    for fine_tune in (WHOLE[:-2] + b"\1\1", WHOLE[:-2] + b"\2\1") if name == FILE else (b'{"b":1}', b'{"b":2}'):
+        other.write_bytes(fine_tune)
+        seen.add(ModelFolder(snapshot.path).identity("vae"))
+
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(("folder", "hub"), [

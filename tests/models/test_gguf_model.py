@@ -126,17 +126,18 @@ def test_the_card_is_that_of_the_folder_but_for_what_is_in_the_file(file: Path, 
     assert not set(mine.pools().values()) & set(theirs.pools().values())
 
 
+@pytest.mark.parametrize("piece", [16 << 20, 1000])
 def test_copies_are_one_model_and_a_changed_one_is_another(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    piece: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("unfuse.models.fingerprints.PIECE_BYTES", piece)
     copy = Path(shutil.copy(file, tmp_path / "renamed.gguf"))
-    for whole in (1 << 26, 1000):
-        monkeypatch.setattr("unfuse.models.gguf_model.WHOLE_BYTES", whole)
-        assert GgufModel(copy).identity("model") == GgufModel(file).identity("model")
-        data = bytearray(file.read_bytes())
-        data[-1000] ^= 1
-        (tmp_path / "other.gguf").write_bytes(data)
-        assert GgufModel(tmp_path / "other.gguf").identity("model") != GgufModel(file).identity("model")
+    assert GgufModel(copy).identity("model") == GgufModel(file).identity("model")
+
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    copy.write_bytes(data)
+    assert GgufModel(copy).identity("model") != GgufModel(file).identity("model")
 
 
 def test_what_lies_beside_the_file_counts(file: Path, tmp_path: Path) -> None:

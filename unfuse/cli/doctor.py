@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -38,6 +39,7 @@ def doctor(
     model is served with one rank and with those, to measure what each gives. With --scheduler it says instead whether
     workers of this machine could work for that.
     """
+    from unfuse.models.fingerprints import FINGERPRINTS
     from unfuse.service import leftovers
     from unfuse.service.addresses import AT_RISK, running
     from unfuse.service.machine import devices, look
@@ -48,6 +50,7 @@ def doctor(
 
     terminal.open_log()
     loaded = load(told := {**flags, **terminal.flags}, config)
+    FINGERPRINTS.remember_in(Path(loaded.settings.data_dir))
     if "worker.scheduler" in flags:
         show_checks(loaded.settings, json)
     machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))

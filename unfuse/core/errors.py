@@ -34,6 +34,10 @@ class UnknownModel(InvalidParameter):
     """No model of that name is served. Never retried."""
 
 
+class WeightsChanged(UnfuseError):
+    """The model cannot be served, since a file of it has changed since it was loaded; the message names the file."""
+
+
 class NotFound(UnfuseError):
     """No request, result or object of that name exists, or it no longer exists."""
 

@@ -75,6 +75,21 @@ class Spent(msgspec.Struct, frozen=True):
     exchange_s: Seconds = 0.0
 
 
+class ChangedFile(msgspec.Struct, frozen=True):
+    """A file that is not what a worker loaded, by its name in the model's folder.
+
+    While it is not `compared`, it may still turn out to have the same bytes.
+    """
+
+    name: str
+    compared: bool
+
+    def __str__(self) -> str:
+        if self.compared:
+            return f"{self.name} has changed since it was loaded: restart the server to serve what it has now"
+        return f"{self.name} was touched since it was loaded: wait until it is compared with what was loaded"
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker, as it describes itself.
 
@@ -89,6 +104,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
     Of its `sets` of pools, by name, it has the weights of one at a time: of the one it `holds` ("": of none now), which
     took `load_s` seconds; it is `going` to load another one in its place ("": none). Without sets it has all.
+    Declared pools that it cannot serve any more, since their files have `changed`, are not among its pools.
     """
 
     id: str
@@ -117,6 +133,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     holds: str = ""
     load_s: Seconds = 0.0
     going: str = ""
+    changed: Annotated[dict[_Word, ChangedFile], Meta(max_length=1024)] = {}
 
     @property
     def open(self) -> tuple[str, ...]:
@@ -125,7 +142,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker introduces itself; one without pools asks what it should serve. `secret` proves its identity."""
+    """A worker introduces itself; one without pools asks what it should serve, unless they have `changed`.
+
+    `secret` proves its identity.
+    """
 
     worker: WorkerInfo
     cards: tuple[ModelCard, ...] = ()

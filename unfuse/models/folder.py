@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from unfuse.core.errors import ConfigError
+from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.models.quantised import SETTING, refusal
 from unfuse.models.single import single_of
@@ -62,10 +63,6 @@ UNSERVED = {
 """Files that are found in place of a model or its weights, and what is to be done."""
 
 PAUSES_S = (0.5, 1.0, 2.0)  # before a header is asked for again
-WHOLE_BYTES = 64 * 1024 * 1024  # files up to this size are hashed whole
-
-SAMPLES = 64
-SAMPLE_BYTES = 64 * 1024
 HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
 MAX_HEADER = 25_000_000  # longest header of a safetensors file, in bytes, as the hub's library has it: more is slow
 
@@ -223,21 +220,21 @@ class ModelFolder:
         return kinds == {STORED[dtype]} and not self.single(component) and not self.is_quantised(component)
 
     def identity(self, *components: str) -> str:
-        """What tells components from others: equal for equal copies, other for another configuration or weights.
+        """Return a fingerprint of components: equal for equal copies, another one if any byte of a file differs.
 
-        xxh3-128 over name, size and content of each file; the content of a file from the hub is the hub's name for it.
-        In a plain folder, of a file above WHOLE_BYTES the content is sampled: its safetensors header (names, shapes
-        and offsets of all tensors) and SAMPLES pieces spread over the rest; a change that leaves all of these alone
-        goes unseen.
+        It is xxh3-128 over name, size and content of each file, where the content is known by the hub's name for it,
+        or by a fingerprint of all its bytes. Raises ConfigError for a file that cannot be read.
         """
         digest = xxhash.xxh3_128()
         for component in components:
             for name, file in self._files(component).items():
-                digest.update(f"{name}\0{file.size}\0".encode())
-                named = file.lfs_sha256 or file.blob_id
-                for piece in [named.encode()] if named else _content(self.path / self.at(component) / name, file.size):
-                    digest.update(piece)
+                digest.update(f"{name}\0{file.size}\0{self._content_id(f'{self.at(component)}{name}', file)}".encode())
         return digest.hexdigest()
+
+    def files(self, component: str) -> dict[str, Path]:
+        """The files of a component whose contents its identity covers, by their names in the model's folder."""
+        names = (f"{self.at(component)}{name}" for name in self._files(component))
+        return {name: self.path / name for name in names}
 
     def at(self, component: str) -> str:
         """Where the files of a component lie in the folder: "name/", or "" for the folder itself."""
@@ -280,8 +277,25 @@ class ModelFolder:
             split = ((*path.rpartition("/"), file) for path, file in self._tree.items())
             return {name: file for parent, _, name, file in split if parent == folder}
         present = [file for file in (self.path / folder).glob("*") if file.is_file()]
-        named = [Path(os.readlink(file)).name if self.hub and file.is_symlink() else "" for file in present]
-        return {file.name: HubFile(file.stat().st_size, name) for file, name in zip(present, named, strict=True)}
+        linked = {file: os.readlink(file) for file in present if self.hub and file.is_symlink()}
+        named = {file: name for file, link in linked.items() if self._is_blob(file, name := Path(link).name)}
+        return {file.name: HubFile(file.stat().st_size, named.get(file, "")) for file in present}
+
+    def _content_id(self, path: str, file: HubFile) -> str:
+        """The hub's name of a file's content, or a fingerprint of one that somebody has put in the place of the hub's.
+
+        A copy of what the hub lists has the name that is listed.
+        """
+        here, listed = self.path / path, file.lfs_sha256 or file.blob_id
+        if not listed:
+            return FINGERPRINTS.of(here)
+        if self._is_blob(here, listed) or not here.exists():
+            return listed
+        return FINGERPRINTS.of(here, "sha256" if file.lfs_sha256 else "git")
+
+    def _is_blob(self, file: Path, name: str) -> bool:
+        """Whether a file of a snapshot is a link to what the hub's library keeps under that name of its content."""
+        return file.resolve() == (self.path.parent.parent / "blobs" / name).resolve()
 
     @cached_property
     def _tree(self) -> dict[str, HubFile] | None:
@@ -370,16 +384,3 @@ def hub_errors() -> tuple[type[Exception], ...]:
 def _config_name(component: str) -> str:
     kind = component.rstrip("0123456789").rstrip("_")
     return next((file for name, file in CONFIGS.items() if kind.endswith(name)), CONFIG)
-
-
-def _content(file: Path, size: int) -> Iterator[bytes]:
-    if size <= WHOLE_BYTES:
-        yield file.read_bytes()
-        return
-    with file.open("rb") as stream:
-        head = stream.read(HEADER_LENGTH)
-        data = HEADER_LENGTH + min(int.from_bytes(head, "little"), WHOLE_BYTES - SAMPLE_BYTES)
-        yield head + stream.read(data - HEADER_LENGTH)
-        for sample in range(SAMPLES):
-            stream.seek(data + (size - data - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-            yield stream.read(SAMPLE_BYTES)

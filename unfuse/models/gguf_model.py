@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import xxhash
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.models.folder import SAMPLE_BYTES, SAMPLES, WHOLE, WHOLE_BYTES, ModelFolder
+from unfuse.models.fingerprints import FINGERPRINTS
+from unfuse.models.folder import ModelFolder
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, Contents, StoredTensor, contents
 
 if TYPE_CHECKING:
@@ -91,19 +91,12 @@ class GgufModel(ModelFolder):
 
     @override
     def identity(self, *components: str) -> str:
-        """xxh3-128 over size and content, whatever the file is called.
+        """A fingerprint of all bytes, whatever the file is called."""
+        return FINGERPRINTS.of(self.path)
 
-        As with safetensors, what is above WHOLE_BYTES is sampled: all before the tensors, and SAMPLES pieces of these.
-        """
-        size, digest = self.size(WHOLE), xxhash.xxh3_128()
-        digest.update(f"{size}\0".encode())
-        with self.path.open("rb") as stream:
-            data = size if size <= WHOLE_BYTES else min(self._contents.data, size - SAMPLE_BYTES)
-            digest.update(stream.read(data))
-            for sample in range(SAMPLES if data < size else 0):
-                stream.seek(data + (size - data - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE_BYTES))
-        return digest.hexdigest()
+    @override
+    def files(self, component: str) -> dict[str, Path]:
+        return {self.path.name: self.path}
 
     def load(self, kind: Any, dtype: torch.dtype) -> Any:
         """The model, of that class of transformers, with all its weights in that dtype, on the CPU.

@@ -170,7 +170,7 @@ class Dispatcher(Observer):
         proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
         worker = msgspec.structs.replace(hello.worker, proof=proof)
         welcome = msgspec.structs.replace(self._welcome, now=self._clock.wall())
-        if not worker.pools:
+        if not worker.pools and not worker.changed:
             return welcome
         if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
             log.warning("refused a worker under another one's id", worker=worker.id)

@@ -27,6 +27,7 @@ from unfuse.scheduler.draft import Draft
 BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # why a task may be handed back at will
 GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
+WEIGHTS_CHANGED = "weights_changed"  # why a request fails whose model has other files than were loaded
 BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
 
@@ -179,6 +180,23 @@ def turned_down(context: RequestContext, stage: str, message: str, wall: float) 
     says = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
     draft.error = ErrorInfo("handed_back", says, stage)
     return draft.end("failed", dead=True)
+
+
+def unavailable(
+    context: RequestContext, changed: Callable[[str], str], wall: float, running: Sequence[Running] = ()
+) -> Change | None:
+    """Nobody can run a stage of it any more, since a file of the model has changed. None if it can still complete.
+
+    `changed` says why a pool has no workers, "" where that has another reason. What runs may still end well.
+    """
+    runs = {run.stage for run in running}
+    left = [] if context.over else [stage for stage in context.plan.stages if stage.name not in runs]
+    for stage in left:
+        if context.stages[stage.name].status != "done" and (reason := changed(stage.pool)):
+            draft = Draft(context, wall)
+            draft.error = ErrorInfo(WEIGHTS_CHANGED, reason, stage.name)
+            return draft.end("failed", dead=True)
+    return None
 
 
 def expired_lease(context: RequestContext, lease: Lease, wall: float, running: Sequence[Running] = ()) -> Change | None:

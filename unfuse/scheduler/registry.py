@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from unfuse.core.card import ModelCard
-from unfuse.core.messages import WorkerInfo
+from unfuse.core.messages import ChangedFile, WorkerInfo
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared
 from unfuse.core.task import Lease
@@ -30,6 +30,7 @@ class Registry:
         self._queue, self._lease_ttl = queue, lease_ttl
         self._cards = {card.name: card for card in cards}
         self._manned: dict[str, Counter[str]] = {}
+        self._changed: dict[str, ChangedFile] = {}
         self._asleep: dict[str, int] = {}
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}  # every registered worker by id, those that were silent lately too
@@ -46,6 +47,7 @@ class Registry:
         self.known.update((member.info.id, member.info) for member in members)
         live = [member for member in members if member.seen >= horizon]
         manned: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._changed = {pool: file for member in live for pool, file in member.info.changed.items()}
         for member in live:
             for pool in member.info.pools:
                 manned[declared(pool)][pool] += 1
@@ -88,6 +90,12 @@ class Registry:
         if pool in self.manned(pool):
             return "manned"
         return "asleep" if declared(pool) in self._asleep else "missing"
+
+    def changed_file(self, *pools: str) -> ChangedFile | None:
+        """Return the file that has changed, so that one of these pools has no workers; None for other reasons."""
+        lacking = (declared(pool) for pool in pools if not self.manned(pool))
+        found = (self._changed[pool] for pool in lacking if pool in self._changed)
+        return min(found, key=lambda file: (not file.compared, file.name), default=None)
 
     def asleep(self) -> Mapping[str, int]:
         """The slots of declared pools without workers that need none now."""

@@ -12,7 +12,7 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded
+from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, WeightsChanged
 from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
@@ -104,13 +104,16 @@ class Scheduler:
 
         Its stages may run for the limit that it has, or for five times what was predicted if that is more; a model of
         which nothing is known yet is not limited. A repeat (same tenant and idempotency key) gets the first record.
-        Raises Overloaded, which says when to try again, and InvalidParameter for what no arena can ever hold.
+        Raises Overloaded, which says when to try again, InvalidParameter for what no arena can ever hold, and
+        WeightsChanged.
         """
         card, params, seed = asked.card, asked.params, asked.params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
         samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(asked.n)]
         works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
+        if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
+            raise WeightsChanged(f"the model cannot be served now: {file}")
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
         shared_by = self._cache.shared_by(who.tenant, delivery.cache)
         plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins)

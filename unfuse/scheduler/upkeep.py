@@ -11,7 +11,7 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Record, RequestContext
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter
 from unfuse.scheduler import lifecycle, waking
@@ -139,7 +139,7 @@ class Upkeep(Observer):
             for record in page:
                 self._in_flight.announced(record.context)
                 await self._single_flight.review(record.context)
-                settled = await self._transitions.settled(record)
+                settled = await self._settled(record)
                 self.arm(settled.context, now)
                 await self._transitions.apply_if_due(
                     settled, lambda record, wall: lifecycle.overran(record.context, wall, record.running)
@@ -160,7 +160,20 @@ class Upkeep(Observer):
         async for page in self._transitions.pages(Filter(over=False)):
             now = await self._queue.now()
             for record in page:
-                self.arm((await self._transitions.settled(record)).context, now)
+                self.arm((await self._settled(record)).context, now)
+
+    async def _settled(self, record: Record) -> Record:
+        """The request where its tasks wait; one that needs a pool whose files have changed, and does not run, fails."""
+        settled = await self._transitions.settled(record)
+        changed = self._changed_file
+        return await self._transitions.apply_if_due(
+            settled, lambda now, wall: lifecycle.unavailable(now.context, changed, wall, now.running)
+        )
+
+    def _changed_file(self, pool: str) -> str:
+        """Why nobody serves a pool any more: a file with other bytes than were loaded; "" for any other reason."""
+        file = self._registry.changed_file(pool)
+        return str(file) if file and file.compared else ""
 
     async def _sweep(self) -> None:
         await asyncio.sleep(SWEEP_S)

@@ -78,18 +78,18 @@ MODEL = thing({
     "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
     "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
     "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
-    "state": {"enum": ["ready", "loading"]},
+    "state": {"enum": ["ready", "loading", "unavailable"]}, "reason": perhaps(TEXT),
 })  # fmt: skip
 WORKER = thing({
     "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
     "holds": perhaps(TEXT), "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT),
     "pid": INTEGER, "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER,
     "engines": table(TEXT), "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
-    "healthy": FLAG, "seen_s": SECONDS,
+    "changed": table(TEXT), "healthy": FLAG, "seen_s": SECONDS,
 })  # fmt: skip
 POOL = thing({
     "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
-    "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT,
+    "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT, "reason": perhaps(TEXT),
     "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
 })  # fmt: skip
 PICTURES = thing({

@@ -82,6 +82,8 @@ def refusal_of(error: Exception) -> Refusal:
         case errors.Overloaded():
             code = "rate_limit_exceeded" if isinstance(error, errors.LimitReached) else "overloaded"
             return Refusal(429, code, str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+        case errors.WeightsChanged():
+            return Refusal(503, "weights_changed", str(error), headers={"x-should-retry": "false"})
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)

@@ -18,6 +18,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
+from unfuse.scheduler.lifecycle import WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -33,6 +34,9 @@ from unfuse.server.webhooks import Webhooks
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
+
+STATUSES = {"invalid_parameter": 400, WEIGHTS_CHANGED: 503}
+"""What a call gets that waited for a request which failed for such a reason; 500 for any other."""
 
 PICTURES_AT_ONCE = 2
 """How many uploads are decoded at one time, since each may take 160 MB; and how many adapters are read."""
@@ -231,7 +235,7 @@ class Gateway(Observer):
             raise stopping
         why = context.error.message if context.error else f"the request was {context.status}"
         code = context.error.code if context.error else context.status
-        status = {"cancelled": 409, "expired": 504}.get(context.status, 400 if code == "invalid_parameter" else 500)
+        status = {"cancelled": 409, "expired": 504}.get(context.status, STATUSES.get(code, 500))
         raise Refusal(status, code, f"{id}: {why}", headers={"x-should-retry": "false"})
 
 

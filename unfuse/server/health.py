@@ -42,7 +42,11 @@ async def ready(gateway: Served) -> JSONResponse:
     if served and not missing:
         away = gateway.queue.away()
         return JSONResponse({"ready": True, "models": sorted(served)} | ({"away": [*away]} if away else {}))
-    lacking = [f"{model} lacks a worker for {', '.join(pools)}" for model, pools in missing.items()]
+    lacking = [
+        f"{model}: {changed}" if (changed := registry.changed_file(*pools)) else f"{model} lacks a worker for {named}"
+        for model, pools in missing.items()
+        if (named := ", ".join(pools))
+    ]
     refusal = Refusal(503, "not_ready", "; ".join(lacking) or "no model is served yet: start a worker")
     return JSONResponse({"ready": False, "missing": missing, **envelope(refusal)}, 503, {"retry-after": "2"})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import VIDEO
+from unfuse.scheduler.registry import Registry
 from unfuse.server.answers import MODEL, REMOVED, one, several
 from unfuse.server.auth import Known, admin_only
 from unfuse.server.body import read_json
@@ -24,9 +25,9 @@ router = APIRouter(prefix="/models", tags=["models"])
 @router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served, caller: Known) -> dict[str, object]:
     """Every served model that the caller may ask for."""
-    loras, missing = await _loras(gateway), await gateway.scheduler.registry.missing()
-    served = sorted((await gateway.models(caller.models)).items())
-    return {"object": "list", "data": [_model(name, card, loras, missing) for name, card in served]}
+    loras, registry = await _loras(gateway), gateway.scheduler.registry
+    missing, served = await registry.missing(), sorted((await gateway.models(caller.models)).items())
+    return {"object": "list", "data": [_model(name, card, loras, missing, registry) for name, card in served]}
 
 
 @router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])
@@ -62,14 +63,19 @@ async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
         why = gateway.joining.refused.get(name) if caller.admin else None
         others = f"it was added, and {why}" if why else f"one of {', '.join(sorted(served))}"
         raise UnknownModel(f"no model {name[:80]!r} is served: {others}", "model")
-    return _model(name, served[name], await _loras(gateway), await gateway.scheduler.registry.missing())
+    registry = gateway.scheduler.registry
+    return _model(name, served[name], await _loras(gateway), await registry.missing(), registry)
 
 
 async def _loras(gateway: Gateway) -> list[str]:
     return [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
 
 
-def _model(name: str, card: ModelCard, loras: list[str], missing: Collection[str]) -> dict[str, object]:
+def _model(
+    name: str, card: ModelCard, loras: list[str], missing: Mapping[str, list[str]], registry: Registry
+) -> dict[str, object]:
+    changed = registry.changed_file(*missing.get(card.name, ()))
+    state = "loading" if card.name in missing else "ready"
     return {
         "id": name,
         "object": "model",
@@ -85,5 +91,6 @@ def _model(name: str, card: ModelCard, loras: list[str], missing: Collection[str
         "defaults": card.defaults,
         "quality": card.quality,
         "stages": card.pools(),
-        "state": "loading" if card.name in missing else "ready",
+        "state": "unavailable" if changed else state,
+        "reason": str(changed) if changed else None,
     }

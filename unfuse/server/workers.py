@@ -38,6 +38,7 @@ async def workers(gateway: Served) -> dict[str, object]:
             "models": sorted(card.name for card in member.cards),
             "fragmentation": round(member.info.fragmentation, 3),
             "ranks": [{key: round(spent, 3) for key, spent in asdict(rank).items()} for rank in member.info.ranks],
+            "changed": {pool: str(file) for pool, file in member.info.changed.items()},
             "healthy": member.info.id in healthy,
             "seen_s": round(max(0.0, now - member.seen), 3),
         }
@@ -65,6 +66,7 @@ async def pools(gateway: Served) -> dict[str, object]:
                 "id": pool,
                 "object": "pool",
                 "state": gateway.scheduler.registry.state(pool),
+                "reason": str(gateway.scheduler.registry.changed_file(pool) or "") or None,
                 "models": names,
                 "workers": [member.info.id for member in inside],
                 "slots": sum(member.info.slots for member in inside),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Welcome, WorkerInfo
 from unfuse.launch.local import LocalLauncher
+from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import Settings
 from unfuse.service.logs import Logs
@@ -79,6 +81,7 @@ def plan_here(settings: Settings, welcome: Welcome) -> Plan:
     """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
+    FINGERPRINTS.remember_in(Path(settings.data_dir))
     compute, places = settings.compute, welcome.places
     dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in welcome.models).split(",")))
     compute = compute if compute.dtype != "auto" else replace(compute, dtype=dtypes)

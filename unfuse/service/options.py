@@ -8,6 +8,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
 from unfuse.launch import opener
+from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
@@ -24,8 +25,9 @@ from unfuse.worker.checkpoints import Policy
 
 
 def options(loaded: Loaded) -> ServeOptions:
-    """The options of a service for these settings."""
+    """The options of a service for these settings. Fingerprints of weights are remembered in their data folder."""
     settings, serve = loaded.settings, loaded.settings.serve
+    FINGERPRINTS.remember_in(Path(settings.data_dir))
     return ServeOptions(
         serve=serve,
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),

@@ -253,10 +253,11 @@ class Service:
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
         told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
         environment = {**options.worker_environment, **self._logs.environment}
-        if options.launcher:  # each goes by the address that schedulers see, and has the run folder of its own machine
+        if options.launcher:  # each goes by the address that schedulers see, and has the folders of its own machine
             told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
             told |= options.worker_flags
-            del environment[FIELDS["run_dir"].variable]
+            for folder in ("run_dir", "data_dir"):
+                del environment[FIELDS[folder].variable]
         models = tuple(model.card.name for model in planned.models)
         return specs_of(planned, options.means.cores, options.slots, told, environment, models)
 

@@ -47,6 +47,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
         FIELDS[name].variable: FIELDS[name].written(value)
         for name, value in (
             ("run_dir", settings.run_dir),
+            ("data_dir", settings.data_dir),
             ("insecure_listen", settings.insecure_listen),
             ("store.orphan_s", settings.store.orphan_s),
             ("worker.workers", ""),

@@ -8,12 +8,14 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted, devices_of, only_cpu
+from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.machine import devices
@@ -28,7 +30,11 @@ from unfuse.worker.worker import Worker
 
 
 def worker_options(settings: Settings) -> WorkerOptions:
-    """The options of a worker. Raises ConfigError, and InvalidParameter if several servers run and none is named."""
+    """The options of a worker. Fingerprints of weights are remembered in its data folder.
+
+    Raises ConfigError, and InvalidParameter if several servers run and none is named.
+    """
+    FINGERPRINTS.remember_in(Path(settings.data_dir))
     wanted, compute, run_folder = settings.worker, settings.compute, open_run_folder(settings.run_dir)
     addresses = schedulers(settings)
     trusted = worker_trust(settings, addresses)

@@ -30,6 +30,7 @@ from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
+from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf_model import files_of
 from unfuse.models.quantised import library
 from unfuse.stages.base import OneStep, SteppedStage
@@ -174,6 +175,8 @@ def _load(
     load: messages.Load, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, SteppedStage[Any]], set[str]]:
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
+    if load.verdicts:
+        FINGERPRINTS.remember_in(Path(load.verdicts).parent)
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
     alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole
@@ -185,6 +188,8 @@ def _load(
             pool = pool_name(spec, card.weights, card.dtypes)
             if load.choice.takes(spec) and (pool in load.pools or not load.pools):
                 wanted.setdefault(pool, (spec, card, folder))
+    if missing := (load.pools or load.registered) - wanted.keys():
+        raise ConfigError(f"the files of {min(missing)} have changed since the worker started: start it again")
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}

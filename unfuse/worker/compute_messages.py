@@ -29,7 +29,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
     what batches they found exact ("": none). It is number `rank` of so many `ranks`, which meet in the file
     `rendezvous`. `kv` is the bytes for keys and values of tokens (0: as there is room). Of the set that it `holds`
-    these declared `pools` alone are loaded (none: all).
+    these declared `pools` alone are loaded (none: all). The worker has registered with the pools `registered`: files
+    of others are not loaded (none: it does not say).
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -48,6 +49,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     kv: int = 0
     holds: str = ""
     pools: frozenset[str] = frozenset()
+    registered: frozenset[str] = frozenset()
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

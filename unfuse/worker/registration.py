@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -16,11 +17,12 @@ from unfuse.core.plan import Choice, StageSpec, slots_of
 from unfuse.core.spread import own_spreads, ranked, refuse
 from unfuse.models import fetch
 from unfuse.models.hub import Brought
-from unfuse.models.source import is_local
+from unfuse.models.source import is_local, resolve_source
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.options import EXACTNESS, WorkerOptions
+from unfuse.worker.weight_files import States, states_of
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +32,8 @@ Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); after `fetch
 class Served(msgspec.Struct, frozen=True):
     """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
 
-    What its tasks of the declared pools in `read_here` make is read by others of its own.
+    What its tasks of the declared pools in `read_here` make is read by others of its own. `states` are those of the
+    models' files from before the cards were made.
     """
 
     models: Models
@@ -39,6 +42,7 @@ class Served(msgspec.Struct, frozen=True):
     slots: int
     devices: tuple[str, ...]
     read_here: frozenset[str] = frozenset()
+    states: States = {}
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -57,7 +61,9 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
                    for name, source, dtype in asked)  # fmt: skip
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
-    cards, models = fetch_models(chosen or welcome.models, choice)
+    sources = chosen or welcome.models
+    states = local_states(sources)
+    cards, models = fetch_models(sources, choice)
     spreads = own_spreads(compute.parallel, choice.roles)
     refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
@@ -70,7 +76,7 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(compute.device, spreads)
     pools = pools_of(cards, choice, options.resources)
-    return Served(models, cards, pools, slots, devices, _read_here(cards, choice))
+    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), states)
 
 
 def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
@@ -100,7 +106,7 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
     own = store.owner, store.node, store.address, store.write_token
     verdicts, ranks = str(Path(options.data_dir, EXACTNESS)), len(served.devices)
     load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts)
-    load = replace(load, ranks=ranks, kv=options.kv)
+    load = replace(load, ranks=ranks, kv=options.kv, registered=frozenset(served.pools))
     return [
         replace(load, rank=rank, compute=replace(options.compute, device=device))
         for rank, device in enumerate(served.devices)
@@ -111,6 +117,13 @@ def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...],
     """Download the components of the chosen stages where needed. Returns the models' cards, and models with folders."""
     found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in models]
     return tuple(card for card, _, _ in found), tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
+
+
+def local_states(models: Models) -> States:
+    """Return the states of the files of models that are on this machine, by path. Raises ConfigError."""
+    sources = [source or name for name, source, _ in models]
+    folders = [resolve_source(source) for source in sources if is_local(source)]
+    return dict(chain.from_iterable(states_of(folder).items() for folder in folders))
 
 
 def _tell(brought: Brought) -> None:

@@ -55,9 +55,12 @@ class Swapping:
         self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
         """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
 
-    def told(self, outcome: Mapping[str, str]) -> dict[str, object]:
-        """What the scheduler is told of them, where pools have this outcome."""
-        sets = {name: tuple(manned(pool, outcome) for pool in sorted(pools)) for name, pools in self.sets.items()}
+    def told(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, object]:
+        """What the scheduler is told of them, where pools have this outcome, without those that have `changed`."""
+        sets = {
+            name: tuple(manned(pool, outcome) for pool in sorted(pools.difference(changed)))
+            for name, pools in self.sets.items()
+        }
         return {"sets": sets, "holds": self.holds, "load_s": self.load_s, "going": self.going}
 
     def loads(self, name: str) -> list[Load]:

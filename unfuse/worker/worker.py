@@ -48,11 +48,12 @@ from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import KEPT_LORAS, WorkerOptions
 from unfuse.worker.orphan import free_when_orphaned, until_read
-from unfuse.worker.registration import decide_served, loads_of
+from unfuse.worker.registration import Served, decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.sets import Swapping, sets_of
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Growing, Telling
+from unfuse.worker.weight_files import WeightFiles
 
 BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
 LEAVE_S = 1.0  # seconds that a leaving worker waits for one answer, and a third of those for its last messages together
@@ -92,6 +93,8 @@ class Worker:
         self._swapping = Swapping({}, ())
         self._objects: Objects | None = None
         self._executor: Executor | None = None
+        self._served: Served | None = None
+        self._weights: WeightFiles | None = None
         self._saved_states: SavedStates | None = None
         self._background = Supervisor()
         self._telling = Telling(self._link, self._background, self._cancel)
@@ -129,7 +132,9 @@ class Worker:
             return "the worker is about to leave"
         if not self._link.connected:
             return "no scheduler answers"
-        return "" if self._executor and self._executor.ready else "compute is not ready: models load"
+        if not (self._executor and self._executor.ready):
+            return "compute is not ready: models load"
+        return "; ".join(sorted({str(file) for file in self._weights.changed.values()})) if self._weights else ""
 
     def drain(self) -> None:
         """Take no new tasks, finish those that run, then let `run` return."""
@@ -140,15 +145,19 @@ class Worker:
         info = WorkerInfo(self._id, options.node, options.role, tuple(pools), self._holding.slots, "", 0, os.getpid())
         if objects is None:
             return info
+        changed = self._weights.changed if self._weights else {}
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
         about = {"device": self._device, "resources": self._holding.resources, "outcome": self._outcome}
-        return msgspec.structs.replace(info, **where, **about, **self._swapping.told(self._outcome))
+        return msgspec.structs.replace(
+            info, changed=changed, **where, **about, **self._swapping.told(self._outcome, changed)
+        )
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
         ended: set[Claim] = set()
         self._background.forever("running compute", executor.serve)
         self._background.forever("sending heartbeats", partial(self._beat, objects, ended))
+        self._background.forever("watching model files", self._watch_files)
         orphan = partial(free_when_orphaned, self._link, objects, lambda: bool(self._active), self._options.orphan_s)
         self._background.forever("watching for schedulers", orphan)
         await asyncio.gather(self._background.repeat("asking for work", self._pull), executor.lost)
@@ -165,6 +174,10 @@ class Worker:
         self._saved_states = SavedStates(objects, self._link)
         self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
         sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
+        self._served = served
+        self._weights = await asyncio.to_thread(
+            WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
+        )
         self._swapping = Swapping(sets, loads, served.cards)
         loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
         fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
@@ -176,11 +189,28 @@ class Worker:
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
         self._outcome = started.outcome if welcome.by_outcome else {}
-        named = [manned(pool, self._outcome) for pool in served.pools]
-        await self._link.hello(Hello(self._info(named), served.cards, self._secret))
+        await self._register(served, self._weights)
         models = [card.name for card in served.cards]
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
         return executor, objects
+
+    async def _register(self, served: Served, weights: WeightFiles) -> None:
+        """Have the scheduler know which pools the worker serves: all but those whose files have changed."""
+        pools = [manned(pool, self._outcome) for pool in served.pools if pool not in weights.changed]
+        await self._link.hello(Hello(self._info(pools), served.cards, self._secret))
+
+    async def _watch_files(self) -> None:
+        """Look at the files that are loaded, once a heartbeat, and withdraw the pools of those that have changed.
+
+        Pools are served again if the bytes turn out to be the same.
+        """
+        await asyncio.sleep(self._beat_s)
+        if not (self._weights and self._served):
+            return
+        if await asyncio.to_thread(self._weights.look):
+            await self._register(self._served, self._weights)
+        if not all(file.compared for file in self._weights.changed.values()):
+            await asyncio.to_thread(self._weights.compare)
 
     def _has_loaded(self, started: Ready) -> None:
         self._swapping.loaded(self._executor)
@@ -286,12 +316,26 @@ class Worker:
         """Have all recorded that it grew, free the task's slot, then report its end until that is recorded."""
         self._reporting += 1
         try:
+            if isinstance(message, Done):
+                message = await self._unless_overwritten(message)
             await self._growing.settled(message.claim)
             await self._settle(message, self._holding.end(message.claim))
         finally:
             self._reporting -= 1
             if not self._active and not self._reporting:
                 self._idle.set()
+
+    async def _unless_overwritten(self, message: Done) -> Done | Failed:
+        """Return a task's end, or hand the task back if its weights were written to in place: they may be mapped."""
+        lease = self._active.get(message.claim)
+        while lease and self._weights:
+            file = await asyncio.to_thread(self._weights.overwritten, declared(lease.task.pool))
+            if file is None:
+                break
+            if file.compared:
+                return Failed(message.claim, "hand_back", str(file), reason="compute")
+            await asyncio.sleep(self._beat_s)
+        return message
 
     async def _settle(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
         if isinstance(message, Stopped) and self._draining.is_set():

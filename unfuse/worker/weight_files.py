@@ -1,0 +1,167 @@
+"""Watches the files that a worker has loaded: a pool whose files have other bytes by now cannot be served any more."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import ChangedFile
+from unfuse.core.plan import Choice
+from unfuse.models import card_of
+from unfuse.models.fingerprints import FileState
+from unfuse.models.gguf_model import files_of
+
+log = structlog.get_logger(__name__)
+
+Models = Sequence[tuple[str, str, str]]  # (name, folder, dtype)
+States = Mapping[Path, FileState]
+
+
+class LoadedModel(NamedTuple):
+    """A model as a worker registered with it: declared `pools` by stage, and `files` by path with their pools.
+
+    `files` holds those alone that are loaded from this model's folder.
+    """
+
+    card: ModelCard
+    folder: Path
+    dtype: str
+    pools: Mapping[str, str]
+    files: Mapping[Path, frozenset[str]]
+
+
+class WeightFiles:
+    """The files that a worker has loaded, and the declared pools whose files have `changed` since.
+
+    `before` holds states of files from before the cards were made, so that every change after that is seen. A file
+    that is not among them counts as it is now. A pool is loaded from the first model that has it, or, where a worker
+    loads models `in_turns`, from any of them.
+    """
+
+    def __init__(
+        self, models: Models, cards: Sequence[ModelCard], choice: Choice, before: States, in_turns: bool = False
+    ) -> None:
+        self.changed: dict[str, ChangedFile] = {}
+        self._models: list[LoadedModel] = []
+        self._loaded: dict[Path, FileState | None] = {}
+        self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
+        known = set[str]()
+        for card, (_, folder, dtype) in zip(cards, models, strict=True):
+            model = _loaded_model(card, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
+            known.update(model.pools.values())
+            self._models.append(model)
+            self._loaded |= {path: before.get(path) or _state_of(path) for path in model.files}
+
+    def look(self) -> bool:
+        """Look at the size and the times of all files. Returns whether `changed` is other than before.
+
+        A pool of a file that differs is in `changed` until the file is compared, and stays there if it has other bytes.
+        """
+        changed: dict[str, ChangedFile] = {}
+        for model, path, state in self._differing():
+            spoiled = self._spoiled_by(path, state)
+            file = ChangedFile(_name_of(model, path), compared=bool(spoiled))
+            for pool in spoiled or model.files[path]:
+                if file.compared or pool not in changed:
+                    changed[pool] = file
+        if changed == self.changed:
+            return False
+        for file in {*changed.values()} - {*self.changed.values()}:
+            log.warning("a model file has changed", reason=str(file))
+        if not changed:
+            log.info("all model files have the bytes that were loaded")
+        self.changed = changed
+        return True
+
+    def compare(self) -> None:
+        """Compare the bytes of files that differ with what was loaded, once they are written.
+
+        May take as long as reading these files does.
+        """
+        for model in self._models:
+            states = {
+                path: state
+                for owner, path, state in self._differing()
+                if owner is model and not self._spoiled_by(path, state)
+            }
+            now = time.time()
+            if not states or not all(state is None or state.is_settled(now) for state in states.values()):
+                continue
+            other = _pools_with_other_bytes(model)
+            for path, state in states.items():
+                if spoiled := model.files[path] & other:
+                    self._spoiled[path] = state, spoiled
+                else:
+                    self._loaded[path] = state
+
+    def overwritten(self, pool: str) -> ChangedFile | None:
+        """Return the file of a pool that was written to where it lies, if any: memory that maps it has changed too."""
+        for model, path, state in self._differing():
+            loaded = self._loaded[path]
+            in_place = state and loaded and (state.device, state.inode) == (loaded.device, loaded.inode)
+            spoiled = self._spoiled_by(path, state)
+            if in_place and pool in (spoiled or model.files[path]):
+                return ChangedFile(_name_of(model, path), compared=bool(spoiled))
+        return None
+
+    def _differing(self) -> list[tuple[LoadedModel, Path, FileState | None]]:
+        """Return the files that are not as they were when they were loaded, with their present states."""
+        return [
+            (model, path, state)
+            for model in self._models
+            for path in model.files
+            if (state := _state_of(path)) != self._loaded[path]
+        ]
+
+    def _spoiled_by(self, path: Path, state: FileState | None) -> frozenset[str]:
+        """Return the pools that a file in that state was found to have other bytes for; none if it was not compared."""
+        compared, pools = self._spoiled.get(path, (None, frozenset[str]()))
+        return pools if compared == state else frozenset()
+
+
+def states_of(folder: Path) -> dict[Path, FileState]:
+    """Return the states of the files of a model: of a file, or of those in a folder and in the folders in it."""
+    if folder.is_file():
+        return {folder: FileState.of(folder)}
+    paths = [path for pattern in ("*", "*/*") for path in folder.glob(pattern)]
+    return {path: state for path in paths if (state := _state_of(path))}
+
+
+def _state_of(path: Path) -> FileState | None:
+    """Return the state of a file, None if it is not there."""
+    try:
+        return FileState.of(path)
+    except OSError:
+        return None
+
+
+def _name_of(model: LoadedModel, path: Path) -> str:
+    """Return the name of a file in the folder of its model, which may be that file."""
+    return path.name if path == model.folder else path.relative_to(model.folder).as_posix()
+
+
+def _loaded_model(card: ModelCard, folder: Path, dtype: str, choice: Choice, known: frozenset[str]) -> LoadedModel:
+    """Return what is loaded of a model: the stages that are chosen, but for those whose pools are `known`."""
+    pools, files, reads = card.pools(choice), defaultdict[Path, set[str]](set), files_of(folder)
+    for stage in card.pipeline.stages:
+        if stage.name in pools and pools[stage.name] not in known:
+            for path in chain.from_iterable(reads.files(component).values() for component in stage.components):
+                files[path].add(pools[stage.name])
+    return LoadedModel(card, folder, dtype, pools, {path: frozenset(named) for path, named in files.items()})
+
+
+def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
+    """Return the pools of a model that its files would not make any more: all, if these cannot be read."""
+    try:
+        pools = card_of(model.card.name, model.folder, model.dtype).pools()
+    except (ConfigError, OSError):
+        pools = {}
+    return frozenset(pool for stage, pool in model.pools.items() if pools.get(stage) != pool)
