@@ -270,8 +270,9 @@ class TaskQueue(ABC):
     async def turn_down(self, claim: Claim) -> int:
         """Hand a leased task back, and count this for its worker unless a step was reported under this lease.
 
-        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. Returns the
-        number of such workers. Raises LeaseLost if the claim is not held.
+        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. Nor does the
+        worker that the task avoids, which counts as such a one. Returns the number of such workers. Raises LeaseLost if
+        the claim is not held.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class Gateway(Observer):
     that go by another one here. `standard` is what every request gets beside its model's defaults, where it does not
     say otherwise; `loras` is the folder of adapters, if any. A `strict` one refuses what it would have to ignore.
     `time_limits` are seconds that a request's stages may run, by medium; 0 or none: any number. `store` is the kind of
-    place where workers keep outputs. One that `cancels` ends a request whose callers waited and are all gone. With one
+    place where workers keep outputs. One that `cancels` ends a request whose client waited and disconnected. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
     models. What the scheduler does it counts and logs.

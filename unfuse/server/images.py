@@ -42,7 +42,7 @@ _USAGE = {
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, asker: Known) -> Response:
-    """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing, unless the server says so."""
+    """Make pictures of a prompt, and wait for them. They are cancelled when the client disconnects."""
     call = Call(gateway, request, asker, await read_json(request), IMAGE, waits=True)
     return await _answer(call, "image_generation")
 

@@ -23,10 +23,10 @@ router = APIRouter(prefix="/models", tags=["models"])
 
 @router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served, caller: Known) -> dict[str, object]:
-    """Every served model that the caller may ask for."""
+    """Every served model that the caller may ask for, in the order in which the server was given them."""
     loras, missing = await _loras(gateway), await gateway.scheduler.registry.missing()
-    served = sorted((await gateway.models(caller.models)).items())
-    return {"object": "list", "data": [_model(name, card, loras, missing) for name, card in served]}
+    served = await gateway.models(caller.models)
+    return {"object": "list", "data": [_model(name, card, loras, missing) for name, card in served.items()]}
 
 
 @router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])

@@ -61,7 +61,7 @@ def video_object(record: Record) -> dict[str, object]:
     context, params, status = record.context, record.context.params, record.status
     frames, fps = params["num_frames"], params["fps"]
     error = context.error and {"code": context.error.code, "message": context.error.message}
-    if status == "cancelled":
+    if status == "cancelled" and error is None:
         error = {"code": "cancelled", "message": "the request was cancelled"}
     return {
         "id": context.id,
