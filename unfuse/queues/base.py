@@ -373,6 +373,13 @@ class TaskQueue(ABC):
         """All declarations, by the name under which each was stored."""
 
     @abstractmethod
+    async def secret(self, name: str, proposed: str) -> str:
+        """Return the secret of this name: `proposed`, if it has none yet. All callers get the same.
+
+        It is as durable as a request, and is never replaced or forgotten.
+        """
+
+    @abstractmethod
     async def workers(self) -> Sequence[Member]:
         """All registered workers."""
 

@@ -185,13 +185,13 @@ class Call:
             yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: bool(card.last_frame)
 
 
-def respond_async(call: Call, record: Record) -> JSONResponse | None:
+async def respond_async(call: Call, record: Record) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
     if not call.prefers_not_to_wait:
         return None
     location = f"{base_of(call.request)}/v1/requests/{record.context.id}"
     headers = {"location": location, "preference-applied": "respond-async"}
-    return JSONResponse(call.gateway.view(call.request, record), 202, headers)
+    return JSONResponse(await call.gateway.view(call.request, record), 202, headers)
 
 
 def _fingerprint(path: str, given: dict[str, object]) -> str:

@@ -22,7 +22,7 @@ async def answer_call(
     else, once it is completed, by a `reply`, which is made in a thread.
     """
     record, delivery = await call.accept()
-    if accepted := respond_async(call, record):
+    if accepted := await respond_async(call, record):
         return accepted
     caller = Caller(call.gateway, call.request, record)
     if delivery.stream:

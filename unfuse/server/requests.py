@@ -35,20 +35,20 @@ async def page(
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
     found = await gateway.queue.list(Filter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
-    return listed([gateway.view(request, record) for record in found], limit)
+    return listed(await gateway.views(request, found), limit)
 
 
 @router.get("/{id}", responses=one(REQUEST))
 async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
-    return gateway.view(request, await gateway.load(id, caller.sees), evidence=True)
+    return await gateway.view(request, await gateway.load(id, caller.sees), evidence=True)
 
 
 @router.post("/{id}/cancel", responses=one(REQUEST))
 async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """Cancel a request; one that is over does not change."""
     await gateway.load(id, caller.sees)
-    return gateway.view(request, await gateway.scheduler.cancel(id))
+    return await gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)

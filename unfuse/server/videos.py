@@ -39,7 +39,7 @@ async def create(request: Request, gateway: Served, asker: Known) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
     call = Call(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
     record, _ = await call.accept()
-    return respond_async(call, record) or _answer(record)
+    return await respond_async(call, record) or _answer(record)
 
 
 @router.get("", responses=several(VIDEO_OBJECT))

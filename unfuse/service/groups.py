@@ -55,6 +55,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trusted_proxies: Annotated[
         tuple[str, ...], says("Addresses or networks of proxies that say what host and scheme they were asked for.")
     ] = ()
+    public_url: Annotated[str, says(
+        "Address that links in answers begin with, like https://example.com/pictures; else the one that a client used."
+    )] = ""  # fmt: skip
     max_connections: Annotated[int, says("Connections that may be open; more are told 503.", ge=1)] = 8192
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
