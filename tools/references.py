@@ -115,7 +115,7 @@ ADVICE = {
     "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
-    "invalid_link": "The link was changed: `GET /v1/requests/{id}` has new ones, and with a key the address opens alone.",
+    "invalid_link": "The link was changed: `GET /v1/requests/{id}` has new ones.",
     "link_expired": "Links open for an hour, those of webhooks for a day: `GET /v1/requests/{id}` has new ones.",
     "model_error": (
         "The same error on two workers, most often a defect: `unfuse dead show ID` has the traceback. Please report it."
