@@ -14,6 +14,7 @@ from unfuse.cli.main import exit_code
 from unfuse.core.media import IMAGE, MEDIA, VIDEO
 from unfuse.core.parameters import Parameter
 from unfuse.core.registry import resolve
+from unfuse.core.retries import RULES
 from unfuse.models import FAMILIES
 from unfuse.models.defaults import call_defaults
 from unfuse.scheduler.draft import CODES
@@ -55,6 +56,15 @@ Paths and methods that are not there are 404 and 405, with their phrase as the c
 
 """
 
+RETRIES = """
+## What is tried again
+
+A task that ends with an error goes by the first line that names the error. What is wrong with a request is refused
+before anything runs, where that can be seen. A task that fails in a batch is run alone first: it costs the others
+nothing.
+
+"""
+
 IN_PYTHON = """
 ## In Python, and exit codes
 
@@ -63,7 +73,8 @@ Clients raise the error that an answer was made from, as far as they know it; th
 """
 
 STATUSES = {
-    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "handed_back": 500, "weights_changed": 503,
+    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "model_error": 500, "handed_back": 500,
+    "weights_changed": 503,
     "expired": 504, "cancelled": 409,
 }  # fmt: skip
 """What a call gets that waited for a request which has no result."""
@@ -76,7 +87,7 @@ ADVICE = {
     "bad_request": "What was sent is no HTTP: look at the port, and whether TLS goes to a port without it.",
     "bad_target": "Ask for a path. A client that takes the server for its proxy has it in `HTTP_PROXY`.",
     "body_too_large": "Send smaller or fewer pictures; as a form, bodies may be larger than as JSON.",
-    "cancelled": "Somebody cancelled the request. Ask again if that was wrong.",
+    "cancelled": "Somebody cancelled the request, or its client disconnected. Ask again if that was wrong.",
     "chunks_too_small": "Send larger chunks, or a Content-Length.",
     "compute_crashed": (
         "Its worker died several times while it ran this: `unfuse dead show ID` has the evidence. Often memory: a "
@@ -105,6 +116,11 @@ ADVICE = {
     "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
+    "invalid_link": "The link was changed: `GET /v1/requests/{id}` has new ones.",
+    "link_expired": "Links open for an hour, those of webhooks for a day: `GET /v1/requests/{id}` has new ones.",
+    "model_error": (
+        "The same error on two workers, most often a defect: `unfuse dead show ID` has the traceback. Please report it."
+    ),
     "model_not_found": "`GET /v1/models`, or `unfuse models`, lists what is served.",
     "no_model": "Start a worker, or wait until those that start have loaded.",
     "no_room": (
@@ -122,6 +138,7 @@ ADVICE = {
         "limit."
     ),
     "rate_limit_exceeded": "The key's `rate=` or `concurrent=` is reached: wait for as long as `Retry-After` says.",
+    "range_not_satisfiable": "The file ends before the range: `Content-Range` says how long it is.",
     "read_only": "Ask with a key without `read=yes`.",
     "stage_failed": "A stage failed in the same way wherever it ran; the message says why.",
     "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",
@@ -256,7 +273,9 @@ def refused() -> str:
     rows = [[code(name), ", ".join(map(str, sorted(of))), ADVICE[name]] for name, of in sorted(refusals().items())]
     assert refusal_of(errors.NotFound("…")).code in ADVICE
     codes = table("code | status | what to do", rows)
-    return ERRORS + codes + IN_PYTHON + table("error | is a | exit code | when", tree())
+    rules = [[rule.errors, rule.outcome, code(rule.code)] for rule in RULES]
+    retries = table("error | what becomes of the task | code if the request ends by it", rules)
+    return ERRORS + codes + RETRIES + retries + IN_PYTHON + table("error | is a | exit code | when", tree())
 
 
 PAGES = {"reference-parameters.md": parameters, "reference-metrics.md": metrics, "reference-errors.md": refused}

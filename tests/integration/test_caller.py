@@ -16,7 +16,7 @@ from tools.server import Server, serving, until
 @pytest.fixture(params=["sqlite", "redis"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     """A server that cancels for clients that leave, of whose workers the first would be busy for a minute."""
-    arguments = ["--workers", "encoder=1,denoiser+decoder=1", "--on-disconnect", "cancel"]
+    arguments = ["--workers", "encoder=1,denoiser+decoder=1"]
     if request.param == "sqlite":
         with serving(tmp_path, *arguments) as server:
             yield server.ready()

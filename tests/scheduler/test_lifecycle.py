@@ -12,7 +12,16 @@ from tests.examples import examples
 from unfuse.core.errors import IllegalMove, LeaseLost
 from unfuse.core.messages import Announced, Done, Failed, Saved
 from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.core.request import REQUEST_MOVES, Change, RequestContext, ResultFile, Running, StageState, Timings
+from unfuse.core.request import (
+    REQUEST_MOVES,
+    Change,
+    ErrorInfo,
+    RequestContext,
+    ResultFile,
+    Running,
+    StageState,
+    Timings,
+)
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
 from unfuse.scheduler import draft, lifecycle
 
@@ -699,24 +708,15 @@ class TestCheckpoints:
         assert kept == (end not in ("done", "cancelled"))
 
 
-@given(st.integers(0, 3), st.lists(st.sampled_from(["waits", "stays", "leaves"]), max_size=12))
-def test_a_request_ends_with_the_last_of_those_who_wait_and_never_if_one_does_not(
-    first: int, happens: list[str]
-) -> None:
-    """Given callers who come and go, of whom some do not wait, then it ends when nobody is left who wants it."""
-    context = lifecycle.admitted(request_for(PICTURE, callers=first or None), WALL).context
-    waiting, kept = first, not first
-    for what in happens:
-        if what == "leaves" and not waiting:
-            continue
-        change = lifecycle.left(context, WALL) if what == "leaves" else lifecycle.joined(context, what == "waits")
-        if context.over or kept:
-            assert change is None
-            continue
-        assert change is not None and change.context.version == context.version + 1
-        waiting += {"waits": 1, "leaves": -1}.get(what, 0)
-        kept = what == "stays"
-        context = change.context
-        assert context.abandoned == context.over == (waiting == 0 and not kept)
-        assert context.status == ("cancelled" if context.over else "queued")
-        assert [event.type for event in change.events] == (["cancelled"] if context.over else [])
+@pytest.mark.parametrize("ends_with_client", [True, False])
+def test_a_client_that_disconnects_ends_what_nobody_else_can_want(ends_with_client: bool) -> None:
+    context = lifecycle.admitted(request_for(PICTURE, ends_with_client=ends_with_client), WALL).context
+    change = lifecycle.client_disconnected(context, WALL)
+    if not ends_with_client:
+        assert change is None
+        return
+    assert change is not None
+    assert (change.context.status, change.context.dead) == ("cancelled", False)
+    assert change.context.error == ErrorInfo("cancelled", "its client disconnected")
+    assert [event.type for event in change.events] == ["cancelled"]
+    assert lifecycle.client_disconnected(change.context, WALL) is None

@@ -439,3 +439,79 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
 
         statuses = [record.context.status for record in await scheduler.queue.list(Filter(), limit=9)]
         assert statuses == ["queued", "queued", "expired", "completed"]
+
+
+def unknown(lease: Lease, error: str = "AssertionError") -> Failed:
+    return Failed(lease.claim, "transient", f"{error}: /srv/models/secret/x.bin", "Traceback", error=error)
+
+
+async def test_an_unknown_error_is_tried_once_more_on_another_worker_and_is_permanent_there() -> None:
+    async with scheduling() as (scheduler, _):
+        for worker in ("a", "b"):
+            await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE))
+        record = await scheduler.submit(*asking(CARD, params()))
+        (first,) = await take_as(scheduler, "a")
+        await scheduler.fail(unknown(first), "a")
+        assert await take_as(scheduler, "a") == []
+        (second,) = await take_as(scheduler, "b")
+        await scheduler.fail(unknown(second), "b")
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert context.error is not None
+        assert (context.status, context.dead, context.error.code) == ("failed", True, "model_error")
+        assert context.error.message == "failed twice, on a and b: AssertionError: …/x.bin"
+        assert context.stages["text_encode"].attempt == 2
+
+
+async def test_an_unknown_error_of_a_worker_that_is_alone_is_tried_there_again() -> None:
+    async with scheduling() as (scheduler, _):
+        await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE))
+        record = await scheduler.submit(*asking(CARD, params()))
+        for _ in range(2):
+            (lease,) = await take(scheduler)
+            await scheduler.fail(unknown(lease), WORKER)
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert context.error is not None
+        assert context.error.message.startswith(f"failed twice, on {WORKER} and {WORKER}: ")
+
+
+async def test_what_fails_once_and_then_runs_is_completed() -> None:
+    async with scheduling() as (scheduler, _):
+        for worker in ("a", WORKER):
+            await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE))
+        record = await scheduler.submit(*asking(CARD, params()))
+        (lease,) = await take_as(scheduler, "a")
+        await scheduler.fail(unknown(lease), "a")
+        assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
+        assert (await scheduler.queue.load(record.context.id)).status == "completed"
+
+
+async def test_errors_of_different_types_are_tried_within_the_budget() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(*asking(CARD, params()))
+        for error in ("KeyError", "ValueError", "KeyError", "ValueError"):
+            (lease,) = await take(scheduler)
+            await scheduler.fail(unknown(lease, error), WORKER)
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert context.error is not None
+        assert (context.error.code, context.dead) == ("stage_failed", True)
+        assert context.error.message.endswith("(given up after 4 times)")
+
+
+async def test_the_worker_that_failed_gets_it_again_once_the_others_are_gone() -> None:
+    """Given a task that avoids one of two workers, when the other one leaves, then the first tries it again."""
+    async with scheduling() as (scheduler, _):
+        for worker in ("a", "b"):
+            await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE))
+        record = await scheduler.submit(*asking(CARD, params()))
+        (lease,) = await take_as(scheduler, "a")
+        await scheduler.fail(unknown(lease), "a")
+        await scheduler.upkeep.requests()
+        assert await take_as(scheduler, "a") == []
+        await scheduler.queue.bye("b")
+        await scheduler.upkeep.workers()
+        await scheduler.upkeep.requests()
+        (again,) = await take_as(scheduler, "a")
+        assert again.task.attempt == 2
+        await scheduler.fail(unknown(again), "a")
+        error = (await scheduler.queue.load(record.context.id)).context.error
+        assert error is not None and error.code == "model_error"

@@ -234,6 +234,7 @@ def serve(
     bounds: Bounds | None = None,
     cancels: bool = False,
     reuses: bool = False,
+    public_url: str = "",
     webhook_hosts: Sequence[str] = (),
     webhook_secrets: Sequence[str] = (SECRET,),
 ) -> Iterator[Served]:
@@ -251,10 +252,10 @@ def serve(
         webhooks = Webhooks(webhook_hosts, webhook_secrets)
         gateway = Gateway(
             scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
-            cancels=cancels, reuses=reuses, webhooks=webhooks,
+            cancels=cancels, reuses=reuses, webhooks=webhooks, public_url=public_url,
         )  # fmt: skip
         await scheduler.start()
-        webhooks.start(scheduler)
+        webhooks.start(scheduler, gateway.links)
         server = _Often(create_app(gateway, access), bounds or Bounds(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))

@@ -11,7 +11,6 @@ import pytest
 
 from tests.server.served import BROKEN, IDLE, Served, picture
 from unfuse.queues.base import Filter
-from unfuse.server.accept import REPEAT_WITHIN_S
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle", "seed": 5}
@@ -203,32 +202,9 @@ def test_a_key_too_long_is_refused(http: httpx2.Client) -> None:
     assert refused(http, ASKED, **{"idempotency-key": "x" * 256})["param"] == "Idempotency-Key"
 
 
-def test_a_silent_repeat_joins_its_first_call_also_when_completed(served: Served, http: httpx2.Client) -> None:
-    asked = {"model": "test/pictures", "prompt": "asked for once"}
-    first = http.post(URL, json=asked).json()
-    before = ids(served)
-    repeated = http.post(URL, json=asked, headers={"x-stainless-retry-count": "1"}).json()
-    assert repeated == first
-    assert ids(served) == before
-
-
-def test_a_silent_repeat_that_comes_late_by_the_scheduler_s_clock_is_a_request_of_its_own(
-    served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = {"model": "test/pictures", "prompt": "asked for twice, an hour apart"}
-    http.post(URL, json=asked)
-    before, late = ids(served), served.scheduler.clock.wall() + REPEAT_WITHIN_S
-    monkeypatch.setattr(served.scheduler.clock, "wall", lambda: late)
-    http.post(URL, json=asked, headers={"x-stainless-retry-count": "1"})
-    assert len(ids(served)) == len(before) + 1
-
-
-def test_the_same_body_twice_is_two_requests(http: httpx2.Client) -> None:
+@pytest.mark.row("C2")
+@pytest.mark.parametrize("count", ["0", "1", "2"])
+def test_the_same_body_twice_is_two_requests(http: httpx2.Client, count: str) -> None:
     asked = {"model": "test/pictures", "prompt": "asked for twice"}
-    replies = [http.post(URL, json=asked, headers={"x-stainless-retry-count": "0"}).json() for _ in range(2)]
+    replies = [http.post(URL, json=asked, headers={"x-stainless-retry-count": count}).json() for _ in range(2)]
     assert replies[0]["id"] != replies[1]["id"]
-
-
-def test_a_repeat_of_what_never_arrived_is_new(http: httpx2.Client) -> None:
-    asked = {"model": "test/pictures", "prompt": "lost on the way"}
-    assert http.post(URL, json=asked, headers={"x-stainless-retry-count": "2"}).status_code == 200

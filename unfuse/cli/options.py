@@ -26,6 +26,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     CLIENTS: (
         "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.served_model_name", "serve.revision",
         "serve.loras", "serve.strict_params", "serve.on_disconnect", "serve.allowed_", "serve.trusted_",
+        "serve.public_url",
     ),
     KEPT: (
         "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.checkpoint",

@@ -61,6 +61,10 @@ class LimitReached(Overloaded):
         super().__init__(message, retry_after)
 
 
+class ShuttingDown(Overloaded):
+    """The server accepts no more requests, because it is about to end. Another server may accept this one."""
+
+
 class TransientError(UnfuseError):
     """The task may succeed on another worker or later: it is tried again within its budget."""
 

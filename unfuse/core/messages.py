@@ -303,6 +303,8 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without output. `object_id` names the input that was lost; `evidence` is for whoever debugs it.
 
+    `error` is the type of an error that no rule of `core/retries.py` names ("": one that a rule names).
+
     After a crash, `company` says that other tasks had begun in the same compute process, so that one of them may be
     the cause. `reason` says that a permanent failure is the client's mistake (REFUSED), or why a task is handed back.
     The reasons drain, preempted, full (no room), producer (the stage of an input runs again) and compute (the process
@@ -316,6 +318,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     object_id: str = ""
     company: bool = False
     reason: str = ""
+    error: str = ""
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):

@@ -86,6 +86,8 @@ class StageState(msgspec.Struct, frozen=True):
     after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
     `leased_s` seconds. It waits for what another request encodes, which it `follows`. `lost` is the id of the last
     output that was given up: nobody reads it any more, though its owner may still have it. Its pool `slept`.
+    The last error that no rule names was of the type `failed_with`, on the worker `failed_on`; while another worker
+    could run the stage, the task `avoids` that one.
     """
 
     status: TaskStatus = "waiting"
@@ -106,6 +108,9 @@ class StageState(msgspec.Struct, frozen=True):
     follows: str = ""
     lost: str = ""
     slept: Waking = (0.0, 0.0)
+    failed_with: str = ""
+    failed_on: str = ""
+    avoids: str = ""
 
     @property
     def sleeps(self) -> bool:
@@ -136,8 +141,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     tells a repeat from another request. `cost` is the predicted seconds of compute that admission counts. `order`
     sorts its tasks among those of their priority. A `dead` request is a dead letter: somebody should look at it.
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
-    for `limit_s` seconds in all (None: any time). It ends with the last of the `callers` that wait for it (None: it
-    goes on whoever waits). `makes` is the hash of what its results depend on beside its pools ("": nobody is given
+    for `limit_s` seconds in all (None: any time). One that `ends_with_client` is cancelled
+    when its client disconnects. `makes` is the hash of what its results depend on beside its pools ("": nobody is given
     them). The `webhook` is told of its end. The deadline has `moved` by so many seconds, since pools slept.
     """
 
@@ -163,7 +168,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     dead: bool = False
     asked: str = ""
     limit_s: float | None = None
-    callers: int | None = None
+    ends_with_client: bool = False
     makes: str = ""
     webhook: Webhook | None = None
     moved: float = 0.0
@@ -172,11 +177,6 @@ class RequestContext(msgspec.Struct, frozen=True):
     def over(self) -> bool:
         """Whether the request has ended: its status will not change any more."""
         return self.status in TERMINAL
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether it ended because nobody waited for it any more."""
-        return self.callers == 0
 
     @property
     def unheard(self) -> bool:
@@ -232,14 +232,14 @@ class Allowance(msgspec.Struct, frozen=True):
 class Who(msgspec.Struct, frozen=True):
     """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent.
 
-    `leaves`: the request is for a caller that waits, and ends when that is gone. The tenant has this `allowance`.
+    `ends_with_client`: the request is cancelled when its client disconnects. The tenant has this `allowance`.
     It reached the gateway at the address `base`.
     """
 
     tenant: str = "default"
     idempotency_key: str = ""
     fingerprint: str = ""
-    leaves: bool = False
+    ends_with_client: bool = False
     allowance: Allowance = Allowance()
     base: str = ""
 

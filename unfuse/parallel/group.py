@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, Unsuitable
+from unfuse.core.retries import rule_of
 from unfuse.core.spread import KINDS, SHARING, Spread
 from unfuse.parallel.devices import EXCHANGES
 
@@ -37,7 +38,18 @@ SMALL = 1 << 16  # bytes of a tensor that each rank adds up whole: one exchange 
 
 
 class RankFailed(TransientError):
-    """Another rank could not do its part of a step."""
+    """Another rank could not do its part of a step, for a reason that may pass."""
+
+
+class RankError(UnfuseError):
+    """Another rank failed in a way that no rule of `core/retries.py` names."""
+
+
+ERRORS: dict[str, type[Exception]] = {
+    "memory": torch.OutOfMemoryError, "device": getattr(torch, "AcceleratorError", RuntimeError), "request": Unsuitable,
+    "permanent": PermanentError, "unknown": RankError,
+}  # fmt: skip
+"""What ranks raise when one of them failed, by the cause, so that the same rule decides; else RankFailed."""
 
 
 class Group:
@@ -77,7 +89,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """One step, which all ranks make. Raises RankFailed, or OutOfMemoryError, where another one could not."""
+        """One step, which all ranks make. Raises an error of ERRORS, or RankFailed, where another one could not."""
         self._met = False
         try:
             yield
@@ -88,8 +100,7 @@ class Group:
             if self._met:
                 self._end(f"it failed amid a step: {type(error).__name__}: {error}")
             self._met = True
-            full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
-            self.exchange(encode((full, f"{type(error).__name__}: {error}")))
+            self.exchange(encode((rule_of(error).cause, f"{type(error).__name__}: {error}")))
             raise
 
     def meet(self) -> None:
@@ -99,9 +110,8 @@ class Group:
         self._met = True
         for rank, said in enumerate(self.exchange(b"")):
             if said:
-                failed: tuple[bool, str] = decode(said, tuple[bool, str])
-                text = f"rank {rank}: {failed[1]}"
-                raise _Told(torch.OutOfMemoryError(text) if failed[0] else RankFailed(text))
+                failed: tuple[str, str] = decode(said, tuple[str, str])
+                raise _Told(ERRORS.get(failed[0], RankFailed)(f"rank {rank}: {failed[1]}"))
 
     def wait(self, exchange: Callable[[], T]) -> T:
         """Make an exchange. One that fails ends the process: what other ranks have of it is not known."""

@@ -270,8 +270,9 @@ class TaskQueue(ABC):
     async def turn_down(self, claim: Claim) -> int:
         """Hand a leased task back, and count this for its worker unless a step was reported under this lease.
 
-        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. Returns the
-        number of such workers. Raises LeaseLost if the claim is not held.
+        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. Nor does the
+        worker that the task avoids, which counts as such a one. Returns the number of such workers. Raises LeaseLost if
+        the claim is not held.
         """
 
     @abstractmethod
@@ -370,6 +371,13 @@ class TaskQueue(ABC):
     @abstractmethod
     async def declared(self) -> dict[str, Declaration]:
         """All declarations, by the name under which each was stored."""
+
+    @abstractmethod
+    async def secret(self, name: str, proposed: str) -> str:
+        """Return the secret of this name: `proposed`, if it has none yet. All callers get the same.
+
+        It is as durable as a request, and is never replaced or forgotten.
+        """
 
     @abstractmethod
     async def workers(self) -> Sequence[Member]:

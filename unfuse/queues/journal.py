@@ -37,6 +37,9 @@ DELETE FROM pieces WHERE id NOT IN (SELECT id FROM requests);
 An earlier version reads a file with this table, and leaves the pieces of what it drops.
 """
 
+SECRETS = "CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT"
+"""An earlier version reads a file with this table, and leaves it alone."""
+
 FIND_PIECES = """
 SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
     SELECT coalesce(max(first), 0) FROM pieces WHERE id = :id AND stage = :stage AND first <= :after
@@ -118,6 +121,13 @@ class Journal:
             found += msgspec.msgpack.decode(cast(bytes, body), type=list[bytes])[max(0, after - cast(int, first)) :]
         return found[:limit]
 
+    def secret(self, name: str, proposed: str) -> str:
+        """The secret of that name, which is stored durably; to be called in the thread that writes."""
+        self._file.pragma("synchronous", "FULL")
+        self._file.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, proposed))
+        ((value,),) = self._file.execute("SELECT value FROM secrets WHERE name = ?", (name,))
+        return str(value)
+
     def close(self) -> None:
         """Close and unlock the file."""
         self.thread.shutdown()
@@ -157,6 +167,7 @@ class Journal:
             file.pragma("application_id", APPLICATION)
             file.pragma("user_version", SCHEMA)
         file.execute(PIECES)
+        file.execute(SECRETS)
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")

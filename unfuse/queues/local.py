@@ -36,6 +36,7 @@ class LocalQueue(TaskQueue):
         self._waiters = Waiters(self._state, clock)
         self._members: dict[str, Member] = {}
         self._declared: dict[str, Declaration] = {}
+        self._secrets: dict[str, str] = {}
 
     def _may_change(self) -> None:
         """Raise TransientError if nothing can be changed now."""
@@ -195,6 +196,10 @@ class LocalQueue(TaskQueue):
     async def declared(self) -> dict[str, Declaration]:
         """All declarations."""
         return dict(self._declared)
+
+    async def secret(self, name: str, proposed: str) -> str:
+        """The secret of this name, which is kept for as long as this process."""
+        return self._secrets.setdefault(name, proposed)
 
     async def workers(self) -> Sequence[Member]:
         """All registered workers, in order of arrival. After a start there are none, until workers register again."""

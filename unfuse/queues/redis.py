@@ -327,6 +327,10 @@ class RedisQueue(TaskQueue):
         """Store a declaration."""
         await self._call("declare", by=by, declaration=script.raw(encode(declaration)))
 
+    async def secret(self, name: str, proposed: str) -> str:
+        """The secret of this name."""
+        return bytes(await self._call("secret", name=name, proposed=proposed)).decode()
+
     async def declared(self) -> dict[str, Declaration]:
         """All declarations that can be read."""
         stored = await self._call("declared")

@@ -92,8 +92,9 @@ class ShardedQueue(TaskQueue):
     """A queue whose requests are spread over `shards`, of whatever kind; all users name the same in the same order.
 
     Leases, limits and the order of tasks are those of each shard; a worker asks them in turns. Each has its part of the
-    limits. The registry and declarations are in all of them, the encoder cache's index in the first. Times are of the
-    first that answers, so their clocks have to agree. What lies `beside` them is only looked at, at the start.
+    limits. The registry and declarations are in all of them, the encoder cache's index and secrets in the first. Times
+    are of the first that answers, so their clocks have to agree. What lies `beside` them is only looked at, at the
+    start.
     """
 
     load, commit = _by_request(TaskQueue.load), _by_request(TaskQueue.commit)
@@ -101,6 +102,7 @@ class ShardedQueue(TaskQueue):
     hand_back, turn_down = _by_request(TaskQueue.hand_back), _by_request(TaskQueue.turn_down)
     drop = _by_request(TaskQueue.drop)
     cache, uncache = _by_first(TaskQueue.cache), _by_first(TaskQueue.uncache)
+    secret = _by_first(TaskQueue.secret)
     check, hello, discard = _told_all(TaskQueue.check), _told_all(TaskQueue.hello), _told_all(TaskQueue.discard)
     expired, forget, damaged = _by_all(TaskQueue.expired), _by_all(TaskQueue.forget), _by_all(TaskQueue.damaged)
 

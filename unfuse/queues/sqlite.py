@@ -131,6 +131,16 @@ class SqliteQueue(LocalQueue):
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
         return await super().over([request for request in requests if request not in self._journal.damaged])
 
+    @override
+    async def secret(self, name: str, proposed: str) -> str:
+        """The secret of this name, once it is written."""
+        self._may_read()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._journal.thread, self._journal.secret, name, proposed)
+        except Exception as error:
+            raise TransientError(f"the queue's file cannot be written: {error}") from error
+
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
         """Follow a request's history; an event comes after it is written."""
         return self._watch(self._entry(request), after)

@@ -20,7 +20,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_gap, check_growth
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, Filter, Limits, PoolStats, Stats
+from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.cached import CachedRefs
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
@@ -329,6 +329,8 @@ class QueueState:
             self._remove_task(task.key)
             entry.stages[task.stage] = None
             self._pushed[task.key] = self._clock.wall()
+            if task.avoids:
+                self._returned.count(task.key, task.avoids, MOST_RETURNS)
             self._put((-task.priority, task.order, self._arrival(), task))
 
     def _put(self, rank: Rank) -> None:

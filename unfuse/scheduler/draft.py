@@ -78,6 +78,7 @@ class Draft:
                 cache=planned.cache,
                 prefixes=planned.prefixes,
                 several=sum(stage.kind == planned.kind for stage in request.plan.stages) > 1,
+                avoids=self.stages[stage].avoids,
             )
         )
 

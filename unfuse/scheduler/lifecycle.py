@@ -24,6 +24,9 @@ from unfuse.queues.storable import EXACT
 from unfuse.scheduler import waking
 from unfuse.scheduler.draft import Draft
 
+HasOther = Callable[[str, str], bool]
+"""Whether a pool has a live worker beside the one of that id."""
+
 BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # why a task may be handed back at will
 GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
@@ -143,17 +146,26 @@ def handed_back(
 
 
 def failed(
-    context: RequestContext, failed: Failed, worker: str, wall: float, queue_now: float, running: Sequence[Running] = ()
+    context: RequestContext,
+    failed: Failed,
+    worker: str,
+    wall: float,
+    queue_now: float,
+    running: Sequence[Running] = (),
+    has_other: bool = False,
 ) -> Change:
     """A stage ended without outcome: try again what may succeed and is within its budget, else fail the request.
 
     A crash in company may have been another's doing: it is charged to nobody, and the stage is alone from then on.
     `running` is the record's: consumers of a lost object that run already are left alone, they may have read it.
-    Raises LeaseLost, and ValueError for a hand-back, which is the queue's business.
+    `has_other` says whether another worker could run the stage. Raises LeaseLost, and ValueError for a hand-back, which
+    is the queue's business.
     """
     claim, stage = failed.claim, failed.claim.stage
     draft = _claimed(context, claim, worker, wall, running)
     match failed.kind:
+        case "transient" if failed.error:
+            return _unknown_error(draft, failed, worker, has_other)
         case "transient":
             backoff = BACKOFF_S * 2 ** draft.stages[stage].failures
             return draft.charge("failures", stage, failed.message, failed.evidence).retry(claim, queue_now + backoff)
@@ -215,20 +227,13 @@ def cancelled(context: RequestContext, wall: float) -> Change | None:
     return None if context.over else Draft(context, wall).end("cancelled")
 
 
-def joined(context: RequestContext, leaves: bool) -> Change | None:
-    """One more caller waits for the result, or (not `leaves`) wants it whoever waits. None if that changes nothing."""
-    if context.over or context.callers is None:
+def client_disconnected(context: RequestContext, wall: float) -> Change | None:
+    """The client that waited for the result is gone. None if the request is over, or goes on without its client."""
+    if context.over or not context.ends_with_client:
         return None
-    callers = context.callers + 1 if leaves else None
-    return Change(msgspec.structs.replace(context, version=context.version + 1, callers=callers))
-
-
-def left(context: RequestContext, wall: float) -> Change | None:
-    """A caller that waited is gone, and with the last one the request. None if it goes on whoever waits, or is over."""
-    if context.over or context.callers is None:
-        return None
-    fewer = msgspec.structs.replace(context, callers=context.callers - 1)
-    return Draft(fewer, wall).end("cancelled") if fewer.abandoned else Draft(fewer, wall).change(None, context.status)
+    draft = Draft(context, wall)
+    draft.error = ErrorInfo("cancelled", "its client disconnected")
+    return draft.end("cancelled")
 
 
 def timed_out(
@@ -286,23 +291,26 @@ def placed(change: Change, home: Callable[[str], str]) -> Change:
 
 def moved(
     context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[Running] = (),
-    asleep: Collection[str] = (), wake_limit: float = 0.0,
+    asleep: Collection[str] = (), wake_limit: float = 0.0, has_other: HasOther = lambda _pool, _worker: True,
 ) -> Change | None:  # fmt: skip
     """Tasks that wait in vain go where they are at home, as the attempt that they are; so do those whose place moved
-    with the deadline, because a pool slept. None if nothing of that is so.
+    with the deadline, because a pool slept, and those that avoid a worker which is alone by now. None if nothing of
+    that is so.
 
     What runs is left alone.
     """
+    states = context.stages
     leased, awaits = {run.stage for run in running}, waking.waiting(context, asleep, wall, wake_limit)
     waiting = [stage for stage in context.plan.stages if context.stages[stage.name].status == "queued"]
     moves = [stage for stage in waiting if home(stage.pool) != stage.pool or awaits.order != context.order]
-    strays = [stage.name for stage in moves if stage.name not in leased]
+    alone = {stage.name for stage in waiting if (id := states[stage.name].avoids) and not has_other(stage.pool, id)}
+    strays = [stage.name for stage in waiting if stage.name not in leased and (stage in moves or stage.name in alone)]
     if context.over or (awaits is context and not strays):
         return None
     draft = Draft(awaits, wall)
     for name in strays:
         before = context.stages[name]
-        draft.move(name, "waiting", attempt=before.attempt - 1)
+        draft.move(name, "waiting", attempt=before.attempt - 1, avoids="" if name in alone else before.avoids)
         draft.queue(name, queued_at=before.queued_at)
     return placed(draft.change(None, context.status), home)
 
@@ -363,6 +371,19 @@ def _object_lost(draft: Draft, failed: Failed, running: set[str]) -> Change:
         draft.withdraw(lost, running)
     draft.queue_ready()
     return draft.change(failed.claim)
+
+
+def _unknown_error(draft: Draft, failed: Failed, worker: str, has_other: bool) -> Change:
+    """Try a stage again, on another worker where there is one, unless the same type of error ended it before."""
+    stage = failed.claim.stage
+    state = draft.stages[stage]
+    if state.failed_with == failed.error:
+        message = f"failed twice, on {state.failed_on} and {worker}: {failed.message}"
+        draft.error = ErrorInfo("model_error", message, stage, failed.evidence)
+        return draft.end("failed", failed.claim, dead=True)
+    avoids = worker if has_other else ""
+    draft.stages[stage] = msgspec.structs.replace(state, failed_with=failed.error, failed_on=worker, avoids=avoids)
+    return draft.charge("failures", stage, failed.message, failed.evidence).retry(failed.claim)
 
 
 def _as_declared(stage: PlannedStage, done: Done, worker: str) -> bool:

@@ -31,6 +31,7 @@ class Registry:
         self._cards = {card.name: card for card in cards}
         self._manned: dict[str, Counter[str]] = {}
         self._changed: dict[str, ChangedFile] = {}
+        self._live: dict[str, frozenset[str]] = {}
         self._asleep: dict[str, int] = {}
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}  # every registered worker by id, those that were silent lately too
@@ -52,6 +53,7 @@ class Registry:
             for pool in member.info.pools:
                 manned[declared(pool)][pool] += 1
         self._manned = dict(manned)
+        self._live = {member.info.id: frozenset(member.info.pools) for member in live}
         return live
 
     async def cards(self) -> dict[str, ModelCard]:
@@ -74,6 +76,10 @@ class Registry:
     def manned(self, pool: str) -> Mapping[str, int]:
         """The pools with live workers that could serve what is declared for this one, and how many work in each."""
         return self._manned.get(declared(pool), {})
+
+    def has_other(self, pool: str, worker: str) -> bool:
+        """Whether a live worker other than this one serves that very pool."""
+        return any(id != worker and pool in pools for id, pools in self._live.items())
 
     def is_exact(self, pool: str) -> bool:
         """Whether live workers man that very pool, and give each request its bytes whatever else they run."""

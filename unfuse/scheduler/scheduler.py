@@ -12,7 +12,7 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, WeightsChanged
+from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
@@ -120,7 +120,7 @@ class Scheduler:
         context = RequestContext(
             asked.id or self.queue.placed(request_ids(), who), card.name, params, plan, {}, who.tenant,
             who.idempotency_key, who.fingerprint, priority=delivery.priority, metadata=delivery.metadata,
-            asked=asked.name, limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
+            asked=asked.name, limit_s=asked.limit_s or None, ends_with_client=who.ends_with_client, makes=asked.makes,
             webhook=_webhook(delivery, who),
         )  # fmt: skip
         return await self._submit(context, who.allowance, delivery.timeout)
@@ -166,7 +166,7 @@ class Scheduler:
 
     async def _submit(self, context: RequestContext, may: Allowance, timeout: float | None = None) -> Record:
         if self.draining:
-            raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
+            raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
         now = 0.0 if timeout is None else await self.queue.now()
         priced, deadline = self._costs.priced(context), timeout and now + timeout
         bounded = context.limit_s if self._costs.known(context) else None
@@ -216,15 +216,10 @@ class Scheduler:
         record, _ = await self._apply(request, lambda record, wall: lifecycle.cancelled(record.context, wall))
         return record
 
-    async def joined(self, request: str, leaves: bool) -> Record:
-        """Another caller wants the result of a request: one that waits, if it `leaves`. Raises NotFound."""
-        record, _ = await self._apply(request, lambda record, _: lifecycle.joined(record.context, leaves))
-        return record
-
-    async def left(self, request: str) -> None:
-        """A caller that waited for a request is gone, which the request ends with if it was the last."""
+    async def client_disconnected(self, request: str) -> None:
+        """Cancel a request that belongs to a client which is gone. One that is over does not change."""
         with suppress(NotFound):
-            await self._apply(request, lambda record, wall: lifecycle.left(record.context, wall))
+            await self._apply(request, lambda record, wall: lifecycle.client_disconnected(record.context, wall))
 
     async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
         """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
@@ -292,10 +287,16 @@ class Scheduler:
         queue_now = await self.queue.now()
         message, evidence = without_paths(failed.message), without_paths(failed.evidence)
         told = msgspec.structs.replace(failed, message=message, evidence=evidence)
-        record, _ = await self._apply(
-            claim.request,
-            lambda record, wall: lifecycle.failed(record.context, told, worker, wall, queue_now, record.running),
-        )
+        if failed.error:
+            await self.registry.workers()  # who is there now
+
+        def decide(record: Record, wall: float) -> Change:
+            known = record.context.stages.keys()
+            pool = record.context.plan.stage(claim.stage).pool if claim.stage in known else ""
+            has_other = self.registry.has_other(pool, worker)
+            return lifecycle.failed(record.context, told, worker, wall, queue_now, record.running, has_other)
+
+        record, _ = await self._apply(claim.request, decide)
         if failed.object_id:
             self.in_flight.announced(record.context)
             with self._background.besides("giving up a lost output"):

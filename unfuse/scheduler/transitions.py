@@ -117,5 +117,6 @@ class Transitions:
         who = self.registry
         asleep, limit = who.asleep(), who.wake_limit
         return await self.apply_if_due(
-            record, lambda now, wall: lifecycle.moved(now.context, who.home, wall, now.running, asleep, limit)
+            record,
+            lambda now, wall: lifecycle.moved(now.context, who.home, wall, now.running, asleep, limit, who.has_other),
         )

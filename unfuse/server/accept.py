@@ -1,11 +1,10 @@
-"""Turns a creating call into a request: a repeat gets the earlier one; a new one is checked and submitted."""
+"""Turns a creating call into a request. A repeat with the same Idempotency-Key gets the earlier one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +15,7 @@ from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
-from unfuse.core.errors import InvalidParameter, NotFound, TransientError
+from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
 from unfuse.core.request import Asked, Record, Who, request_ids
@@ -27,8 +26,6 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_mask, read_picture
-
-REPEAT_WITHIN_S = 15 * 60  # seconds in which a repeat without an idempotency key still gets the first call's request
 
 MAX_KEY = 255
 
@@ -68,7 +65,7 @@ class Call:
         return any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences)
 
     async def accept(self) -> tuple[Record, Delivery]:
-        """Return the request: a new one, or the earlier one that this call repeats.
+        """Return the request: a new one, or the earlier one with the same Idempotency-Key.
 
         Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
         """
@@ -84,33 +81,26 @@ class Call:
             message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
             raise InvalidParameter(message, "Idempotency-Key")
         fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
-        leaves = self.gateway.cancels and self.waits and not self.prefers_not_to_wait
-        who = Who(self.caller.tenant, key, fingerprint, leaves, self.caller.allowance, base_of(self.request))
+        ends_with_client = self.gateway.cancels and self._belongs_to_its_client(key, delivery)
+        who = Who(self.caller.tenant, key, fingerprint, ends_with_client, self.caller.allowance, base_of(self.request))
         id = self.gateway.queue.placed(request_ids(self.medium), who)
-        while True:
-            record = await self._earlier(key, fingerprint) or await self._submit(id, who, delivery)
-            if key and record.context.fingerprint != fingerprint:
-                message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
-                headers = {"x-should-retry": "false"}
-                raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
-            if record.context.id == id:
-                return record, delivery
-            with suppress(NotFound):
-                record = await self.gateway.scheduler.joined(record.context.id, leaves)
-                if not record.context.abandoned:
-                    return record, delivery
-                await self.gateway.delete(record.context.id)
+        record = await self._earlier(key) or await self._submit(id, who, delivery)
+        if key and record.context.fingerprint != fingerprint:
+            message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
+            headers = {"x-should-retry": "false"}
+            raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
+        return record, delivery
 
-    async def _earlier(self, key: str, fingerprint: str) -> Record | None:
-        if key:
-            known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
-            return known[0] if known else None
-        if self.request.headers.get("x-stainless-retry-count", "0") in ("", "0"):
+    def _belongs_to_its_client(self, key: str, delivery: Delivery) -> bool:
+        """Whether nobody but the client that waits for the answer can want the result."""
+        return self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
+
+    async def _earlier(self, key: str) -> Record | None:
+        """Return the tenant's request with this Idempotency-Key, or None."""
+        if not key:
             return None
-        known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, fingerprint=fingerprint), limit=1)
-        since = self.gateway.scheduler.clock.wall() - REPEAT_WITHIN_S
-        recent = [record for record in known if record.context.created_at > since]
-        return recent[0] if recent else None
+        known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
+        return known[0] if known else None
 
     async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
         """Check everything, cheap checks first; store the picture, then submit the request."""
@@ -195,13 +185,13 @@ class Call:
             yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: bool(card.last_frame)
 
 
-def respond_async(call: Call, record: Record) -> JSONResponse | None:
+async def respond_async(call: Call, record: Record) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
     if not call.prefers_not_to_wait:
         return None
     location = f"{base_of(call.request)}/v1/requests/{record.context.id}"
     headers = {"location": location, "preference-applied": "respond-async"}
-    return JSONResponse(call.gateway.view(call.request, record), 202, headers)
+    return JSONResponse(await call.gateway.view(call.request, record), 202, headers)
 
 
 def _fingerprint(path: str, given: dict[str, object]) -> str:

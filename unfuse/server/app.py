@@ -17,6 +17,7 @@ from unfuse.server.auth import KEYED, Lasting, caller_of
 from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
+from unfuse.server.methods import Methods
 from unfuse.server.throttle import Throttle
 
 
@@ -30,6 +31,7 @@ def create_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
     app.include_router(health.router)
     install(app)
+    app.add_middleware(Methods)
     app.add_middleware(Lasting, keys=gateway.keys)
     app.add_middleware(Guard, access=access or Access(), keyed=keyed)
     app.add_middleware(Throttle)

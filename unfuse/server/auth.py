@@ -44,18 +44,24 @@ class Caller(msgspec.Struct, frozen=True):
 async def caller_of(request: Request) -> Caller:
     """The caller. Raises Refusal (401) for an unknown key, and 403 for what a key that only reads may not do.
 
-    Without configured keys, everyone is admitted.
+    Without configured keys, everyone is admitted. A signed link to a result needs no key.
     """
-    keys = (await gateway_of(request)).keys
+    gateway = await gateway_of(request)
+    keys = gateway.keys
     if not keys:
         return Caller(DEFAULT_TENANT, DEFAULT_TENANT, True)
     key = keys.of(_shown(request.headers))
     if key is None:
+        if await gateway.links.opens(request):
+            return FOLLOWS_LINK
         raise _unknown()
     if key.only_reads and request.method not in READS:
         raise Refusal(403, "read_only", "this key only reads: whoever keeps the keys can give one without read=yes")
     return Caller(key.tenant, None if key.admin else key.tenant, key.admin, key.models, key.allowance)
 
+
+FOLLOWS_LINK = Caller(DEFAULT_TENANT, None, False)
+"""Whoever follows a signed link, which opens the path of one result and no other."""
 
 Known = Annotated[Caller, Depends(caller_of)]
 

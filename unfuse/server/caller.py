@@ -1,4 +1,4 @@
-"""Answers calls whose clients wait, and sees what is done when one is gone before that."""
+"""Answers calls whose clients wait, and cancels the requests of clients that disconnect before that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def answer_call(
     else, once it is completed, by a `reply`, which is made in a thread.
     """
     record, delivery = await call.accept()
-    if accepted := respond_async(call, record):
+    if accepted := await respond_async(call, record):
         return accepted
     caller = Caller(call.gateway, call.request, record)
     if delivery.stream:
@@ -35,16 +35,16 @@ async def answer_call(
 
 
 class Caller:
-    """Whoever waits for a request, which has a caller less if that is gone before it is answered.
+    """A client that waits for its request, which is cancelled if the client disconnects before it is answered.
 
-    Whom the server leaves, because it ends or cannot go on, is not gone.
+    A connection that the server closes, because it ends or cannot go on, cancels nothing.
     """
 
     def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:
         self._gateway, self._request, self._id = gateway, request, record.context.id
         self.is_answered = False  # whether the answer is there, whatever it is
-        if record.context.callers is not None and not record.context.over:
-            gateway.background.once("noticing that a client is gone", self._notice)
+        if record.context.ends_with_client and not record.context.over:
+            gateway.background.once("waiting for a client to disconnect", self._await_disconnect)
 
     async def told(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The events, which are the answer once the last was told."""
@@ -52,8 +52,8 @@ class Caller:
             yield event
         self.is_answered = True
 
-    async def _notice(self) -> None:
+    async def _await_disconnect(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         if not self.is_answered and not self._gateway.scheduler.draining:
-            await self._gateway.scheduler.left(self._id)
+            await self._gateway.scheduler.client_disconnected(self._id)

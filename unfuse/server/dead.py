@@ -37,7 +37,7 @@ async def page(
 ) -> dict[str, object]:
     """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
     found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
-    views = [gateway.view(request, record, evidence=True) for record in found]
+    views = await gateway.views(request, found, evidence=True)
     damaged = await gateway.queue.damaged() if caller.admin and not after else ()
     return _with_damage(listed(views, limit), damaged)
 
@@ -62,7 +62,7 @@ async def show(id: str, request: Request, gateway: Served, caller: Known) -> dic
     record = await gateway.load(id, caller.sees)
     if not record.context.dead:
         raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
-    return gateway.view(request, record, evidence=True)
+    return await gateway.view(request, record, evidence=True)
 
 
 @router.delete("/{id}", responses=FORGOTTEN)
@@ -99,4 +99,4 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
     with gateway.refusals_told(old.context.tenant, old.context.model):
         record = await gateway.scheduler.retry(id, fresh, own)
     gateway.release(old.context)
-    return gateway.view(request, record)
+    return await gateway.view(request, record)

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse.core import errors
 from unfuse.server.answers import TEXT, Answers, Schema, perhaps, thing
+from unfuse.server.methods import allowed_methods
 
 log = structlog.get_logger(__name__)
 
@@ -60,8 +61,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _answer)
 
 
-async def _answer(_: Request, error: Exception) -> JSONResponse:
-    return _response(refusal_of(error))
+async def _answer(request: Request, error: Exception) -> JSONResponse:
+    refusal = refusal_of(error)
+    if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
+        refusal.headers = {"allow": allowed}
+    return _response(refusal)
 
 
 def _response(refusal: Refusal) -> JSONResponse:
@@ -79,6 +83,8 @@ def refusal_of(error: Exception) -> Refusal:
             return Refusal(400, "invalid_parameter", str(error), error.param)
         case errors.NotFound():
             return Refusal(404, "not_found", str(error))
+        case errors.ShuttingDown():
+            return Refusal(503, "stopping", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
         case errors.Overloaded():
             code = "rate_limit_exceeded" if isinstance(error, errors.LimitReached) else "overloaded"
             return Refusal(429, code, str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})

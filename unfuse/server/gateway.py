@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.fetching import Fetching
 from unfuse.server.joining import Joining
 from unfuse.server.keys import DEFAULT_TENANT, Keys
+from unfuse.server.links import Links
 from unfuse.server.metrics import Metrics
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
@@ -52,10 +53,11 @@ class Gateway(Observer):
     that go by another one here. `standard` is what every request gets beside its model's defaults, where it does not
     say otherwise; `loras` is the folder of adapters, if any. A `strict` one refuses what it would have to ignore.
     `time_limits` are seconds that a request's stages may run, by medium; 0 or none: any number. `store` is the kind of
-    place where workers keep outputs. One that `cancels` ends a request whose callers waited and are all gone. With one
+    place where workers keep outputs. One that `cancels` ends a request whose client waited and disconnected. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
-    models. What the scheduler does it counts and logs.
+    models. Links begin with the `public_url` ("": with the address that the client used). What the scheduler does it
+    counts and logs.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class Gateway(Observer):
         prices: Prices = FREE,
         fetching: Fetching | None = None,
         joining: Joining | None = None,
+        public_url: str = "",
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
-        self.keys, self.prices = keys or Keys(), prices
+        self.keys, self.prices, self.public_url = keys or Keys(), prices, public_url
+        self.links = Links(scheduler.queue, scheduler.clock, signs=bool(self.keys))
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self.trials, self.fetching = Trials(self.metrics.texts), fetching or Fetching()
@@ -165,13 +169,22 @@ class Gateway(Observer):
             log.info("rejected", status=refusal.status, code=refusal.code, param=refusal.param, **told)
             raise
 
-    def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
+    async def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
         """A request as the caller sees it."""
-        shown = request_object(
-            record, base_of(request), self.scheduler.eta(record), evidence=evidence, prices=self.prices
-        )
-        state, until = self.scheduler.awaited(record)
-        return shown if until is None else shown | {"state": state}
+        (shown,) = await self.views(request, [record], evidence=evidence)
+        return shown
+
+    async def views(
+        self, request: Request, records: Sequence[Record], *, evidence: bool = False
+    ) -> list[dict[str, object]]:
+        """Requests as the caller sees them."""
+        base, sign = base_of(request), await self.links.signer()
+        found = []
+        for record in records:
+            eta, (state, until) = self.scheduler.eta(record), self.scheduler.awaited(record)
+            shown = request_object(record, base, eta, evidence=evidence, prices=self.prices, sign=sign)
+            found.append(shown if until is None else shown | {"state": state})
+        return found
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""
@@ -245,8 +258,9 @@ def _shown(name: object) -> str:
 
 
 def base_of(request: Request) -> str:
-    """The URL by which the client reached this gateway; links in responses begin with it."""
-    return str(request.base_url).rstrip("/")
+    """The URL that links in responses begin with: the public one, or that by which the client reached this gateway."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway.public_url or str(request.base_url).rstrip("/")
 
 
 async def gateway_of(request: Request) -> Gateway:

@@ -26,7 +26,8 @@ async def ready(gateway: Served) -> JSONResponse:
     """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
 
     Models that were added while it ran do not count: how far these are is in /v1/models. 503 too while the queue cannot
-    work, and while results cannot be kept. What is away of a queue that works all the same is told.
+    work, while results cannot be kept, and while the server is shutting down. What is away of a queue that works
+    all the same is told.
     """
     try:
         await gateway.queue.check()
@@ -36,6 +37,8 @@ async def ready(gateway: Served) -> JSONResponse:
     if not kept:
         message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
         raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
+    if gateway.scheduler.draining:
+        raise Refusal(503, "not_ready", "the server is shutting down", headers={"retry-after": "5"})
     registry = gateway.scheduler.registry
     missing = {model: pools for model, pools in (await registry.missing()).items() if model not in registry.admitted}
     served = await gateway.models()

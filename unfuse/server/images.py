@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import msgspec
@@ -26,7 +26,7 @@ from unfuse.server.caller import answer_call
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import EDIT, GENERATE
 from unfuse.server.gateway import Gateway, Served, base_of
-from unfuse.server.view import result_url, size_of
+from unfuse.server.view import result_path, size_of
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["images"])
@@ -42,7 +42,7 @@ _USAGE = {
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, asker: Known) -> Response:
-    """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing, unless the server says so."""
+    """Make pictures of a prompt, and wait for them. They are cancelled when the client disconnects."""
     call = Call(gateway, request, asker, await read_json(request), IMAGE, waits=True)
     return await _answer(call, "image_generation")
 
@@ -57,10 +57,13 @@ async def edit(request: Request, gateway: Served, asker: Known) -> Response:
 
 
 async def _answer(call: Call, kind: str) -> Response:
-    gateway = call.gateway
+    gateway, base, sign = call.gateway, base_of(call.request), await call.gateway.links.signer()
 
     def reply(context: RequestContext, delivery: Delivery) -> bytes:
-        return _reply(gateway.results, context, base_of(call.request) if delivery.response_format == "url" else None)
+        def address(index: int) -> str:
+            return base + sign(result_path(context, index))
+
+        return _reply(gateway.results, context, address if delivery.response_format == "url" else None)
 
     return await answer_call(call, lambda record: _events(gateway, record, kind), reply)
 
@@ -101,15 +104,15 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
     return {"seed": seed + file.index} if isinstance(seed, int) else {}
 
 
-def _reply(results: ResultStore, context: RequestContext, base_url: str | None) -> bytes:
-    """The reply in OpenAI's shape, pictures inside (base64) or by address under `base_url`; reads files."""
+def _reply(results: ResultStore, context: RequestContext, address: Callable[[int], str] | None) -> bytes:
+    """The reply in OpenAI's shape, with pictures inside (base64), or their addresses by index. Reads files."""
     data = []
     for file in context.result:
         picture = _seed(context, file)
-        if base_url is None:
+        if address is None:
             picture["b64_json"] = base64.b64encode(results.read(context.id, file.index)).decode()
         else:
-            picture["url"] = result_url(context, file.index, base_url)
+            picture["url"] = address(file.index)
         data.append(picture)
     return msgspec.json.encode(
         {

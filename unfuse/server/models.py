@@ -24,10 +24,10 @@ router = APIRouter(prefix="/models", tags=["models"])
 
 @router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served, caller: Known) -> dict[str, object]:
-    """Every served model that the caller may ask for."""
+    """Every served model that the caller may ask for, in the order in which the server was given them."""
     loras, registry = await _loras(gateway), gateway.scheduler.registry
-    missing, served = await registry.missing(), sorted((await gateway.models(caller.models)).items())
-    return {"object": "list", "data": [_model(name, card, loras, missing, registry) for name, card in served]}
+    missing, served = await registry.missing(), await gateway.models(caller.models)
+    return {"object": "list", "data": [_model(name, card, loras, missing, registry) for name, card in served.items()]}
 
 
 @router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])

@@ -18,6 +18,7 @@ from unfuse.queues.base import Filter
 from unfuse.server import sse
 from unfuse.server.answers import HAPPENED, REQUEST, one, several
 from unfuse.server.auth import Known
+from unfuse.server.files import file_response
 from unfuse.server.gateway import Served
 
 router = APIRouter(prefix="/requests", tags=["requests"])
@@ -34,30 +35,30 @@ async def page(
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
     found = await gateway.queue.list(Filter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
-    return listed([gateway.view(request, record) for record in found], limit)
+    return listed(await gateway.views(request, found), limit)
 
 
 @router.get("/{id}", responses=one(REQUEST))
 async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
-    return gateway.view(request, await gateway.load(id, caller.sees), evidence=True)
+    return await gateway.view(request, await gateway.load(id, caller.sees), evidence=True)
 
 
 @router.post("/{id}/cancel", responses=one(REQUEST))
 async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """Cancel a request; one that is over does not change."""
     await gateway.load(id, caller.sees)
-    return gateway.view(request, await gateway.scheduler.cancel(id))
+    return await gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
-async def result(id: str, index: int, gateway: Served, caller: Known) -> FileResponse:
-    """One picture or video of a request, or a range of its bytes."""
+async def result(id: str, index: int, request: Request, gateway: Served, caller: Known) -> FileResponse:
+    """One picture or video of a request, or ranges of its bytes."""
     files = {file.index: file for file in (await gateway.load(id, caller.sees)).context.result}
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")
     path = await to_thread.run_sync(gateway.results.path, id, index)
-    return FileResponse(path, media_type=files[index].content_type)
+    return await file_response(request, path, files[index].content_type, files[index].sha256)
 
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})

@@ -22,6 +22,7 @@ from unfuse.server.auth import Known
 from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
+from unfuse.server.files import file_response
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.live import Live
 from unfuse.server.requests import listed
@@ -38,7 +39,7 @@ async def create(request: Request, gateway: Served, asker: Known) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
     call = Call(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
     record, _ = await call.accept()
-    return respond_async(call, record) or _answer(record)
+    return await respond_async(call, record) or _answer(record)
 
 
 @router.get("", responses=several(VIDEO_OBJECT))
@@ -72,12 +73,13 @@ async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
 @router.get("/{id}/content", response_class=FileResponse)
 async def content(
     id: str,
+    request: Request,
     gateway: Served,
     caller: Known,
     variant: Literal["video", "thumbnail", "spritesheet"] = "video",
     stream: bool = False,
 ) -> Response:
-    """The file of a video, or a range of its bytes; or its first frame, as WebP.
+    """The file of a video, or ranges of its bytes; or its first frame, as WebP.
 
     With `stream`, the video as fragmented MP4, also while it is being made: frames come as they are decoded.
     """
@@ -93,19 +95,22 @@ async def content(
         message = f"{id} has no content, it is {record.status}: ask for it once it is completed"
         raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})
     path = await to_thread.run_sync(gateway.results.path, id, 0)
-    kind = record.context.result[0].content_type
+    file = record.context.result[0]
     if variant == "thumbnail":
         return Response(await to_thread.run_sync(_thumbnail, path), media_type="image/webp")
     if len(record.context.result) > 1:
         last = len(record.context.result) - 1
         raise InvalidParameter(f"{id} is frames: read /v1/requests/{id}/result/0 to /{last}", "variant")
-    return FileResponse(path, media_type=kind)
+    return await file_response(request, path, file.content_type, file.sha256)
 
 
-@router.post("/{rest:path}", include_in_schema=False)
-async def unknown(rest: str) -> None:
+@router.post("/edits", include_in_schema=False)
+@router.post("/extensions", include_in_schema=False)
+@router.post("/characters", include_in_schema=False)
+@router.post("/{id}/remix", include_in_schema=False)
+async def unknown(request: Request) -> None:
     """What OpenAI can make of a video that exists, and we cannot. Always raises NotFound."""
-    raise NotFound(f"/v1/videos/{rest} is not served: make a new video with POST /v1/videos")
+    raise NotFound(f"{request.url.path} is not served: make a new video with POST /v1/videos")
 
 
 async def _load(gateway: Gateway, id: str, tenant: str | None) -> Record:

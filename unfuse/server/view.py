@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from msgspec.structs import asdict
 
 from unfuse.core.media import seconds_of
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import Record, RequestContext, Running
+from unfuse.core.request import Record, RequestContext, ResultFile, Running
 from unfuse.server.prices import FREE, Prices, spent
 
 
 def request_object(
-    record: Record, base_url: str, eta: float | None = None, *, evidence: bool = False, prices: Prices = FREE
+    record: Record,
+    base_url: str,
+    eta: float | None = None,
+    *,
+    evidence: bool = False,
+    prices: Prices = FREE,
+    sign: Callable[[str], str] = str,
 ) -> dict[str, object]:
-    """The request object, with result addresses under `base_url`. Times are Unix seconds, `eta` is seconds from now.
+    """The request object. Times are Unix seconds, `eta` is seconds from now.
+
+    Addresses of results are under `base_url`, with their paths as `sign` makes them.
 
     Its error comes with the stage and the `evidence` (a log's last lines) where one request is asked for by its id, and
     for dead ones; lists leave that out.
@@ -46,10 +56,7 @@ def request_object(
         "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
         "attempts": max((state.attempt for state in context.stages.values()), default=0),
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
-        "result": [
-            {"url": result_url(context, file.index, base_url), "content_type": file.content_type, "bytes": file.bytes}
-            for file in context.result
-        ],
+        "result": [_result(file, base_url + sign(result_path(context, file.index))) for file in context.result],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
         "metadata": context.metadata,
         "webhook": hook and {name: getattr(hook, name) for name in ("url", "state", "attempts", "reason")},
@@ -61,7 +68,7 @@ def video_object(record: Record) -> dict[str, object]:
     context, params, status = record.context, record.context.params, record.status
     frames, fps = params["num_frames"], params["fps"]
     error = context.error and {"code": context.error.code, "message": context.error.message}
-    if status == "cancelled":
+    if status == "cancelled" and error is None:
         error = {"code": "cancelled", "message": "the request was cancelled"}
     return {
         "id": context.id,
@@ -85,9 +92,9 @@ def size_of(context: RequestContext) -> str:
     return f"{context.params['width']}x{context.params['height']}"
 
 
-def result_url(context: RequestContext, index: int, base_url: str) -> str:
-    """Where one result of a request is read."""
-    return f"{base_url}/v1/requests/{context.id}/result/{index}"
+def result_path(context: RequestContext, index: int) -> str:
+    """Where one result of a request is read, below the server's address."""
+    return f"/v1/requests/{context.id}/result/{index}"
 
 
 def progress(record: Record) -> int:
@@ -104,6 +111,10 @@ def progress(record: Record) -> int:
     costs = {stage.name: stage.cost or 1.0 for stage in context.plan.stages}
     behind = sum(costs[name] * part for name, part in parts.items())
     return min(99, int(100 * behind / sum(costs.values())))
+
+
+def _result(file: ResultFile, url: str) -> dict[str, object]:
+    return {"url": url, "content_type": file.content_type, "bytes": file.bytes}
 
 
 def _cost(context: RequestContext, prices: Prices) -> dict[str, object]:

@@ -23,6 +23,7 @@ from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Transien
 from unfuse.core.request import Record, RequestContext, Webhook
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.links import WEBHOOK_LASTS_S, Links
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.targets import Targets, host_of
 from unfuse.server.view import request_object
@@ -51,10 +52,10 @@ class Webhooks(Observer):
         self._all = asyncio.Semaphore(AT_ONCE)
         self._hosts = WeakValueDictionary[str, asyncio.Semaphore]()
 
-    def start(self, scheduler: Scheduler) -> None:
-        """Begin to tell what there is to tell, and what this scheduler ends."""
+    def start(self, scheduler: Scheduler, links: Links) -> None:
+        """Begin to tell what there is to tell, and what this scheduler ends; messages have such links to results."""
         if self.targets:
-            self._scheduler, self._notices = scheduler, scheduler.notices
+            self._scheduler, self._notices, self._links = scheduler, scheduler.notices, links
             scheduler.observers.add(self)
             self._background.forever("looking for webhooks that have not heard", self._review)
 
@@ -90,7 +91,7 @@ class Webhooks(Observer):
         reason, status = "", 0
         try:
             self.targets.require(webhook.url)
-            status = await self.targets.call(webhook.url, *self._message(context, webhook))
+            status = await self.targets.call(webhook.url, *await self._message(context, webhook))
         except (InvalidParameter, TransientError) as error:
             reason = str(error)
         told = {"request": context.id, "host": host_of(webhook.url), "attempt": webhook.attempts}
@@ -105,11 +106,12 @@ class Webhooks(Observer):
         self._scheduler.observers.tell(Observer.told, "given_up" if state == "given_up" else "failed")
         return context
 
-    def _message(self, context: RequestContext, webhook: Webhook) -> tuple[dict[str, str], bytes]:
+    async def _message(self, context: RequestContext, webhook: Webhook) -> tuple[dict[str, str], bytes]:
         """The headers and the body: what happened, and the request as its tenant sees it."""
         happened = context.status if context.status in ("completed", "cancelled") else "failed"
         at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
-        data = request_object(Record(context), webhook.base, prices=self._prices)
+        sign = await self._links.signer(WEBHOOK_LASTS_S)
+        data = request_object(Record(context), webhook.base, prices=self._prices, sign=sign)
         body = msgspec.json.encode({"type": f"request.{happened}", "timestamp": at, "data": data})
         now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
         signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]

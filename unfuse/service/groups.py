@@ -55,6 +55,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trusted_proxies: Annotated[
         tuple[str, ...], says("Addresses or networks of proxies that say what host and scheme they were asked for.")
     ] = ()
+    public_url: Annotated[str, says(
+        "Address that links in answers begin with, like https://example.com/pictures; else the one that a client used."
+    )] = ""  # fmt: skip
     max_connections: Annotated[int, says("Connections that may be open; more are told 503.", ge=1)] = 8192
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
@@ -161,10 +164,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
         False
     )
-    on_disconnect: Annotated[Literal["continue", "cancel"], says(
-        "What becomes of a picture whose client waits for it and is gone: it is made all the same, or cancelled at "
-        "its next step, unless another call with its idempotency key waits."
-    )] = "continue"  # fmt: skip
+    on_disconnect: Annotated[Literal["cancel", "continue"], says(
+        "What becomes of a picture or chat whose client waits for it and disconnects: it is cancelled at its next "
+        "step, or made all the same. Calls with an Idempotency-Key, a webhook or Prefer: respond-async continue."
+    )] = "cancel"  # fmt: skip
     reuse_results: Annotated[bool, says(
         "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers made "
         "and that are still kept."

@@ -13,6 +13,7 @@ from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
 from unfuse.server.keys import Keys
+from unfuse.server.links import parse_public_url
 from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
@@ -31,6 +32,7 @@ def options(loaded: Loaded) -> ServeOptions:
     return ServeOptions(
         serve=serve,
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
+        public_url=parse_public_url(serve.public_url),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
         prices=Prices(serve.price),

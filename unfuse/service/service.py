@@ -72,7 +72,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     in `run_dir`. `worker_flags` are what the workers it starts are told beside how to compute, by flag;
     `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
     there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
-    remembers what stages take. Workers are started elsewhere by the `launcher`, else here.
+    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin
+    with the `public_url`, if there is one.
     """
 
     serve: Serve
@@ -99,6 +100,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float
     standard: Params
     launcher: OpenLauncher | None
+    public_url: str = ""
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -153,11 +155,11 @@ class Service:
                 time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
-                prices=options.prices, fetching=fetching, joining=crews,
+                prices=options.prices, fetching=fetching, joining=crews, public_url=options.public_url,
             )  # fmt: skip
             server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
-            webhooks.start(scheduler)
+            webhooks.start(scheduler, gateway.links)
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
             stack.push_async_callback(background.close)

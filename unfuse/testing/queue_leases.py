@@ -204,6 +204,21 @@ async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: TaskQueue, clock
     assert (await leased(queue, worker="v")).task.attempt == 99
 
 
+async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: TaskQueue, clock: ManualClock) -> None:
+    """Not for a preference either, nor after another worker has handed it back, until it is pushed without that."""
+    record = await submitted(queue, "a", avoids="w", near="here", affinity="red")
+    await submitted(queue, "b")
+    assert await drained(queue) == ["b"]
+    assert await queue.lease("w", wanted("p", near="here", affinity="red"), TTL) == []
+    assert await queue.size("p") == 1
+    lease = await leased(queue, worker="other")
+    assert await queue.hand_back(lease.claim)
+    assert await queue.lease("w", wanted("p"), TTL) == []
+    lease = await leased(queue, worker="other")
+    await queue.commit(change(record, lease.claim, push=(task("a", attempt=3),)))
+    assert (await leased(queue)).task.request == "a"
+
+
 async def a_preference_does_not_bring_back_what_was_turned_down(queue: TaskQueue, clock: ManualClock) -> None:
     """Among a whole line of such, the one that was not is found; when there is none, nothing is leased."""
     names = [f"{number:02}" for number in range(PREFERENCE_AMONG + 4)]
@@ -367,6 +382,7 @@ LEASE_RULES = (
     an_old_claim_is_worth_nothing,
     handing_back_keeps_the_place,
     who_turns_a_task_down_for_ever_gets_it_no_more,
+    a_task_is_not_leased_to_the_worker_that_it_avoids,
     a_preference_does_not_bring_back_what_was_turned_down,
     a_preference_chooses_behind_what_was_turned_down,
     a_task_waits_for_its_time,

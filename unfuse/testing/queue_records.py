@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
@@ -55,6 +56,16 @@ async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> Non
     assert [record.context.id for record in await queue.list(Filter())] == ["active", "new"]
     again = await queue.submit(request("old", idempotency_key="old"), [], [], LIMITS)
     assert again.context.status == "queued"
+
+
+async def a_secret_is_the_one_that_was_proposed_first(queue: TaskQueue, clock: ManualClock) -> None:
+    """For every caller, under each name by itself, also where several propose one at a time."""
+    proposed = [f"{number:02}" * 16 for number in range(8)]
+    found = await asyncio.gather(*(queue.secret("links", one) for one in proposed))
+    assert len({*found}) == 1 and found[0] in proposed
+    assert await queue.secret("other", "b" * 32) == "b" * 32
+    assert await queue.forget(1e12) == []
+    assert await queue.secret("links", "c" * 32) == found[0]
 
 
 async def one_that_is_over_is_dropped_at_once(queue: TaskQueue, clock: ManualClock) -> None:
@@ -254,6 +265,7 @@ RECORD_RULES = (
     requests_are_listed_newest_first,
     what_is_over_is_forgotten,
     one_that_is_over_is_dropped_at_once,
+    a_secret_is_the_one_that_was_proposed_first,
     it_is_told_which_are_over,
     what_there_is_to_do_is_told,
     a_prediction_that_is_no_time_counts_nothing,

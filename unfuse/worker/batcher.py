@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from statistics import median
+
+from unfuse.core.retries import MEMORY, rule_of
 
 GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
 SAMPLES = 5  # how many forwards of a size are remembered, the latest
@@ -114,6 +115,4 @@ class BatchSizes:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether the error means that a device, or the host, had not enough memory."""
-    torch = sys.modules.get("torch")  # without torch, there is no device whose memory could be full
-    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return on_device or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+    return rule_of(error) is MEMORY

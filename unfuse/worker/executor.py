@@ -269,6 +269,8 @@ class Executor:
                 await self._report(message)
             case PairDone() | Taken() | Shares() | TextsHeld() | DeviceHeld():
                 self._learn(message)
+            case Failed(kind="crash"):  # its end reports the task, and all that it had begun
+                self._processes[0].kill(f"killed, because its device failed: {message.message}")
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
                 self._unwritten.discard(message.claim)

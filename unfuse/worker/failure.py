@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import traceback
 
-from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError, Unsuitable
-from unfuse.core.messages import REFUSED, Failed, FailureKind
+from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
+from unfuse.core.messages import REFUSED, Failed
+from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
 from unfuse.core.task import Claim
-from unfuse.worker.batcher import out_of_memory
 
 EVIDENCE_CHARS = 4000
 
@@ -16,18 +16,17 @@ ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 def failure(claim: Claim, error: Exception) -> Failed:
     """The report for a task that ended with this error."""
-    kind: FailureKind = "transient"
-    object_id = ""
-    if isinstance(error, ObjectLost):
-        kind, object_id = "object_lost", error.object_id
-    elif isinstance(error, PermanentError | NotFound) or out_of_memory(error):
-        kind = "permanent"
+    rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
-    if out_of_memory(error):
+    if rule is MEMORY:
         message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
-    reason = REFUSED if isinstance(error, Unsuitable) else ""
-    return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id, reason=reason)
+    return Failed(
+        claim, rule.kind, _sendable(message), _sendable(evidence),
+        object_id=error.object_id if isinstance(error, ObjectLost) else "",
+        reason=REFUSED if rule is REQUEST else "",
+        error=_sendable(type_name(error)) if rule is UNKNOWN else "",
+    )  # fmt: skip
 
 
 def unfetched(claim: Claim, error: Exception, ready: bool) -> Failed:

@@ -24,6 +24,7 @@ local function task_key(name) return P .. ':task:' .. name end
 local function task_of(member) return task_key(string.sub(member, RANK + 1)) end
 local function ready_key(pool) return P .. ':ready:' .. pool end
 local function delayed_key(pool) return P .. ':delayed:' .. pool end
+local RETURNED = 'returned:' -- who handed which task back without a step of it: a count in the task for each worker
 local LEASES, META, AWAITED, DAMAGED = P .. ':leases', P .. ':meta', P .. ':awaited', P .. ':damaged'
 
 -- Whether a comes before b by rank: Lua's own < follows the server's locale. Whole words are compared first, since most
@@ -95,6 +96,7 @@ local function push(id, tasks, is_new)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
       'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
       'task', task.task, 'pushed', exact(wall), 'since', since)
+    if (task.avoids or '') ~= '' then call('HSET', task_key(name), RETURNED .. task.avoids, A.most_returns) end
     if next(task.needs) then call('HSET', task_key(name), 'needs', cmsgpack.pack(task.needs)) end
     places[i] = {task.pool, member}
   end

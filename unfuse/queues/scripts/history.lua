@@ -71,6 +71,14 @@ end
 
 function verbs.declare() call('HSET', P .. ':declared', A.by, A.declaration) end
 
+-- The secret of a name: the one that is proposed first.
+function verbs.secret()
+  local known = call('HGET', P .. ':secrets', A.name)
+  if known then return known end
+  call('HSET', P .. ':secrets', A.name, A.proposed)
+  return A.proposed
+end
+
 function verbs.declared() return call('HGETALL', P .. ':declared') end
 
 function verbs.workers()

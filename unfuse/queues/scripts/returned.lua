@@ -1,6 +1,3 @@
--- Who handed which task back without a step of it: a count in the task for each worker.
-local RETURNED = 'returned:'
-
 local WORDS = {'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since', 'near', 'affinity', 'needs'}
 local NEEDED, TEXTS = 8, 4 -- so many of these words must be there, and behind the texts be numbers
 

@@ -1,0 +1,135 @@
+"""Clients that disconnect while their chat or picture is made, by a server with its defaults."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from typing import Any
+
+import pytest
+
+from tests.answers.chats import ENDLESS, HELLO, serve_arguments
+from tests.answers.conftest import Serve
+from tools.server import Server, until
+
+CHAT = "/v1/chat/completions", {"model": "zeta", "messages": HELLO, **ENDLESS}
+PICTURE = "/v1/images/generations", {"model": "alpha", "prompt": "a red circle", "num_inference_steps": 100, "n": 4}
+CALLS = {"chat": CHAT, "picture": PICTURE}
+
+
+@pytest.fixture(scope="module")
+def server(served: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return served(*serve_arguments(tmp_path_factory))
+
+
+def connect(server: Server, path: str, body: dict[str, Any], *headers: str) -> socket.socket:
+    """Send a call, and leave its connection open."""
+    data = json.dumps(body)
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    client = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=600)
+    client.sendall("\r\n".join([*lines, f"Content-Length: {len(data)}", "", data]).encode())
+    return client
+
+
+def newest(server: Server) -> str:
+    """Return the id of the newest request, or ""."""
+    data = server.get("/v1/requests?limit=1")["data"]
+    return data[0]["id"] if data else ""
+
+
+def begun(server: Server, before: str) -> str:
+    """Wait until a request that is newer than `before` has made a step. Returns its id."""
+    request = until(lambda: (found := newest(server)) != before and found, "the call to be accepted")
+    until(lambda: server.get(f"/v1/requests/{request}")["step"] > 0, "the first step")
+    return str(request)
+
+
+def leased(server: Server) -> int:
+    return sum(worker["leased"] for worker in server.get("/v1/workers")["data"])
+
+
+@pytest.mark.row("C61", "N9")
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", ["chat", "picture"])
+def test_a_request_is_cancelled_when_its_client_disconnects(
+    server: Server, call: str, stream: bool, reset: bool
+) -> None:
+    """Given a chat or picture of many steps, when its client closes or resets its connection, then it is cancelled."""
+    path, body = CALLS[call]
+    before = newest(server)
+    with connect(server, path, {**body, "stream": stream}) as client:
+        request = begun(server, before)
+        if reset:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    found = server.finished(request)
+    assert found["status"] == "cancelled"
+    assert found["error"] == {"code": "cancelled", "message": "its client disconnected", "stage": "", "evidence": ""}
+    until(lambda: leased(server) == 0, "its slot to be free")
+
+
+def test_a_client_that_closes_its_sending_half_is_gone(server: Server) -> None:
+    before = newest(server)
+    with connect(server, *CHAT) as client:
+        request = begun(server, before)
+        client.shutdown(socket.SHUT_WR)
+        assert server.finished(request)["status"] == "cancelled"
+
+
+def test_a_call_with_a_key_continues(server: Server) -> None:
+    path, body = CHAT
+    before = newest(server)
+    with connect(server, path, {**body, "max_tokens": 60}, "Idempotency-Key: mine"):
+        request = begun(server, before)
+    assert server.finished(request)["status"] == "completed"
+    answer = server.post(path, {**body, "max_tokens": 60}, Idempotency_Key="mine")
+    assert (answer["id"], answer["usage"]["completion_tokens"]) == (request, 60)
+
+
+def test_a_flood_of_clients_that_leave_holds_nothing(server: Server) -> None:
+    """Given twenty chats whose clients all leave, some before they are accepted, then a chat is answered."""
+    path, body = CHAT
+    clients = [connect(server, path, {**body, "stream": bool(number % 2)}) for number in range(20)]
+    for client in clients:
+        client.close()
+    answer = server.post(path, {**body, "max_tokens": 3})
+    assert answer["usage"]["completion_tokens"] == 3
+    until(lambda: not unfinished(server), "all to be over")
+    until(lambda: leased(server) == 0, "all slots to be free")
+
+
+def unfinished(server: Server) -> list[str]:
+    data = server.get("/v1/requests?limit=100")["data"]
+    return [one["id"] for one in data if one["status"] in ("queued", "in_progress")]
+
+
+def test_the_next_call_on_a_connection_is_not_taken_for_the_last(server: Server) -> None:
+    """Given two calls sent at once on one connection, then both are answered, in their order."""
+    path, body = CHAT
+    before = newest(server)
+    with connect(server, path, {**body, "max_tokens": 5}) as client:
+        data = json.dumps({**body, "max_tokens": 7})
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
+        client.sendall("\r\n".join([*lines, f"Content-Length: {len(data)}", "", data]).encode())
+        text = b""
+        while more := client.recv(65536):
+            text += more
+    assert before != newest(server)
+    assert text.count(b"HTTP/1.1 200") == 2
+    assert text.index(b'"completion_tokens":5') < text.index(b'"completion_tokens":7')
+
+
+@pytest.mark.row("C2")
+@pytest.mark.parametrize("call", ["chat", "picture"])
+def test_a_repeat_without_a_key_is_a_request_of_its_own(server: Server, call: str) -> None:
+    """Given equal calls without a seed, also with the header of a client's retry, then each draws a seed of its own."""
+    path, body = CALLS[call]
+    small = {"max_tokens": 3} if call == "chat" else {"num_inference_steps": 1, "n": 1}
+    ids = set()
+    for count in ("0", "1", "1", "2"):
+        headers = {"content-type": "application/json", "x-stainless-retry-count": count}
+        asked = urllib.request.Request(server.url + path, json.dumps({**body, **small}).encode(), headers)
+        with urllib.request.urlopen(asked, timeout=600) as answer:
+            ids.add(json.loads(answer.read())["id"])
+    assert len(ids) == 4

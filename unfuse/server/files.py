@@ -1,0 +1,96 @@
+"""A file as a response: whole, or in the ranges of its bytes that the client asks for (RFC 9110, section 14)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import FileResponse
+
+from unfuse.core.errors import NotFound
+from unfuse.server.errors import Refusal
+
+MAX_RANGES = 100
+"""The most ranges of one call. A call for more gets the whole file."""
+
+MAX_DIGITS = 18
+"""Numbers with more digits than this are beyond the end of every file."""
+
+Ranges = list[tuple[int, int]]
+"""Ranges of bytes, each as its first byte and the one behind its last."""
+
+_RANGE = re.compile(r"([0-9]*)-([0-9]*)")
+
+
+async def file_response(request: Request, path: Path, media_type: str, sha256: str) -> FileResponse:
+    """Return the response with a file, or with the ranges of it that the call asks for.
+
+    Its `sha256` becomes the ETag. Raises NotFound for a file that is gone, and Refusal (416) if the file ends before
+    every range.
+    """
+    try:
+        stat = await to_thread.run_sync(path.stat)
+    except FileNotFoundError as error:
+        raise NotFound("the file is deleted") from error
+    headers = {"etag": f'"{sha256}"'}
+    response = FileResponse(path, media_type=media_type, headers=headers, stat_result=stat)
+    asked = request.headers.getlist("range")
+    condition = request.headers.get("if-range")
+    is_unchanged = condition in (None, response.headers["etag"], response.headers["last-modified"])
+    ranges = parse_ranges(asked[0], stat.st_size) if len(asked) == 1 and is_unchanged else None
+    if ranges == []:
+        message = f"the file has {stat.st_size} bytes, and the ranges begin behind them: ask for others, or for all"
+        raise Refusal(416, "range_not_satisfiable", message, headers={"content-range": f"bytes */{stat.st_size}"})
+
+    # FileResponse reads the ranges from the call: it gets those alone that are right.
+    kept = [header for header in request.scope["headers"] if header[0] not in (b"range", b"if-range")]
+    if ranges:
+        text = ", ".join(f"{first}-{end - 1}" for first, end in ranges)
+        kept.append((b"range", f"bytes={text}".encode()))
+    request.scope["headers"] = kept
+    return response
+
+
+def parse_ranges(header: str, size: int) -> Ranges | None:
+    """Return the ranges that a Range header selects of a file of `size` bytes; none if the file ends before all.
+
+    None means that the header is to be ignored: its unit is unknown, its syntax is wrong, or there are too many ranges.
+    """
+    unit, _, listed = header.partition("=")
+    texts = [text.strip(" \t") for text in listed.split(",") if text.strip(" \t")]
+    if unit.strip().lower() != "bytes" or not 1 <= len(texts) <= MAX_RANGES:
+        return None
+    found: Ranges = []
+    for text in texts:
+        match = _RANGE.fullmatch(text)
+        if match is None or text == "-":
+            return None
+        first, last = (_number(digits) for digits in match.groups())
+        if first is None:
+            found.append((max(0, size - (last or 0)), size))
+        elif last is not None and last < first:
+            return None
+        else:
+            found.append((first, size if last is None else min(last + 1, size)))
+    return _merged([(first, end) for first, end in found if first < end])
+
+
+def _number(digits: str) -> int | None:
+    """Return the number, or one that is larger than every file; None for no digits."""
+    if not digits:
+        return None
+    significant = digits.lstrip("0") or "0"
+    return int(significant) if len(significant) <= MAX_DIGITS else 10**MAX_DIGITS
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    """Return the ranges in order, with those that overlap or touch as one."""
+    merged: Ranges = []
+    for first, end in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((first, end))
+    return merged
