@@ -20,6 +20,8 @@ import structlog
 pytest_plugins = ["tools.second_run"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
+# or a thread that waits for the others of its process keeps a core from them: 20 times the time where cores are busy
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

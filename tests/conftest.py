@@ -1,13 +1,28 @@
 """Properties are tried on fewer examples by day; what the tests counted is said at the end."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
 from tests.chaos.checker import summary
 from tests.examples import examples
+from tools import server
 
 settings.register_profile("unfuse", max_examples=examples(40))
 settings.load_profile("unfuse")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_fork_server(own_settings: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All servers and workers that a test process starts have their compute processes from one fork server.
+
+    A test about the fork server says `own_forks=True`.
+    """
+    server.shared_fork_server = server.SharedForkServer(tmp_path_factory.mktemp("forks"))
+    yield
+    server.shared_fork_server.close()
+    server.shared_fork_server = None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,11 +6,12 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,53 @@ from urllib.error import HTTPError
 import psutil
 
 from tools.addresses import address_of_server, free_port
+from unfuse.core.compute import compute_environment
 
 START_S = 600.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""
 
 RUN_DIR = "UNFUSE_RUN_DIR"
+
+
+class SharedForkServer:
+    """One fork server for all servers and workers that this process starts, instead of one for each.
+
+    Its imports take 5 seconds of a core. It starts when it is first asked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._asks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def asks(self) -> int:
+        """The descriptor by which a server or a worker asks it."""
+        if self._process is None:
+            command = [sys.executable, "-m", "unfuse.worker.fork_server", str(self._asked.fileno()), "unfuse/shapes"]
+            with (self._folder / "fork_server.log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[self._asked.fileno()], env=environment(self._folder) | compute_environment(1),
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+        return self._asks.fileno()
+
+    def close(self) -> None:
+        """End it; what it forked goes on."""
+        self._asks.close()
+        self._asked.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+shared_fork_server: SharedForkServer | None = None
+"""What tests set, and benches do not."""
+
+
+def changes_imports(variables: Mapping[str, str]) -> bool:
+    """Whether a process with these variables may import something else than the shared fork server did."""
+    return any(not name.startswith(("UNFUSE_", "OMP_")) for name in variables)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -54,12 +97,14 @@ def until(condition: Callable[[], Any], what: str, process: subprocess.Popen[byt
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """A process and all that it started, now."""
+    """A process and all that it started, now, and the compute processes of these, whoever forked them."""
     try:
         root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
+        started = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+    computes = computes_of(*(process.pid for process in started))
+    return [*started, *(process for process in computes if process not in started)]
 
 
 def computes_of(*workers: int) -> list[psutil.Process]:
@@ -73,17 +118,24 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 class Server:
-    """One `unfuse serve` process on a free port; workers come to its unix socket, or to that host `at` with keys."""
+    """One `unfuse serve` process on a free port; workers come to its unix socket, or to that host `at` with keys.
 
-    def __init__(self, folder: Path, *arguments: str, at: str = "", **variables: str) -> None:
+    With `own_forks`, or variables that may change imports, it has a fork server of its own, as it comes, also where
+    tests share one.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, at: str = "", own_forks: bool = False, **variables: str) -> None:
         self.folder = folder
+        self._forks = None if own_forks or changes_imports(variables) else shared_fork_server
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.control = f"tcp://{at}:{free_port()}" if at else address_of_server(port)
         self._log = (folder / "serve.log").open("wb")
         command = unfuse("serve", *arguments, "--port", str(port), *(("--listen", self.control) if at else ()))
+        shared, handed = self._shared_forks()
         self._start = partial(
             subprocess.Popen,
-            command,
+            [*command, *shared],
+            pass_fds=handed,
             env=environment(folder) | variables,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -91,6 +143,13 @@ class Server:
         )
         self.process: subprocess.Popen[bytes] = self._start()
         self.workers: list[subprocess.Popen[bytes]] = []
+
+    def _shared_forks(self) -> tuple[list[str], list[int]]:
+        """The arguments that name the shared fork server, and the descriptors that they name."""
+        if self._forks is None:
+            return [], []
+        asks = self._forks.asks
+        return ["--fork-server", str(asks)], [asks]
 
     def get(self, path: str) -> Any:
         """The JSON at a path; None while the server does not answer it with 200."""
@@ -130,13 +189,16 @@ class Server:
         return self
 
     def worker(
-        self, role: str, *arguments: str, within: Callable[[list[str]], list[str]] = list, **variables: str
-    ) -> subprocess.Popen[bytes]:
+        self, role: str, *arguments: str, within: Callable[[list[str]], list[str]] = list, own_forks: bool = False,
+        **variables: str,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
         """Start a worker by hand, by the command that `within` makes of its own."""
         command = unfuse("worker", "--role", role, "--scheduler", self.control, "--arena", "64MiB", *arguments)
+        own_forks = own_forks or within is not list or changes_imports(variables) or "cuda" in " ".join(arguments)
+        shared, handed = ([], []) if own_forks else self._shared_forks()
         worker = subprocess.Popen(
-            within(command), env=environment(self.folder) | variables, stdout=self._log, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            within([*command, *shared]), pass_fds=handed, env=environment(self.folder) | variables,
+            stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.workers.append(worker)
         return worker
@@ -198,8 +260,8 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, at: str = "", **variables: str) -> Iterator[Server]:
-    server = Server(folder, *arguments, at=at, **variables)
+def serving(folder: Path, *arguments: str, at: str = "", own_forks: bool = False, **variables: str) -> Iterator[Server]:
+    server = Server(folder, *arguments, at=at, own_forks=own_forks, **variables)
     try:
         yield server
     except BaseException:

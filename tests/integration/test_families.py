@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,15 @@ KINDS = (
     "flux", "flux-schnell", "wan-image", "wan", "wan-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
     "wan-2.2-5b-image", "hunyuan-video", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image", "ltx", "kontext",
 )  # fmt: skip
+BY_DAY = ("flux", "flux-schnell", "wan-image", "wan", "hunyuan-video", "klein", "sdxl", "ltx", "kontext")
+"""Those that are served by day: two that share encoders and VAEs, two that share encoders, a family of whole blocks,
+videos, a U-Net, and pictures of pictures."""
 
-"""Three processes load eighteen models, which takes long where much else runs."""
+
+def some_by_day(kinds: Iterable[str], by_day: Container[str] = BY_DAY) -> list[Any]:
+    """Return these kinds as parameters of a test. Those that are not served by day are nightly."""
+    return [kind if kind in by_day else pytest.param(kind, marks=pytest.mark.nightly) for kind in kinds]
+
 
 PLAIN = {"prompt": "a red circle", "seed": 3}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -70,34 +77,41 @@ def called(kind: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kinds(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The kinds of model that are served: all, or those of the day where no nightly test of this file was selected."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return KINDS if any(item.get_closest_marker("nightly") for item in items) else BY_DAY
+
+
+@pytest.fixture(scope="module")
+def folder(kinds: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     draw_pictures(root)
-    for kind in KINDS:
+    for kind in kinds:
         build(kind, root / kind)
-    for kind, own in TRUE_CFG.items():
+    for kind, own in [(kind, own) for kind, own in TRUE_CFG.items() if kind in kinds]:
         (root / kind / "serving.json").write_text(json.dumps({"defaults": SERVING | own}))
     return root
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[list[str]]]:
+def expected(kinds: tuple[str, ...], folder: Path) -> dict[str, list[list[str]]]:
     """SHA-256 of every frame of every case, by kind of model."""
-    arguments, kinds = [], [(kind, case) for kind, cases in CASES.items() for case in cases]
-    for kind, case in kinds:
+    arguments, cases = [], [(kind, case) for kind in kinds for case in CASES[kind]]
+    for kind, case in cases:
         width, height = map(int, case.get("size", "32x32").split("x"))
         given = {name: value for name, value in case.items() if name != "size"} | {"width": width, "height": height}
         arguments.append({"model": kind, **called(kind, {**SERVING, **TRUE_CFG.get(kind, {}), **given})})
-    found: dict[str, list[list[str]]] = {kind: [] for kind in CASES}
-    for (kind, _), frames in zip(kinds, undivided(Path(), folder, arguments), strict=True):
+    found: dict[str, list[list[str]]] = {kind: [] for kind in kinds}
+    for (kind, _), frames in zip(cases, undivided(Path(), folder, arguments), strict=True):
         found[kind].append(frames)
     return found
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    names = [argument for kind in KINDS for argument in ("--served-model-name", kind)]
-    models = [str(folder / kind) for kind in KINDS]
+def server(kinds: tuple[str, ...], folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    names = [argument for kind in kinds for argument in ("--served-model-name", kind)]
+    models = [str(folder / kind) for kind in kinds]
     with serving(tmp_path_factory.mktemp("serve"), *models, *names, "--arena", "64MiB") as server:
         yield server.ready()
 
@@ -116,9 +130,9 @@ def frames(server: Server, request: str) -> list[str]:
     return [digest(file) for file in files]
 
 
-@pytest.mark.parametrize(
-    "kind", ["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image"]
-)
+@pytest.mark.parametrize("kind", some_by_day(
+    ["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image"]
+))  # fmt: skip
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -129,7 +143,7 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-@pytest.mark.parametrize("kind", [kind for kind, cases in CASES.items() if "num_frames" in cases[0]])
+@pytest.mark.parametrize("kind", some_by_day(kind for kind, cases in CASES.items() if "num_frames" in cases[0]))
 def test_videos_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -166,13 +180,8 @@ def test_pictures_of_pictures_have_the_pixels_of_the_undivided_pipeline(
         assert [frames(server, request) for request in requests] == expected[kind]
 
 
-BY_DAY = ("flux",)
-
-
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-@pytest.mark.parametrize(
-    "kind", [k if k in BY_DAY else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS if k not in PICTURED]
-)
+@pytest.mark.parametrize("kind", some_by_day([kind for kind in KINDS if kind not in PICTURED], ("flux",)))
 def test_sixteen_at_once_have_the_bytes_that_each_has_alone(
     kind: str, server: Server, client: openai.OpenAI, folder: Path
 ) -> None:
@@ -214,24 +223,27 @@ def test_an_edit_is_a_video_of_one_frame(
     assert frames(server, reply.model_extra["id"]) == expected["wan-image"][2]
 
 
-def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -> None:
+def test_models_with_equal_encoders_and_vaes_share_their_pools(kinds: tuple[str, ...], server: Server) -> None:
     pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
+
+    def shared(*groups: list[str]) -> list[list[str]]:
+        """These groups of models, of those that are served."""
+        return sorted(served for group in groups if (served := [kind for kind in group if kind in kinds]))
 
     flux, alone = ["flux", "flux-schnell"], [["hunyuan-video"], ["klein"], ["krea"], ["qwen-image"]]
     alone += [["ltx"], ["sd3"], ["sdxl"], ["z-image"]]
     wan = [kind for kind in sorted(KINDS) if kind.startswith("wan")]
     small = [[kind] for kind in wan if "5b" in kind]
     large = [kind for kind in wan if "5b" not in kind]
-    assert [models for kind, models in sorted(pools) if kind == "text_encode"] == sorted(
-        [[*flux, "kontext"], wan, *alone]
-    )
-    decode = sorted([flux, large, *small, ["kontext"], *alone])
-    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == decode
-    second = [[*flux, "kontext"], ["hunyuan-video"], ["sd3"], ["sdxl"]]
+    encoded = shared([*flux, "kontext"], wan, *alone)
+    assert sorted(models for kind, models in pools if kind == "text_encode") == encoded
+    decoded = shared(flux, large, *small, ["kontext"], *alone)
+    assert sorted(models for kind, models in pools if kind == "vae_decode") == decoded
+    second = shared([*flux, "kontext"], ["hunyuan-video"], ["sd3"], ["sdxl"])
     assert sorted(models for kind, models in pools if kind == "text_encode_2") == second
-    pictured = [["klein"], ["kontext"], ["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"]]
+    pictured = shared(["klein"], ["kontext"], ["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"])
     assert sorted(models for kind, models in pools if kind == "image_encode") == pictured
-    assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
+    assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(kinds)]
 
 
 def test_stages_of_a_request_ran_where_it_began(server: Server) -> None:

@@ -32,7 +32,7 @@ def made(server: Server, seed: int) -> bytes:
 
 def test_who_was_forked_lives_on_without_the_forking_process_and_the_next_one_forks_again(tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--arena", "16MiB", **variables) as server:
+    with serving(tmp_path, model, "--arena", "16MiB", own_forks=True, **variables) as server:
         server.ready()
         first = made(server, 1)
         (forks,) = {process.ppid() for process in computes(server)}
@@ -65,10 +65,32 @@ def test_who_was_forked_lives_on_without_the_forking_process_and_the_next_one_fo
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 def test_computes_without_their_forking_process_end_with_serve(ending: signal.Signals, tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--arena", "16MiB", **variables) as server:
+    with serving(tmp_path, model, "--arena", "16MiB", own_forks=True, **variables) as server:
         server.ready()
         everyone = {*family_of(server.process.pid), *computes(server)}
         os.kill(computes(server)[0].ppid(), signal.SIGKILL)
         server.process.send_signal(ending)
         server.process.wait()
         until(lambda: all_gone([*everyone]), "every process to end")
+
+
+def test_servers_may_share_a_fork_server_which_outlives_each_of_them(server: Server, tmp_path: Path) -> None:
+    """Given two servers that inherited one fork server, when one of them is killed, then it takes its own compute
+    processes along, and those of the other have new ones from the same fork server."""
+    with serving(tmp_path, "--workers", "all=1", "--arena", "64MiB") as other:
+        other.ready()
+        (shared,) = {process.ppid() for process in (*computes(server), *computes(other))}
+        for one in (server, other):
+            started = psutil.Process(one.process.pid).children(recursive=True)
+            assert started and shared not in {process.pid for process in started}
+
+        everyone = family_of(other.process.pid)
+        other.process.kill()
+        other.process.wait()
+        until(lambda: all_gone(everyone), "every process to end")
+
+        before = computes(server)
+        for compute in before:
+            compute.kill()
+        until(lambda: len(set(computes(server)) - set(before)) == len(before), "new ones", server.process)
+        assert {process.ppid() for process in computes(server)} == {shared}

@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_loaded_again_leaves_the_other_one_served(
 def test_one_worker_has_one_role_at_a_time_and_does_all_of_a_request(bare_server: Server) -> None:
     """Given a worker that may have any role and has one at a time, when a picture is asked for, then it changes to
     what waits until that is made."""
-    bare_server.worker("encoder,denoiser,decoder", "--log-level", "info")
+    bare_server.worker("encoder,denoiser,decoder", "--log-level", "info", own_forks=True)
     until(lambda: bare_server.get("/ready") is not None, "the worker", bare_server.process)
     assert worker(bare_server)["holds"] == "encoder"
     request = bare_server.submit(seed=1, **ASKED)

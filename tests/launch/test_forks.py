@@ -13,7 +13,8 @@ import pytest
 
 from tests.descriptors import descriptors, settled
 from tools.server import environment, family_of, unfuse, until
-from unfuse.launch.forks import Forks
+from unfuse.launch.forks import Forks, InheritedForks
+from unfuse.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.slow
 
@@ -85,3 +86,21 @@ def test_nothing_begins_where_workers_are_elsewhere(tmp_path: Path) -> None:
         "with begun_early(load({}).settings) as forks: assert forks is not None\n"
     )
     subprocess.run([sys.executable, "-c", script], env=environment(tmp_path), check=True)
+
+
+async def test_a_launcher_neither_starts_nor_ends_an_inherited_fork_server() -> None:
+    """Given the socket to one, then it closes its own descriptor of it alone."""
+    forks = Forks(["/nowhere"])
+    settled()
+    before = len(descriptors())
+    inherited = InheritedForks(os.dup(forks.asks))
+    workers = LocalLauncher([], forks=inherited.copy())
+    workers.start()
+    assert [child.pid for child in psutil.Process().children()] == [forks._begun and forks._begun.pid]
+    await workers.stop(20)
+    inherited.close()
+    inherited.close()
+    settled()
+    assert len(descriptors()) == before
+    assert forks._begun is not None and forks._begun.returncode is None
+    forks.close()

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -368,9 +368,46 @@ TILED = [
 """Those whose VAE works in tiles; all but one are larger than a tile. The last two start from a picture."""
 
 
+def traits(job: Job) -> set[tuple[str, str]]:
+    """Return what this job shows of its model, which another job of that model may not: each with the model's name."""
+    params = job.params
+    negative, guidance = params.get("negative_prompt"), params.get("guidance_scale")
+    shown = {
+        job.dtype: True,
+        "negative prompt": bool(negative),
+        "true guidance without a negative prompt": not negative and params.get("true_cfg_scale", 1.0) != 1.0,
+        "no guidance": guidance is not None and guidance <= 1.0,
+        "video": params["num_frames"] > 1,
+        "one step": params["num_inference_steps"] == 1,
+        "oblong": params["width"] != params["height"],
+        "odd characters": params["prompt"] == ODD,
+        "more text than the model reads": LONG in (params["prompt"], negative),
+        "modular pipeline": job.blocks,
+    }
+    shown |= {name: name in params for name in ("guidance_scale_2", "image_2", "strength", *UPLOADS)}
+    return {(job.model, trait) for trait, is_shown in shown.items() if is_shown}
+
+
+def representatives(jobs: Sequence[Job]) -> list[Job]:
+    """Return few of these jobs that show every trait of every model: the one that adds most, again and again."""
+    chosen: list[Job] = []
+    missing = {trait for job in jobs for trait in traits(job)}
+    while missing:
+        best = max(jobs, key=lambda job: len(traits(job) & missing))
+        chosen.append(best)
+        missing -= traits(best)
+    return chosen
+
+
+BY_DAY = {job.name for job in representatives(JOBS)}
+"""Jobs that tests of every job run by day. The others are nightly."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "job" in metafunc.fixturenames:
-        metafunc.parametrize("job", JOBS, ids=[job.name for job in JOBS])
+        nightly = [() if job.name in BY_DAY else pytest.mark.nightly for job in JOBS]
+        params = [pytest.param(job, id=job.name, marks=marks) for job, marks in zip(JOBS, nightly, strict=True)]
+        metafunc.parametrize("job", params)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, PLACING, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.launch.forks import Forks
+from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.placement import CPU
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
@@ -47,6 +47,7 @@ def serve(
         list[str] | None, typer.Argument(help="Models to serve [default: unfuse/shapes].", metavar="MODEL")
     ] = None,
     no_workers: Annotated[bool, typer.Option("--no-workers", help="The same as --workers none.")] = False,
+    fork_server: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
     """Serve models over HTTP, each stage from its own workers.
@@ -55,17 +56,21 @@ def serve(
     """
     told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
     loaded = load(told, config)
-    with begun_early(loaded.settings) as forks:
+    with begun_early(loaded.settings, fork_server) as forks:
         from unfuse.service.options import options
 
         run(options(loaded), terminal, forks)
 
 
 @contextmanager
-def begun_early(settings: Settings) -> Iterator[Forks | None]:
+def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Forks | InheritedForks | None]:
     """The fork server, whose imports take longest, before anything heavy is imported here: for workers on CPUs, of
-    models that need not be downloaded. It is closed behind the block.
+    models that need not be downloaded. It is closed behind the block. With the descriptor of an inherited one, that.
     """
+    if inherited is not None:
+        with closing(InheritedForks(inherited)) as forks:
+            yield forks
+        return
     from unfuse.models.source import is_local
 
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
@@ -73,8 +78,8 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
     if serve.workers == "none" or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return
-    with closing(Forks(serve.models)) as forks:
-        yield forks
+    with closing(Forks(serve.models)) as begun:
+        yield begun
 
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
@@ -91,7 +96,7 @@ def tell(plan: Plan, say: Callable[[str], object]) -> None:
         say(f"{sums['device']}: {takes}; activations come on top")
 
 
-def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
+def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks | None) -> None:
     """Serve until stopped by a signal."""
     stopped_by: list[int] = []
     loading = Loading(options.serve.models)

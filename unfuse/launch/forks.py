@@ -67,6 +67,9 @@ class Forks:
     those who hold `asks` have closed it.
     """
 
+    starts = True
+    """Whether a launcher starts the fork server, and starts it again when it ends."""
+
     def __init__(self, models: Sequence[str]) -> None:
         self._models = models
         self._asks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -92,3 +95,28 @@ class Forks:
 
     def _begin(self) -> ForkServer:
         return ForkServer(self._asked.fileno(), self._models)
+
+
+class InheritedForks:
+    """The socket to a fork server of whoever started this process, who may share it among several servers.
+
+    That fork server is not started, restarted or ended here.
+    """
+
+    starts = False
+
+    def __init__(self, asks: int) -> None:
+        self._asks = socket.socket(fileno=asks)
+
+    @property
+    def asks(self) -> int:
+        """The descriptor that workers are handed."""
+        return self._asks.fileno()
+
+    def copy(self) -> InheritedForks:
+        """Return the same socket with a descriptor of its own."""
+        return InheritedForks(os.dup(self.asks))
+
+    def close(self) -> None:
+        """Close this descriptor of the socket. Idempotent."""
+        self._asks.close()

@@ -16,7 +16,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
-from unfuse.launch.forks import Forks, ForkServer
+from unfuse.launch.forks import Forks, ForkServer, InheritedForks
 from unfuse.launch.output import Output, pass_on
 from unfuse.launch.placement import only_cpu
 from unfuse.supervision.clock import SystemClock
@@ -45,7 +45,7 @@ class LocalLauncher(Launcher):
 
     They hold the reading end of a pipe whose writing end is ours: when this process ends, however it ends, the pipe
     closes and they end too. They are a session of their own, so Ctrl-C is ours alone. With `forks`, which it closes,
-    there is a process more, from which compute processes of workers on CPUs are forked.
+    compute processes of workers on CPUs are forked from one process, which is started here unless it is inherited.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LocalLauncher(Launcher):
         specs: Sequence[WorkerSpec],
         hear: Hear = pass_on,
         clock: Clock | None = None,
-        forks: Forks | None = None,
+        forks: Forks | InheritedForks | None = None,
     ) -> None:
         self._specs, self._clock, self._forks = specs, clock or SystemClock(), forks
         self._output = Output(hear)
@@ -68,7 +68,7 @@ class LocalLauncher(Launcher):
 
     @override
     def start(self) -> None:
-        numbers = range(len(self._specs) + (self._forks is not None))
+        numbers = range(len(self._specs) + (self._forks is not None and self._forks.starts))
         self._watching = [asyncio.create_task(self._keep(number)) for number in reversed(numbers)]
 
     @override
@@ -120,7 +120,7 @@ class LocalLauncher(Launcher):
             await asyncio.sleep(pause)
 
     async def _spawn(self, number: int) -> asyncio.subprocess.Process | ForkServer:
-        if self._forks and number == len(self._specs):
+        if isinstance(self._forks, Forks) and number == len(self._specs):
             server = self._processes[number] = self._forks.server()
             self._output.read(number, server.output)
             return server

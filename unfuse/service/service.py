@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
 from unfuse.launch.base import Launcher, OpenLauncher, WorkerSpec
-from unfuse.launch.forks import Forks
+from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -119,9 +119,11 @@ def plan(options: ServeOptions) -> Plan:
 
 
 class Service:
-    """Gateway, scheduler and the workers of a plan: one `serve`. It closes `forks`, which may have begun before it."""
+    """Gateway, scheduler and the workers of a plan: one `serve`. It closes `forks`, unless they are inherited."""
 
-    def __init__(self, options: ServeOptions, plan: Plan, logs: Logs, forks: Forks | None = None) -> None:
+    def __init__(
+        self, options: ServeOptions, plan: Plan, logs: Logs, forks: Forks | InheritedForks | None = None
+    ) -> None:
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
         self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
         self._stop = asyncio.Event()
@@ -243,7 +245,9 @@ class Service:
         """Start the workers of a plan; the first of them goes by this number."""
         specs, launcher = self._specs(planned), self._options.launcher
         if launcher is None:
-            forks, self._forks = forked(planned, self._forks), None
+            forks = forked(planned, self._forks)
+            if not isinstance(self._forks, InheritedForks):
+                self._forks = None
             launcher = partial(LocalLauncher, forks=forks)
         opened = launcher(specs, lambda at, line: self._logs.relay(first + at, line))
         opened.start()

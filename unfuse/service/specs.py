@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from unfuse.core.plan import roles_of
 from unfuse.core.spread import fewer, own_spreads
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.forks import Forks
+from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import Settings
 from unfuse.service.plan import Plan
@@ -59,9 +59,15 @@ def environment_of(settings: Settings) -> dict[str, str]:
     }
 
 
-def forked(planned: Plan, begun: Forks | None = None) -> Forks | None:
-    """Where workers on CPUs have their compute processes from, which may have `begun`; None without such workers."""
-    if not any(worker.on_cpu for worker in planned.workers):
+def forked(planned: Plan, begun: Forks | InheritedForks | None = None) -> Forks | InheritedForks | None:
+    """Return the fork server for a plan's workers on CPUs, or None if it has none.
+
+    It is the one that has `begun`, or a copy of the inherited one, or a new one.
+    """
+    on_cpu = any(worker.on_cpu for worker in planned.workers)
+    if isinstance(begun, InheritedForks):
+        return begun.copy() if on_cpu else None
+    if not on_cpu:
         if begun:
             begun.close()
         return None
