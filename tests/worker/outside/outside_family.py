@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import asdict, replace
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import TransientError, Unsuitable
 from unfuse.core.media import Limits, Room
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
@@ -46,6 +46,14 @@ def suffer(prompt: str) -> None:
                 time.sleep(0.01)
         case "fail":
             raise TransientError("it was asked to fail")
+        case "raise":
+            raise LookupError("/srv/models/secret/weights.bin is not as expected")
+        case "refuse":
+            raise Unsuitable("this adapter is for another model: choose one for this model")
+        case "fault":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        case "lose":
+            raise FileNotFoundError(2, "No such file or directory", "/srv/models/secret/weights.bin")
 
 
 class Encode(Stage):
