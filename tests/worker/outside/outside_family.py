@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,16 @@ def no_torch() -> None:
         raise ImportError("torch is in the process of a family that does without")
 
 
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "fail": lambda: TransientError("it was asked to fail"),
+    "raise": lambda: LookupError("/srv/models/secret/weights.bin is not as expected"),
+    "refuse": lambda: Unsuitable("this adapter is for another model: choose one for this model"),
+    "fault": lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "lose": lambda: FileNotFoundError(2, "No such file or directory", "/srv/models/secret/weights.bin"),
+}
+"""Errors by the word that asks for them."""
+
+
 def suffer(prompt: str) -> None:
     """Do as the prompt says, once."""
     match prompt.partition(" ")[0]:
@@ -44,16 +54,8 @@ def suffer(prompt: str) -> None:
             while True:
                 eaten.append(np.ones(1 << 21))  # 16 MiB that are really there
                 time.sleep(0.01)
-        case "fail":
-            raise TransientError("it was asked to fail")
-        case "raise":
-            raise LookupError("/srv/models/secret/weights.bin is not as expected")
-        case "refuse":
-            raise Unsuitable("this adapter is for another model: choose one for this model")
-        case "fault":
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        case "lose":
-            raise FileNotFoundError(2, "No such file or directory", "/srv/models/secret/weights.bin")
+        case word if word in ERRORS:
+            raise ERRORS[word]()
 
 
 class Encode(Stage):
