@@ -18,8 +18,10 @@ WORDS = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
 
 @asynccontextmanager
 async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
-    """While this block lasts, GET or HEAD of `/health` at HOST:PORT is 200, and of `/ready` too unless something is `lacking`: then
-    it is 503 with what that is. With "" nobody is answered. Raises ConfigError.
+    """While this block lasts, GET and HEAD of `/health` at HOST:PORT are 200.
+
+    Those of `/ready` are too, unless something is `lacking`: then they are 503 with what that is. With "" nobody is
+    answered. Raises ConfigError.
     """
     if not at:
         yield
