@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import urllib.request
@@ -12,6 +13,7 @@ import pytest
 from tests.answers.chats import ENDLESS, HELLO, serve_arguments
 from tests.answers.conftest import Serve
 from tools.server import Server, until
+from unfuse.client import aconnect, connect as connect_client
 
 CHAT = "/v1/chat/completions", {"model": "zeta", "messages": HELLO, **ENDLESS}
 PICTURE = "/v1/images/generations", {"model": "alpha", "prompt": "a red circle", "num_inference_steps": 100, "n": 4}
@@ -118,6 +120,37 @@ def test_the_next_call_on_a_connection_is_not_taken_for_the_last(server: Server)
     assert before != newest(server)
     assert text.count(b"HTTP/1.1 200") == 2
     assert text.index(b'"completion_tokens":5') < text.index(b'"completion_tokens":7')
+
+
+@pytest.mark.row("C61")
+def test_who_drops_an_answer_of_our_client_cancels_the_rest(server: Server) -> None:
+    before = newest(server)
+    with connect_client(server.url) as client:
+        answer = client.chat("what is the capital of France", model="zeta", **ENDLESS)
+        next(answer)
+        request = newest(server)
+        assert request != before
+        del answer
+        assert server.finished(request)["status"] == "cancelled"
+
+
+async def test_who_leaves_an_answer_of_our_async_client_cancels_the_rest(server: Server) -> None:
+    async with aconnect(server.url) as client:
+        answer = client.chat("what is the capital of France", model="zeta", **ENDLESS)
+        reading = asyncio.ensure_future(anext(answer))
+        await reading
+        request = newest(server)
+
+        async def read_all() -> None:
+            async for _ in answer:
+                pass
+
+        rest = asyncio.ensure_future(read_all())
+        await asyncio.sleep(0)
+        rest.cancel()
+        await asyncio.wait([rest])
+        assert rest.cancelled()
+    assert server.finished(request)["status"] == "cancelled"
 
 
 @pytest.mark.row("C2")

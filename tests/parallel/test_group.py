@@ -27,7 +27,7 @@ def test_what_one_rank_cannot_begin_none_makes_and_all_go_on(tmp_path: Path) -> 
     fine = "[0.0, 1.0]"
     first, second = said(tmp_path, 0), said(tmp_path, 1)
     assert first == [
-        [0, 1], fine, "RankFailed: rank 1: ValueError: no such thing", fine,
+        [0, 1], fine, "RankError: rank 1: ValueError: no such thing", fine,
         "OutOfMemoryError: rank 1: OutOfMemoryError: the device is full", "nothing exchanged",
         "ValueError: of rank 0", fine,
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_what_one_rank_cannot_begin_none_makes_where_they_lend_weights(tmp_path:
     codes = run_ranks("failing", 2, tmp_path, ["lent", "lent before", "lent"])
 
     assert codes == [0, 0], (tmp_path / "log0").read_text()
-    assert said(tmp_path, 0)[1:] == ["[1, 2]", "RankFailed: rank 1: ValueError: no such thing", "[1, 2]"]
+    assert said(tmp_path, 0)[1:] == ["[1, 2]", "RankError: rank 1: ValueError: no such thing", "[1, 2]"]
 
 
 def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.server.served import PICTURES, Served, picture, serve
+from tests.server.served import PICTURES, SECRET, Served, picture, serve, until
+from tools.receiver import Receiver
 from tools.redis_server import RedisServer
 from unfuse.core.errors import UsageError
-from unfuse.server.links import LASTS_S, parse_public_url
+from unfuse.server.links import LASTS_S, WEBHOOK_LASTS_S, parse_public_url
 
 URL = "/v1/images/generations"
 ASKED = {"model": PICTURES.name, "prompt": "a red circle", "seed": 5, "n": 2, "response_format": "url"}
@@ -125,6 +126,26 @@ def test_a_link_of_a_request_that_is_forgotten_is_404(keyed: Served, http: httpx
     (id,) = re.findall(r"requests/(req_\w+)/", link)
     keyed.run(keyed.queue.drop(id))
     assert code(http.get(link)) == (404, "not_found")
+
+
+def test_links_of_webhooks_open_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = Receiver()
+    try:
+        with (
+            serve(tmp_path, keys=KEYS, webhook_hosts=("127.0.0.0/8",)) as served,
+            httpx2.Client(base_url=served.url, timeout=600, trust_env=False) as http,
+        ):
+            body = {**ASKED, "webhook": receiver.url}
+            assert http.post(URL, json=body, headers=ANNA | {"prefer": "respond-async"}).status_code == 202
+            until(lambda: bool(receiver.calls))
+            (message,) = receiver.verified(SECRET)
+            link, now = message["data"]["result"][0]["url"], served.scheduler.clock.wall()
+            monkeypatch.setattr(served.scheduler.clock, "wall", lambda: now + WEBHOOK_LASTS_S - 60)
+            assert http.get(link).content == picture(5)
+            monkeypatch.setattr(served.scheduler.clock, "wall", lambda: now + WEBHOOK_LASTS_S + 60)
+            assert code(http.get(link)) == (403, "link_expired")
+    finally:
+        receiver.close()
 
 
 def test_without_keys_links_are_plain(tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ async def test_it_lives_from_the_start_and_is_ready_when_nothing_is_lacking() ->
         await asked(port, probe("/health"))
 
 
+async def test_head_is_answered_without_a_body() -> None:
+    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: "models load"):
+        for path, status in (("/health", b"200 OK"), ("/ready", b"503 Service Unavailable"), ("/", b"404 Not Found")):
+            whole = await asked(port, probe(path))
+            head = await asked(port, probe(path).replace(b"GET", b"HEAD", 1))
+            assert head == whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+            assert head.startswith(b"HTTP/1.1 " + status)
+
+
 @pytest.mark.parametrize(
     "said", [probe("/"), probe("/healthy"), b"POST /health HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"\0\xff GET\r\n\r\n"]
 )

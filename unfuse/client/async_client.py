@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, Self, TypeVar
 
 import httpx2
@@ -15,7 +15,7 @@ from unfuse.client.calls import File
 from unfuse.client.chat import AsyncChat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 Told = TypeVar("Told")
@@ -162,21 +162,33 @@ class AsyncClient:
             raise calls.cut_short(self.url)
 
     async def _choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """What is told of the only choice, piece by piece."""
-        headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
+        """Yield what is told of the only choice. A caller that stops before the end cancels the rest."""
+        conversation = calls.Conversation()
+        try:
+            async with aclosing(self._resumed_choices(body, conversation)) as choices:
+                async for choice in choices:
+                    yield choice
+        except (GeneratorExit, asyncio.CancelledError):
+            with suppress(UnfuseError, RuntimeError):  # a client that is closed raises RuntimeError
+                if conversation.request:
+                    await self.post(conversation.cancel_path)
+            raise
+
+    async def _resumed_choices(
+        self, body: dict[str, Any], conversation: calls.Conversation
+    ) -> AsyncGenerator[dict[str, Any], None]:
         while True:
             try:
-                sent = {"method": "POST", "json": body, "headers": headers}
-                async for id, choices in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
-                    headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
-                    for choice in choices:
+                sent = {"method": "POST", "json": body, "headers": {**conversation.headers}}
+                async for chunk in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
+                    for choice in conversation.take(chunk):
                         yield choice
                 return
             except TransientError:
-                if lost >= calls.RECONNECTS:
+                if conversation.lost >= calls.RECONNECTS:
                     raise
-            lost += 1
-            await asyncio.sleep(calls.pause(self.reconnect_delay, lost))
+            conversation.lost += 1
+            await asyncio.sleep(calls.pause(self.reconnect_delay, conversation.lost))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:

@@ -101,14 +101,46 @@ def event_of(message: httpx2.ServerSentEvent) -> Event | None:
     return None if message.event == "error" else msgspec.json.decode(message.data, type=Event)
 
 
-def chunk(message: httpx2.ServerSentEvent) -> tuple[str, list[dict[str, Any]]] | None:
-    """A chat event's id and what it tells of choices; None for the last. Raises PermanentError for an error."""
+class Chunk(NamedTuple):
+    """A chat event's id, the id of its request, and what it tells of choices."""
+
+    id: str
+    request: str
+    choices: list[dict[str, Any]]
+
+
+class Conversation:
+    """One chat as it is sent, and sent again where its connection breaks.
+
+    `headers` are those of the next call, `lost` is how often in a row the connection broke, `request` the request's id.
+    """
+
+    def __init__(self) -> None:
+        self.headers = {"idempotency-key": uuid.uuid4().hex}
+        self.lost = 0
+        self.request = ""
+
+    def take(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """Note how far the answer has come. Returns what the chunk tells of choices."""
+        if chunk.id:
+            self.headers["last-event-id"] = chunk.id
+        self.lost, self.request = 0, chunk.request or self.request
+        return chunk.choices
+
+    @property
+    def cancel_path(self) -> str:
+        """Where the request is cancelled."""
+        return f"/v1/requests/{self.request}/cancel"
+
+
+def chunk(message: httpx2.ServerSentEvent) -> Chunk | None:
+    """Read a chat event; None for the last. Raises PermanentError for an error."""
     if message.data == "[DONE]":
         return None
     told = msgspec.json.decode(message.data, type=dict[str, Any])
     if "error" in told:
         raise PermanentError(told["error"]["message"])
-    return message.id or "", told["choices"]
+    return Chunk(message.id or "", str(told.get("id") or ""), told["choices"])
 
 
 def given(**params: Any) -> dict[str, Any]:
@@ -141,7 +173,7 @@ def accepted(response: httpx2.Response) -> httpx2.Response:
 
 def indexes_of(view: Mapping[str, Any]) -> list[int]:
     """The places of the results that a request object names."""
-    return [int(file["url"].rpartition("/")[2]) for file in view["result"]]
+    return [int(urlsplit(file["url"]).path.rpartition("/")[2]) for file in view["result"]]
 
 
 def is_over(view: Mapping[str, Any]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 import httpx2
@@ -15,7 +15,7 @@ from unfuse.client.calls import File
 from unfuse.client.chat import Chat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 Told = TypeVar("Told")
@@ -106,26 +106,34 @@ class Client:
         """Answer messages, or a text of the user's; gives the parts of the answer as they come, each once.
 
         `params` are those of POST /v1/chat/completions, such as response_format and tools, without n. A connection that
-        breaks is taken up again where it broke. The parts raise InvalidParameter, UnknownModel, Overloaded,
-        PermanentError, TransientError.
+        breaks is taken up again where it broke. Who drops the answer before its end cancels the rest. The parts raise
+        InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
         """
         return Chat(self._choices(calls.conversation(messages, params)))
 
     def _choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What is told of the only choice, piece by piece."""
-        headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
+        """Yield what is told of the only choice. A caller that stops before the end cancels the rest."""
+        conversation = calls.Conversation()
+        try:
+            yield from self._resumed_choices(body, conversation)
+        except (GeneratorExit, KeyboardInterrupt):
+            with suppress(UnfuseError, RuntimeError):  # a client that is closed raises RuntimeError
+                if conversation.request:
+                    self.post(conversation.cancel_path)
+            raise
+
+    def _resumed_choices(self, body: dict[str, Any], conversation: calls.Conversation) -> Iterator[dict[str, Any]]:
         while True:
             try:
-                sent = {"method": "POST", "json": body, "headers": headers}
-                for id, choices in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
-                    headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
-                    yield from choices
+                sent = {"method": "POST", "json": body, "headers": {**conversation.headers}}
+                for chunk in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
+                    yield from conversation.take(chunk)
                 return
             except TransientError:
-                if lost >= calls.RECONNECTS:
+                if conversation.lost >= calls.RECONNECTS:
                     raise
-            lost += 1
-            time.sleep(calls.pause(self.reconnect_delay, lost))
+            conversation.lost += 1
+            time.sleep(calls.pause(self.reconnect_delay, conversation.lost))
 
     def submit(
         self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,

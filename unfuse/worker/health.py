@@ -18,8 +18,10 @@ WORDS = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
 
 @asynccontextmanager
 async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
-    """While this block lasts, `GET /health` at HOST:PORT is 200, and `/ready` too unless something is `lacking`: then
-    it is 503 with what that is. With "" nobody is answered. Raises ConfigError.
+    """While this block lasts, GET and HEAD of `/health` at HOST:PORT are 200.
+
+    Those of `/ready` are too, unless something is `lacking`: then they are 503 with what that is. With "" nobody is
+    answered. Raises ConfigError.
     """
     if not at:
         yield
@@ -49,12 +51,15 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
 
 
 def _answer(asked: list[bytes], lacking: Callable[[], str]) -> bytes:
-    if asked == [b"GET", b"/health"]:
+    method, path = (*asked, b"")[:2]
+    is_read = method in (b"GET", b"HEAD")
+    if is_read and path == b"/health":
         status, text = 200, "ok"
-    elif asked == [b"GET", b"/ready"]:
+    elif is_read and path == b"/ready":
         missing = lacking()
         status, text = (503, missing) if missing else (200, "ready")
     else:
         status, text = 404, "there is /health and /ready"
     head = f"HTTP/1.1 {status} {WORDS[status]}\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
-    return f"{head}connection: close\r\n\r\n{text}".encode()
+    body = "" if method == b"HEAD" else text
+    return f"{head}connection: close\r\n\r\n{body}".encode()

@@ -6,14 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import asdict, replace
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import TransientError, Unsuitable
 from unfuse.core.media import Limits, Room
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
@@ -27,6 +27,16 @@ STEP_S = 0.02
 def no_torch() -> None:
     if "torch" in sys.modules:
         raise ImportError("torch is in the process of a family that does without")
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "fail": lambda: TransientError("it was asked to fail"),
+    "raise": lambda: LookupError("/srv/models/secret/weights.bin is not as expected"),
+    "refuse": lambda: Unsuitable("this adapter is for another model: choose one for this model"),
+    "fault": lambda: RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "lose": lambda: FileNotFoundError(2, "No such file or directory", "/srv/models/secret/weights.bin"),
+}
+"""Errors by the word that asks for them."""
 
 
 def suffer(prompt: str) -> None:
@@ -44,8 +54,8 @@ def suffer(prompt: str) -> None:
             while True:
                 eaten.append(np.ones(1 << 21))  # 16 MiB that are really there
                 time.sleep(0.01)
-        case "fail":
-            raise TransientError("it was asked to fail")
+        case word if word in ERRORS:
+            raise ERRORS[word]()
 
 
 class Encode(Stage):
