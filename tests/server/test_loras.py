@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http
     assert [plain[name] for name in ("lora", "lora_id", "lora_scale")] == ["ink", loras.id_of("ink"), 1.0]
     assert [scaled[name] for name in ("lora", "lora_id", "lora_scale")] == ["oil", loras.id_of("oil"), -0.5]
     assert not {"lora", "lora_id", "lora_scale"} & none.keys()
+
+
+@pytest.mark.row("K1")
+def test_an_adapter_with_other_bytes_is_another_whatever_its_times_say(tmp_path: Path) -> None:
+    file, loras = tmp_path / "ink.safetensors", Loras(str(tmp_path))
+    file.write_bytes(b"one")
+    before, times = loras.id_of("ink"), file.stat()
+
+    file.write_bytes(b"two")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    assert loras.id_of("ink") != before
 
 
 @pytest.mark.parametrize("asked", [

@@ -166,6 +166,17 @@ async def test_what_is_forked_makes_the_bytes_of_what_is_not(
     assert made[0] == made[1]
 
 
+@pytest.mark.row("K1")
+async def test_weights_of_pools_that_the_worker_has_not_registered_are_not_loaded(tmp_path: Path) -> None:
+    """As when a file has changed since: the new weights would be in the pool of the old ones."""
+    pools = frozenset({"text_encode:0123456789ab:float32"})
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        executor = Executor([replace(load(store, tmp_path), registered=pools)], asyncio.Queue[object]().put)
+        with pytest.raises(ConfigError, match="files of text_encode:0123456789ab:float32 have changed since"):
+            await executor.start()
+        await executor.close()
+
+
 async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.socket | None) -> None:
     async def ignore(_: Ready | Stepped | Stopped | Done | Failed) -> None:
         """Nothing is expected."""

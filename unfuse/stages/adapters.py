@@ -69,7 +69,7 @@ class Loras:
 
     def _id(self, file: Path) -> str:
         stat = file.stat()
-        as_it_is = stat.st_size, stat.st_mtime_ns, stat.st_ino
+        as_it_is = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
         if file not in self._ids or self._ids[file][0] != as_it_is:
             digest = xxhash.xxh3_128()
             with file.open("rb") as stream:
