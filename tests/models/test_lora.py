@@ -168,7 +168,13 @@ def folder(undivided: c.Undivided, tmp_path_factory: pytest.TempPathFactory) -> 
     first = next(key for key in plain if "lora_A" in key)
     up = first.replace("lora_A", "lora_B")
     broken = {
-        "text": {**plain, "text_encoder.encoder.q.lora_A.weight": plain[first].clone()},
+        "text": {
+            **plain,
+            **{
+                f"text_encoder.q.lora_{side}.weight": plain[key].clone()
+                for side, key in zip("AB", (first, up), strict=True)
+            },
+        },
         "other": load_file(undivided.folder("loras") / "flux-plain.safetensors"),
         "ranks": {**plain, first: plain[first][:2].clone()},
         "wide": {**plain, first: plain[first][:, :3].clone()},
@@ -207,7 +213,7 @@ class TestRefusals:
     @pytest.mark.parametrize(("name", "says"), [
         ("text", "only the denoiser is adapted"), ("other", "made for another one"), ("second", "no such layer"),
         ("kohya", "cannot be loaded|another one"),
-        ("ranks", "does not fit the model"), ("wide", "does not fit the model"), ("empty", "is empty"),
+        ("ranks", "of different ranks"), ("wide", "does not fit the model"), ("empty", "is empty"),
         ("half", "no half of a low-rank pair"), ("more", "no half of a low-rank pair"),
         ("pickle", "cannot be loaded"), ("cut", "cannot be loaded"),
     ])  # fmt: skip

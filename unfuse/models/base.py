@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +27,7 @@ from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import cut_of, encoder_spreads
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.gguf_model import GgufModel
-from unfuse.models.quantised import check, packed_bytes
+from unfuse.models.quantised import check, is_whole_number, packed_bytes
 from unfuse.models.shared import Mapped, held, load_together, moved
 from unfuse.models.single import load_single
 from unfuse.models.source import source_of
@@ -328,7 +328,24 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
+        if unused := sorted(_unplaced(model, info["unexpected_keys"])):
+            raise ConfigError(
+                f"model {self.folder.path}: the weights of component {component} have {unused[0]} "
+                f"({len(unused)} tensors in all), which {name} with its configuration has no place for: give the "
+                "weights that belong to this configuration, in their original precision"
+            )
+        if not self.folder.quantisation(component) and (whole := self._rounded(component, model)):
+            raise ConfigError(
+                f"model {self.folder.path}: {component} has {whole} as integers, where {name} has floats: give it in "
+                "its original precision"
+            )
         return model.eval()
+
+    def _rounded(self, component: str, model: Any) -> str:
+        """The first of a model's floats that its files have as whole numbers; "" if there is none."""
+        stored = self.folder.tensors(component)
+        floats = (key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and key in stored)
+        return next((key for key in floats if is_whole_number(stored[key][0])), "")
 
     def class_of(self, component: str) -> str:
         """The class of a component, in its library."""
@@ -386,7 +403,7 @@ class Loader:
         path = path or self.folder.path / self.folder.at(component)
         try:
             if isinstance(self.folder, GgufModel):
-                return self.folder.load(kind, options["dtype"]), {"missing_keys": ()}
+                return self.folder.load(kind, options["dtype"]), {"missing_keys": (), "unexpected_keys": ()}
             if (single := self.folder.single(component)) and path.is_relative_to(self.folder.path):
                 return load_single(kind, path / single, options["dtype"])
             return kind.from_pretrained(str(path), local_files_only=True, **options)
@@ -397,3 +414,17 @@ class Loader:
     def _tell(self, component: str, began: float, size: int) -> None:
         if self._report is not None:
             self._report(component, time.monotonic() - began, size)
+
+
+def _unplaced(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Of the tensors in files that a model has no place for, those that its class would compute with.
+
+    A class of transformers that is a part of a larger model, such as an encoder, may be given the files of the whole:
+    the head, the decoder or the tower that it does not have lies in modules of their own.
+    """
+    prefix = getattr(model, "base_model_prefix", None)
+    if prefix is None:
+        return [*unexpected]
+    children = {name for name, _ in model.named_children()}
+    inside = {key: key if key.partition(".")[0] in children else key.removeprefix(f"{prefix}.") for key in unexpected}
+    return [key for key, own in inside.items() if own.partition(".")[0] in children]

@@ -22,8 +22,8 @@ import xxhash
 from unfuse.core.errors import ConfigError
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
-from unfuse.models.quantised import SETTING, refusal
-from unfuse.models.single import single_of
+from unfuse.models.quantised import SETTING, codes, is_whole_number, refusal
+from unfuse.models.single import single_of, singles_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
@@ -174,6 +174,10 @@ class ModelFolder:
         if (said := config.get(SETTING)) and (reason := refusal(said, self.is_whole)):
             raise ConfigError(f"model {self.path}: component {component} is quantised ({SETTING}) {reason}")
         found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "") or self.single(component)
+        if not found and len(several := singles_of(files)) > 1:
+            both, place = " and ".join(several[:2]), self.at(component) or "the folder"
+            reason = f"{both}, each of which may be all of its weights: keep one of them in {place}"
+            raise ConfigError(f"model {self.path}: component {component} has {len(several)} files, {reason}")
         if not found and (instead := unserved(files)):
             raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
         names = ["*.safetensors"] if not found or found.endswith(".json") else [found]
@@ -216,7 +220,7 @@ class ModelFolder:
 
     def has(self, component: str, dtype: str) -> bool:
         """Whether files have all of a component's floats in that dtype, so that processes map them."""
-        kinds = {stored for stored, _ in self.tensors(component).values() if stored[0] not in "IU" and stored != "BOOL"}
+        kinds = {stored for stored, _ in self.tensors(component).values() if not is_whole_number(stored)}
         return kinds == {STORED[dtype]} and not self.single(component) and not self.is_quantised(component)
 
     def identity(self, *components: str) -> str:
@@ -266,8 +270,12 @@ class ModelFolder:
             except hub_errors() as error:
                 raise self._lacks(component, name) from error
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
-        if any(dtype.startswith("F8") for dtype, _ in found.values()) and not self.quantisation(component):
+        if self.quantisation(component):
+            return found
+        if any(dtype.startswith("F8") for dtype, _ in found.values()):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
+            raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
+        if reason := codes(found):
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         return found
 

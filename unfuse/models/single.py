@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfuse.models.gguf import GGUF
+from unfuse.models.gguf import GGUF, contents
 
 if TYPE_CHECKING:
     import torch
@@ -15,14 +16,19 @@ if TYPE_CHECKING:
 PARTS = "diffusion_pytorch_model*", "*model.*.safetensors", "model-0*", "adapter_model*", "pytorch_lora_weights*"
 """What files are called that libraries save beside others: one of them alone is not all of a component."""
 
+WITHIN = "model.diffusion_model."  # what names of a denoiser begin with, in a file of all parts of a model
+
 
 def single_of(files: Collection[str], *usual: str) -> str:
     """The one of a component's files that has all its weights; "" if there are several, or one of the usual names."""
-    if not set(usual).isdisjoint(files):
-        return ""
-    whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
-    found = [name for name in whole if Path(name).suffix in (GGUF, ".safetensors")]
+    found = [] if not set(usual).isdisjoint(files) else singles_of(files)
     return found[0] if len(found) == 1 else ""
+
+
+def singles_of(files: Collection[str]) -> list[str]:
+    """Those of a component's files of which each may have all of its weights, in order."""
+    whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
+    return sorted(name for name in whole if Path(name).suffix in (GGUF, ".safetensors"))
 
 
 def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[str, list[str]]]:
@@ -42,4 +48,41 @@ def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[st
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         told = f"{file.name} is of another model, or saved by a tool that diffusers does not know"
         raise ValueError(f"{told} ({error!r}): give one of a {kind.__name__}") from error
-    return model, {"missing_keys": [key for key, tensor in model.state_dict().items() if tensor.is_meta]}
+    missing = [key for key, tensor in model.state_dict().items() if tensor.is_meta]
+    return model, {"missing_keys": missing, "unexpected_keys": _unused(kind, model, file)}
+
+
+def _unused(kind: Any, model: Any, file: Path) -> list[str]:
+    """The tensors of a file that diffusers drops or finds no place for, by the file's names.
+
+    Diffusers' conversion is done once more, of tensors without numbers. A file that also has a model's other parts,
+    whose denoiser's names begin with WITHIN, may have more than the denoiser.
+    """
+    import torch
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    from unfuse.stages.traced import sources_of, traced
+
+    shapes = _shapes(file)
+    own, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
+    empty, _ = traced({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    if own.keys() != shapes.keys():
+        named = (SINGLE_FILE_LOADABLE_CLASSES.get(one.__name__) for one in kind.__mro__)
+        convert = next(one for one in named if one)["checkpoint_mapping_fn"]
+        try:
+            empty = convert(config=dict(model.config), checkpoint=empty)
+        except (RuntimeError, NotImplementedError):  # it would compare numbers
+            return []
+    used = sources_of([tensor for name, tensor in empty.items() if name in own])
+    within = any(name.startswith(WITHIN) for name in shapes)
+    left = [name for name in shapes if name not in used and (name.startswith(WITHIN) or not within)]
+    return [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    if file.suffix == GGUF:
+        return {name: one.shape for name, one in contents(file).tensors.items()}
+    with safe_open(file, "pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

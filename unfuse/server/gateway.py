@@ -15,7 +15,7 @@ from starlette.requests import Request
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
+from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel, Unsuitable
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.lifecycle import WEIGHTS_CHANGED
@@ -136,7 +136,7 @@ class Gateway(Observer):
             raise InvalidParameter("no lora is served here: start the server with --loras FOLDER", "lora")
         try:
             return await to_thread.run_sync(self.loras.ids_of, named, limiter=self.decoding)
-        except NotFound as error:
+        except (NotFound, Unsuitable) as error:
             raise InvalidParameter(str(error), "lora") from error
 
     @override

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,25 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, Unsuitable
 from unfuse.core.parameters import scales
 from unfuse.core.plan import Params
+from unfuse.stages.adapter_files import REMEDY, entries, fitted, left_out, not_finite, refusal, unapplied
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 MAX_BYTES = 4 << 30  # of an adapter's file: they are far smaller than what they adapt
 SHOWN = 20  # the most names that an error lists
 UNET = "unet"  # the part of a model whose adapters other tools number otherwise
+ENCODER = "text_encoder"  # what the parts of a model that read a prompt begin with
+COMPILED = "_orig_mod"  # what torch adds to the names of compiled modules
+PAIRED = ("A.weight", "B.weight", "B.bias")
+"""What may follow `lora_` in the names of tensors of a low-rank pair."""
 
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 ID = re.compile(r"[0-9a-f]{32}")
-BROKEN = OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError
-"""The errors of diffusers for a file that is not an adapter."""
+BROKEN = ValueError, LookupError, RuntimeError, AttributeError, TypeError, AssertionError, ArithmeticError
+"""The errors of diffusers and peft for a file that is not an adapter of the model."""
 
 
 class Loras:
@@ -43,6 +49,7 @@ class Loras:
     def __init__(self, folder: str, kept: str = "") -> None:
         self._folder, self._kept = Path(folder), kept
         self._ids: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self._refusals: dict[str, str] = {}
 
     def files(self) -> dict[str, Path]:
         """The files of all adapters, by name, in order: those directly in the folder."""
@@ -79,12 +86,29 @@ class Loras:
         return self._ids[file][1]
 
     def ids_of(self, named: str) -> str:
-        """The ids of all adapters that a request names, with commas between. Raises NotFound."""
+        """The ids of all adapters that a request names, with commas between.
+
+        Raises NotFound, and Unsuitable for a file that no model can use, as its header shows.
+        """
         ids = {name: self.id_of(name) for name, _ in scales(named)}
+        for name, id in ids.items():
+            if reason := self._refusal(name, id):
+                raise Unsuitable(f"lora {name!r} {reason}")
         for name, id in ids.items():
             if twin := next((other for other in ids if other != name and ids[other] == id), ""):
                 raise NotFound(f"loras {name!r} and {twin!r} are one file: name one of them, with the scale of both")
         return ",".join(ids.values())
+
+    def _refusal(self, name: str, id: str) -> str:
+        """Why no model can use a file with that id; "" if one may, or if it is no safetensors file."""
+        from safetensors import SafetensorError
+
+        if id not in self._refusals:
+            try:
+                self._refusals[id] = refusal(entries(self.files()[name]))
+            except (KeyError, OSError, SafetensorError):  # the worker that reads the whole file says more
+                return ""
+        return self._refusals[id]
 
     def file(self, name: str, id: str) -> Path:
         """The file of an adapter whose content has that id. Raises NotFound, and PermanentError if it has another."""
@@ -169,37 +193,100 @@ class Adapters:
         self._transformer.delete_adapters(id)
 
     def _load(self, name: str, id: str) -> None:
+        import torch
         from safetensors import SafetensorError
 
         file = self._loras.file(name, id)
         try:
             with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
+                wanted = self._checked(name, file)
                 self._apply(name, id, file)
-        except (*BROKEN, SafetensorError) as error:
+                self._verify(name, id, wanted)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except SafetensorError as error:
             raise Unsuitable(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-        for part in self._parts():
+        except BROKEN as error:
+            self._remove(id)
+            shown = " ".join(str(error).split()) or repr(error)
+            raise Unsuitable(
+                f"lora {name!r} cannot be loaded: it is for another model, or saved in a way that diffusers does not "
+                f"read ({shown})"
+            ) from error
+        except Exception:
+            self._remove(id)
+            raise
+        for part in self._parts().values():
             for key, tensor in part.named_parameters():
                 if id in key.split(".") and not tensor.is_meta:  # as where the layer is on another rank
                     tensor.data = tensor.data.to(self._device)
 
-    def _parts(self) -> list[Any]:
-        """What may have been adapted."""
-        return [self._transformer]
+    def _checked(self, name: str, file: Path) -> set[str]:
+        """The names of the tensors that a file becomes. Raises Unsuitable if any of it would be dropped, or is NaN."""
+        from safetensors.torch import load_file
+
+        from unfuse.stages.traced import sources_of, traced
+
+        if reason := refusal(entries(file)):
+            raise Unsuitable(f"lora {name!r} {reason}")
+        tensors = load_file(file)
+        if reason := not_finite(tensors):
+            raise Unsuitable(f"lora {name!r} {reason}")
+
+        copies, read = traced(tensors)
+        converted, *alphas = self._reader().lora_state_dict(copies, **self._ways())
+        alike = {key for key in read if key.endswith("alpha")}
+        if key := left_out(tensors, sources_of((converted, alphas)) | alike):
+            raise Unsuitable(f"lora {name!r} {unapplied(key)}")
+        found = self._converted(converted)
+        if misfit := self._misfit(found):
+            raise Unsuitable(f"lora {name!r} {misfit}")
+        return {_plain(key) for key in found}
+
+    def _verify(self, name: str, id: str, wanted: Collection[str]) -> None:
+        """Raise Unsuitable unless each converted tensor, and nothing else but zeros, is in the model now."""
+        there = _adapted(self._parts(), id)
+        if missing := sorted(set(wanted) - there.keys()):
+            raise Unsuitable(f"lora {name!r} holds {missing[0]}, which takes no effect in this model: {REMEDY}")
+        for key, tensor in there.items():  # peft makes what a file lacks of memory that nobody wrote
+            if key not in wanted and (tensor.is_meta or bool(tensor.any())):
+                raise Unsuitable(f"lora {name!r} lacks {key}, which the rest of it needs: save it anew")
+
+    def _remove(self, id: str) -> None:
+        """Take away what a load that failed has put into the model."""
+        for part in self._parts().values():
+            if id in getattr(part, "peft_config", {}):
+                part.delete_adapters(id) if hasattr(part, "delete_adapters") else part.delete_adapter(id)
+
+    def _parts(self) -> dict[str, Any]:
+        """What may have been adapted, by the prefix of its keys."""
+        return {self._part: self._transformer}
+
+    def _reader(self) -> Any:
+        """The class of diffusers that reads a file."""
+        return self._pipeline()
+
+    def _ways(self) -> dict[str, Any]:
+        """How that class is to read a file."""
+        how: dict[str, Any] = {"return_alphas": True, "return_lora_metadata": True}
+        if self._part == UNET:
+            how["unet_config"] = self._transformer.config  # by which other tools' numbers of blocks are read
+        return how
+
+    def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names that peft has for them, also of files with diffusers' older names."""
+        from diffusers.utils import convert_unet_state_dict_to_peft
+
+        return dict(convert_unet_state_dict_to_peft(tensors))
+
+    def _misfit(self, tensors: Mapping[str, Tensor]) -> str:
+        return _misfit(self._parts(), tensors)
 
     def _apply(self, name: str, id: str, file: Path) -> None:
-        model = self._transformer
-        how: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
-        how |= {"return_alphas": True, "return_lora_metadata": True}
-        if self._part == UNET:
-            how["unet_config"] = model.config  # by which other tools' numbers of blocks are read
+        model, how = self._transformer, {"use_safetensors": True, "local_files_only": True, **self._ways()}
         tensors, *alphas, metadata = self._pipeline().lora_state_dict(str(file), **how)
         self._loras.file(name, id)  # it was not changed while it was read
-        if self._part == UNET:
-            from diffusers.utils import convert_unet_state_dict_to_peft
-
-            tensors = convert_unet_state_dict_to_peft(tensors)
-        if misfit := _misfit(model, tensors, f"{self._part}."):
-            raise Unsuitable(f"lora {name!r} {misfit}")
+        tensors = fitted(self._converted(tensors))
         how = {"network_alphas": (alphas or [None])[0], "metadata": metadata, "low_cpu_mem_usage": True}
         model.load_lora_adapter(tensors, adapter_name=id, prefix=self._part, **how)
 
@@ -212,51 +299,87 @@ class PipelineAdapters(Adapters):
         self._transformer.delete_adapters(id)
 
     @override
-    def _parts(self) -> list[Any]:
-        return [part for part in self._transformer.components.values() if hasattr(part, "named_parameters")]
+    def _parts(self) -> dict[str, Any]:
+        return {key: part for key, part in self._transformer.components.items() if hasattr(part, "named_parameters")}
+
+    @override
+    def _reader(self) -> Any:
+        return self._transformer
+
+    @override
+    def _ways(self) -> dict[str, Any]:
+        parts, how = self._parts(), {"return_lora_metadata": True}
+        return how | ({"unet_config": parts[UNET].config} if UNET in parts and "text_encoder_2" in parts else {})
+
+    @override
+    def _converted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of text encoders as diffusers renames them when it loads them."""
+        from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
+
+        encoders = {key: part for key, part in self._parts().items() if key.startswith(ENCODER)}
+        found = {key: one for key, one in tensors.items() if key.partition(".")[0] not in encoders}
+        found = super()._converted(found)
+        for part, encoder in encoders.items():
+            own = {key.removeprefix(f"{part}."): one for key, one in tensors.items() if key.startswith(f"{part}.")}
+            own = convert_state_dict_to_peft(convert_state_dict_to_diffusers(own)) if own else {}
+            flat = "" if hasattr(encoder, "text_model") else "text_model."
+            found |= {f"{part}.{key.removeprefix(flat)}": one for key, one in own.items()}
+        return found
+
+    @override
+    def _misfit(self, tensors: Mapping[str, Tensor]) -> str:
+        misfit = _misfit(self._parts(), tensors, applied=(*PAIRED, "magnitude_vector", "magnitude_vector.weight"))
+        if misfit or any(key.partition(".")[0] in ("transformer", UNET) for key in tensors):
+            return misfit
+        return "has nothing for this model's denoiser: it was made for another one"
 
     @override
     def _apply(self, name: str, id: str, file: Path) -> None:
-        pipeline = self._transformer
-        how = {"use_safetensors": True, "local_files_only": True}
-        if alien := _alien(pipeline, pipeline.lora_state_dict(str(file), **how)):
-            raise Unsuitable(f"lora {name!r} holds {alien}, and the model has no such layer: it is for another one")
-        how |= {"low_cpu_mem_usage": True}
-        pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
+        how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
+        self._transformer.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
         self._loras.file(name, id)  # it was not changed while it was read
-        adapted = {part for part, names in pipeline.get_list_adapters().items() if id in names}
-        if not adapted & {"transformer", UNET}:
-            if adapted:
-                pipeline.delete_adapters(id)
-            raise Unsuitable(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
 
 
-def _alien(pipeline: Any, read: Any) -> str:
-    """The first key beside those of text encoders that no layer of the pipeline has; "" if there is none."""
-    from diffusers.utils import convert_unet_state_dict_to_peft
-
-    tensors = convert_unet_state_dict_to_peft(read[0] if isinstance(read, tuple) else read)
-    parts = {part: model for part, model in pipeline.components.items() if hasattr(model, "named_modules")}
-    layers = {f"{part}.{layer}" for part, model in parts.items() for layer, _ in model.named_modules()}
-    keys = (key for key in tensors if ".lora" in key and not key.startswith("text_encoder"))
-    return next((key for key in keys if key.partition(".lora")[0] not in layers), "")
+def _plain(key: str) -> str:
+    """A tensor's name without what peft adds at the end of some."""
+    return key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
 
 
-def _misfit(transformer: Any, tensors: Mapping[str, Tensor], prefix: str) -> str:
-    """Why these tensors are not an adapter of this transformer, whose keys begin so, in words; "" if they are."""
-    layers = dict(transformer.named_modules())
+def _adapted(parts: Mapping[str, Module], id: str) -> dict[str, Tensor]:
+    """The tensors of an adapter in the parts of a model, by the names that a file has for them."""
+    found: dict[str, Tensor] = {}
+    for part, model in parts.items():
+        for key, tensor in model.named_parameters():
+            names = key.split(".")
+            if id in names:
+                own = ".".join(name for name in names if name not in (id, COMPILED))
+                found[_plain(f"{part}.{own}")] = tensor
+    return found
+
+
+def _misfit(parts: Mapping[str, Module], tensors: Mapping[str, Tensor], applied: Collection[str] = PAIRED) -> str:
+    """Why these tensors are not an adapter of these parts of a model, in words; "" if they are.
+
+    `applied` are the ends of names that may follow a layer's.
+    """
+    layers = {f"{part}.{path}": layer for part, model in parts.items() for path, layer in model.named_modules()}
     for key in tensors:
-        path, _, part = key.partition(".lora_")
-        if key.startswith("text_encoder"):
+        path, _, end = key.partition(".lora_")
+        if ".lokr_" in key and "magnitude_vector" in applied:
+            continue
+        if key.startswith(ENCODER) and not any(part.startswith(ENCODER) for part in parts):
             return f"holds {key}, and only the denoiser is adapted: save it without its text encoder's part"
-        weight = getattr(layers.get(path.removeprefix(prefix)), "weight", None)
-        if not path.startswith(prefix) or weight is None:
+        weight = getattr(layers.get(path), "weight", None)
+        if weight is None:
             return f"holds {key}, and the model has no such layer: it was made for another one"
         down, up = (tensors.get(f"{path}.lora_{side}.weight") for side in "AB")
-        if down is None or up is None or part not in ("A.weight", "B.weight", "B.bias"):
+        if down is None or up is None or end not in applied:
             return f"holds {key}, which is no half of a low-rank pair: only such are applied"
-        own = getattr(weight, "quant_shape", weight.shape)
-        if down.shape[1:] != own[1:] or up.shape[:2] != (own[0], down.shape[0]):
-            shapes = " and ".join(str(tuple(side.shape)) for side in (down, up))
-            return f"does not fit the model: {path} is {tuple(own)}, and the pair for it is {shapes}"
+        own = tuple(getattr(weight, "quant_shape", weight.shape))
+        shapes = [tuple(side.shape) for side in (down, up)]
+        if shapes[0][1:] != own[1:] or shapes[1][:2] != (own[0], shapes[0][0]):
+            pair = f"the pair for it is {shapes[0]} and {shapes[1]}"
+            return f"does not fit the model: {path} is {own}, and {pair}: it was made for another model"
+        if end == "B.bias" and tuple(tensors[key].shape) != own[:1]:
+            return f"does not fit the model: {key} has {len(tensors[key])} numbers, and {path} gives {own[0]}"
     return "" if tensors else "is empty"

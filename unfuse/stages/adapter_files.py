@@ -1,0 +1,144 @@
+"""What an adapter's file holds, by names, shapes and values: whatever is not applied is refused by its name.
+
+The checks of a header need no torch and no model, so that a gateway makes them before a request is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HALVES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), (".down.", ".up."))
+"""What the two halves of a low-rank pair are called, in the order in which names are read."""
+
+BEYOND = {
+    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT",
+    ".lora_mid": "a pair with a third matrix", ".diff_m": "a difference of modulation",
+    ".diff_b": "a difference of a bias", ".diff": "a whole difference of weights",
+}  # fmt: skip
+"""What entries beside low-rank pairs are, by a part of their names."""
+
+NOWHERE = ("dora_scale", ".hada_", ".oft_", ".lora_mid")
+"""Parts of names of entries that no model here applies."""
+
+ONLY = "only low-rank pairs (LoRA) with their alphas are applied"
+REMEDY = "save it without that, or merge it into the model's weights"
+
+
+class Entry(NamedTuple):
+    """An entry of a file: its dtype by the name that safetensors has for it, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def entries(file: Path) -> dict[str, Entry]:
+    """Return the entries of a safetensors file by name. Raises SafetensorError and OSError."""
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        return {name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+def refusal(found: Mapping[str, Entry]) -> str:
+    """Return why no model can use a file with these entries, in words; "" if one may."""
+    if not found:
+        return "is empty"
+    for name, entry in found.items():
+        if any(part in name for part in NOWHERE):
+            return unapplied(name)
+        if not name.endswith("alpha") and (reason := _codes(name, entry.dtype)):
+            return reason
+    for name, entry in found.items():
+        other, is_down = other_half(name)
+        if not other:
+            continue
+        if other not in found:
+            return f"holds {name}, which is no half of a low-rank pair without {other}: save it anew, with both"
+        pair = (entry.shape, found[other].shape)
+        down, up = pair if is_down else pair[::-1]
+        if len(down) > 1 and len(up) > 1 and down[0] != up[1]:
+            return f"holds {name} and {other} of different ranks ({down[0]} and {up[1]}): save it anew"
+    return ""
+
+
+def other_half(name: str) -> tuple[str, bool]:
+    """Return the name of the other half of a pair, and whether this one is the first; "" for other entries."""
+    for down, up in HALVES if "lora" in name else ():
+        for own, other in ((down, up), (up, down)):
+            before, found, after = name.rpartition(own)
+            if found and after in ("weight", ".weight", ".default.weight"):
+                return f"{before}{other}{after}", own == down
+    return "", False
+
+
+def unapplied(name: str) -> str:
+    """Return words for an entry that takes no effect."""
+    kind = next((kind for part, kind in BEYOND.items() if part in name), "")
+    shown = f"{name} ({kind})" if kind else name
+    return f"holds {shown}, which is not applied to this model: {ONLY}; {REMEDY}"
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return words for the first entry with NaN or infinite numbers; "" if there is none."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            kind = "NaN" if bool(tensor.isnan().any()) else "infinite numbers"
+            return f"holds {kind} in {name}: it was damaged in training or in saving; fetch or save it anew"
+    return ""
+
+
+def left_out(tensors: Mapping[str, Tensor], used: set[str]) -> str:
+    """Return the first entry that was not used and would have had an effect; "" if there is none.
+
+    Without effect are differences that are zero, pairs whose second half is zero, and an alpha that is the rank.
+    """
+    without = set(_zeros(tensors))
+    return next((name for name in tensors if name not in used and not _is_without_effect(name, tensors, without)), "")
+
+
+def _zeros(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        other, is_down = other_half(name)
+        adds = name.endswith((".diff", ".diff_b")) or bool(other) and not is_down
+        if adds and not bool(tensor.any()):
+            yield name
+
+
+def _is_without_effect(name: str, tensors: Mapping[str, Tensor], zeros: set[str]) -> bool:
+    if name in zeros or other_half(name)[0] in zeros:
+        return True
+    if not name.endswith(".alpha") or tensors[name].numel() != 1:
+        return False
+    path = name.removesuffix("alpha")
+    halves = {one: other_half(one) for one in tensors if one.startswith(path)}
+    ranks = {tensors[one].shape[0] for one, (_, is_down) in halves.items() if is_down}
+    is_zero = any(one in zeros for one, (other, is_down) in halves.items() if other and not is_down)
+    return is_zero or ranks == {float(tensors[name])}
+
+
+def _codes(name: str, dtype: str) -> str:
+    """Return words for an entry whose numbers are codes of a quantised weight; "" for floats."""
+    if dtype.startswith(("I", "U", "B")) and dtype != "BF16":
+        return f"holds {name} as integers ({dtype}): it is quantised, which is not served; save it in 16 bits"
+    if dtype.startswith(("F8", "F6", "F4")):
+        return f"holds {name} in floats of fewer than 16 bits ({dtype}), which are not served; save it in 16 bits"
+    return ""
+
+
+def fitted(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors with a bias of zeros for each pair that has none, if any pair has one.
+
+    peft gives all layers of an adapter a bias or none, and leaves those that the file does not have unwritten.
+    """
+    found = dict(tensors)
+    if any(name.endswith("lora_B.bias") for name in tensors):
+        for name, tensor in tensors.items():
+            if name.endswith("lora_B.weight"):
+                found.setdefault(f"{name.removesuffix('weight')}bias", tensor.new_zeros(tensor.shape[0]))
+    return found

@@ -1,0 +1,74 @@
+"""Tensors that know from which entries of a file they were computed.
+
+A library that converts the names of a file may drop an entry without an error. Give it traced tensors, and what
+it returns says which entries it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+READING = frozenset({"item", "tolist", "__float__", "__int__"})
+"""Methods that make a plain number of a tensor, whose use cannot be followed any further."""
+
+SHAPED_ONLY = frozenset({"zeros_like", "ones_like", "empty_like", "full_like"})
+"""Functions that take a shape from a tensor, and no values."""
+
+
+class Traced(torch.Tensor):
+    """A tensor with the names of all entries from which it was computed."""
+
+    sources: frozenset[str] = frozenset()
+    read: set[str] | None = None
+    """Names of entries whose plain numbers were asked for, shared by all tensors of a file."""
+
+    @override
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        name = getattr(func, "__name__", "")
+        inputs = [one for one in _flat((args, (kwargs or {}).values())) if isinstance(one, Traced)]
+        sources = frozenset[str]().union(*(one.sources for one in inputs))
+
+        if name in READING:
+            for one in inputs:
+                if one.read is not None:
+                    one.read.update(one.sources)
+        if name == "__setitem__" and isinstance(args[0], Traced):
+            args[0].sources = sources
+        if name not in SHAPED_ONLY:
+            for made in _flat(result):
+                if isinstance(made, Traced):
+                    made.sources = made.sources | sources
+                    made.read = next((one.read for one in inputs if one.read is not None), None)
+        return result
+
+
+def traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Return these tensors as traced ones, and the set that gathers the names of those read as plain numbers."""
+    found: dict[str, torch.Tensor] = {}
+    read = set[str]()
+    for name, tensor in tensors.items():
+        one = tensor.as_subclass(Traced)
+        one.sources, one.read = frozenset({name}), read
+        found[name] = one
+    return found, read
+
+
+def sources_of(values: object) -> set[str]:
+    """Return the names of all entries from which the tensors among these values were computed."""
+    return {name for one in _flat(values) if isinstance(one, Traced) for name in one.sources}
+
+
+def _flat(values: object) -> Iterator[object]:
+    if isinstance(values, Mapping):
+        values = values.values()
+    if isinstance(values, torch.Tensor | str | bytes) or not isinstance(values, Iterable):
+        yield values
+        return
+    for one in values:
+        yield from _flat(one)
