@@ -14,6 +14,7 @@ from unfuse.cli.main import exit_code
 from unfuse.core.media import IMAGE, MEDIA, VIDEO
 from unfuse.core.parameters import Parameter
 from unfuse.core.registry import resolve
+from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.core.retries import RULES
 from unfuse.models import FAMILIES
 from unfuse.models.defaults import call_defaults
@@ -74,8 +75,7 @@ Clients raise the error that an answer was made from, as far as they know it; th
 
 STATUSES = {
     **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "model_error": 500, "handed_back": 500,
-    "weights_changed": 503,
-    "expired": 504, "cancelled": 409,
+    "weights_changed": 503, MODERATION_BLOCKED: 400, "expired": 504, "cancelled": 409,
 }  # fmt: skip
 """What a call gets that waited for a request which has no result."""
 
@@ -114,6 +114,10 @@ ADVICE = {
         "[parameters](reference-parameters.md)."
     ),
     "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
+    MODERATION_BLOCKED: (
+        "The model's safety checker flagged all that was made: change the prompt, or try another seed. Where it "
+        "flagged some of several pictures, these alone are marked as `flagged`."
+    ),
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "invalid_link": "The link was changed: `GET /v1/requests/{id}` has new ones.",

@@ -172,8 +172,9 @@ def accepted(response: httpx2.Response) -> httpx2.Response:
 
 
 def indexes_of(view: Mapping[str, Any]) -> list[int]:
-    """The places of the results that a request object names."""
-    return [int(urlsplit(file["url"]).path.rpartition("/")[2]) for file in view["result"]]
+    """The places of the results that a request object names, but for those that a safety checker flagged."""
+    files = [file for file in view["result"] if not file.get("flagged")]
+    return [int(urlsplit(file["url"]).path.rpartition("/")[2]) for file in files]
 
 
 def is_over(view: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel, Unsuitable
 from unfuse.core.plan import Params
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.scheduler.lifecycle import WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -36,7 +36,7 @@ from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
 
-STATUSES = {"invalid_parameter": 400, WEIGHTS_CHANGED: 503}
+STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503}
 """What a call gets that waited for a request which failed for such a reason; 500 for any other."""
 
 PICTURES_AT_ONCE = 2

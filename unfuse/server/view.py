@@ -114,7 +114,8 @@ def progress(record: Record) -> int:
 
 
 def _result(file: ResultFile, url: str) -> dict[str, object]:
-    return {"url": url, "content_type": file.content_type, "bytes": file.bytes}
+    flagged = {"flagged": True} if file.flagged else {}
+    return {"url": url, "content_type": file.content_type, "bytes": file.bytes} | flagged
 
 
 def _cost(context: RequestContext, prices: Prices) -> dict[str, object]:
