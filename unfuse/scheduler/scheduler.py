@@ -14,6 +14,7 @@ from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.media import Work
+from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
@@ -109,7 +110,7 @@ class Scheduler:
         card, params, seed = asked.card, asked.params, asked.params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
-        samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(asked.n)]
+        samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(asked.n)]
         works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
         shared_by = self._cache.shared_by(who.tenant, delivery.cache)
