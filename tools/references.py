@@ -160,6 +160,10 @@ ADVICE = {
 """What to do about each code."""
 
 
+NOT_USED = ("nothing", "unused", "refused")
+"""Uses of parameters that change nothing."""
+
+
 def table(head: str, rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown; `head` has its titles between bars."""
     count = head.count("|") + 1
@@ -176,8 +180,8 @@ def parameters() -> str:
     """The page of request parameters."""
     parts = [PARAMETERS]
     for medium in MEDIA:
-        usual = [one for one in medium.parameters if one.use != "nothing" and one.description]
-        ignored = [one for one in medium.parameters if one.use == "nothing"]
+        ignored = [one for one in medium.parameters if one.use in ("nothing", "unused")]
+        usual = [one for one in medium.parameters if one.use not in NOT_USED and one.description]
         parts.append(f"\n## {medium.plural.capitalize()}\n\n")
         parts.append(table("name | type | default | flag of `generate` | what | models", map(row, usual)))
         said = ", ".join(code(one.name) + (f" ({one.bounds})" if one.choices else "") for one in ignored)
@@ -194,11 +198,10 @@ def diffusers() -> str:
 
 def row(one: Parameter) -> list[str]:
     kind = f"{KINDS[one.kind]} {one.bounds}".strip() if one.kind != "form" else one.form[1]
-    name = ", ".join(map(code, (one.name, *one.aliases)))
     default = "required" if one.required else code(one.default)
     flag = code(one.flag or "--" + one.name.replace("_", "-")) if one.offered and one in MADE else ""
-    models = ", ".join(takers(one.name)) if one.by_model else ""
-    return [name, kind, default, flag, one.description, models or ("those that say so" if one.by_model else "all")]
+    models = (", ".join(takers(one.name)) or "those that say so") if one.by_model else "all"
+    return [code(one.name), kind, default, flag, one.description, models]
 
 
 def pipelines() -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import random
 import struct
@@ -9,6 +10,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -18,9 +20,10 @@ from PIL import Image
 from tests.examples import examples
 from tests.server.served import MOVING, Served, picture
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.pixels import MAX_PIXELS, MAX_SIDE
 from unfuse.queues.base import Filter
 from unfuse.server.body import MAX_FORM, MAX_TEXT_BODY
-from unfuse.server.uploads import MAX_BYTES, MAX_PIXELS, MAX_SIDE, read_picture
+from unfuse.server.uploads import MAX_BYTES, decode_data_url, read_picture
 
 ASKED = {"model": MOVING.name, "prompt": "a red circle"}
 
@@ -57,10 +60,17 @@ def text_bomb() -> bytes:
     return whole[:33] + chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(100_000_000))) + whole[33:]
 
 
+def run_length_bmp() -> bytes:
+    """A BMP whose rows are runs of one color, which takes Pillow long to read."""
+    head = struct.pack("<IiiHHIIiiII", 40, 8, 8, 1, 8, 1, 16, 0, 0, 256, 0) + bytes(1024)
+    rows = bytes([8, 0, 0, 0] * 8)
+    return b"BM" + struct.pack("<IHHI", 14 + len(head) + len(rows), 0, 0, 14 + len(head)) + head + rows
+
+
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "1 to 20971520 bytes, not 0"),
     "too many bytes": (lambda: bytes(MAX_BYTES + 1), f"not {MAX_BYTES + 1}"),
-    "50,000 wide": (lambda: png(50_000, 100), "is 50000x100 pixels; there may be at most 16384 a side"),
+    "50,000 wide": (lambda: png(50_000, 100), "is 50000x100 pixels; at most 16384 a side"),
     "too many pixels": (lambda: png(8_000, 8_000), "40000000 in all"),
     "more pixels": (lambda: png(10_000, 10_000), "40000000"),
     "bomb": (lambda: png(16_000, 16_000), "more than 40000000 pixels"),
@@ -68,15 +78,16 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "truncated png": (lambda: saved("png")[:-200], "cut or damaged"),
     "truncated jpeg": (lambda: saved("jpeg")[:-200], "cut or damaged"),
     "truncated webp": (lambda: saved("webp")[:-200], "cut or damaged"),
-    "header alone": (lambda: saved("png")[:33], "is not a PNG, JPEG or WebP picture"),
+    "header alone": (lambda: saved("png")[:33], "is not a PNG, JPEG, WebP, GIF, BMP or AVIF picture"),
     "no pixels": (lambda: png(64, 64), "cut or damaged"),
-    "gif": (lambda: saved("gif"), "is not a PNG, JPEG or WebP picture"),
-    "bmp": (lambda: saved("bmp"), "is not a PNG, JPEG or WebP picture"),
-    "tiff": (lambda: saved("tiff"), "is not a PNG, JPEG or WebP picture"),
-    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a PNG, JPEG or WebP picture"),
-    "text": (lambda: b"not a picture at all", "is not a PNG, JPEG or WebP picture"),
-    "animated webp": (lambda: animated("webp"), "animated"),
-    "animated png": (lambda: animated("png"), "animated"),
+    "truncated gif": (lambda: saved("gif")[:-200], "cut or damaged"),
+    "truncated bmp": (lambda: saved("bmp")[:-200], "cut or damaged"),
+    "truncated avif": (lambda: saved("avif")[:-200], "cut or damaged"),
+    "large gif": (lambda: b"GIF89a" + struct.pack("<2H", 50_000, 100) + saved("gif")[10:], "is 50000x100 pixels"),
+    "compressed bmp": (run_length_bmp, "is a compressed BMP picture: send it as PNG"),
+    "tiff": (lambda: saved("tiff"), "is not a PNG, JPEG, WebP, GIF, BMP or AVIF picture"),
+    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a PNG, JPEG"),
+    "text": (lambda: b"not a picture at all", "is not a PNG, JPEG"),
 }
 
 
@@ -89,10 +100,15 @@ def test_what_is_no_good_picture_is_refused_by_name(make: Callable[[], bytes], s
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
+@pytest.mark.parametrize("form", ["png", "jpeg", "webp", "gif", "bmp", "avif"])
 def test_a_good_picture_is_taken_as_it_came(form: str) -> None:
     assert read_picture("image", saved(form)) == saved(form)
     assert read_picture("image", [saved(form)]) == saved(form)
+
+
+@pytest.mark.parametrize("form", ["gif", "png", "webp"])
+def test_an_animated_picture_is_taken(form: str) -> None:
+    assert read_picture("image", animated(form)) == animated(form)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
@@ -144,11 +160,7 @@ def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, dama
         "http://127.0.0.1/secret.png",
         "https://example.com/a.png",
         "file:///etc/passwd",
-        "data:text/html;base64,AAAA",
-        "data:image/png,AAAA",
         {"image_url": "http://127.0.0.1/"},
-        {"file_id": "file-1"},
-        {"image_url": "data:image/png;base64,AAAA", "file_id": "file-1"},
         7,
         True,
         {},
@@ -162,7 +174,58 @@ def test_only_a_file_or_an_address_that_holds_it_is_taken(value: object) -> None
     assert caught.value.param == "input_reference"
 
 
-@pytest.mark.parametrize("text", ["%%%", "AAA", "AA=A"])
+def as_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+DATA_URLS: dict[str, Callable[[bytes], str]] = {
+    "plain": lambda data: f"data:image/png;base64,{as_base64(data)}",
+    "lines of 76": lambda data: f"data:image/png;base64,{base64.encodebytes(data).decode()}",
+    "Windows' lines": lambda data: f"data:image/png;base64,\r\n {as_base64(data)}\r\n",
+    "charset": lambda data: f"data:image/png;charset=utf-8;base64,{as_base64(data)}",
+    "name": lambda data: f"data:image/png;name=a.png;base64,{as_base64(data)}",
+    "capitals": lambda data: f"DATA:IMAGE/PNG;BASE64,{as_base64(data)}",
+    "another type of picture": lambda data: f"data:image/jpg;base64,{as_base64(data)}",
+    "type without subtype": lambda data: f"data:image;base64,{as_base64(data)}",
+    "no padding": lambda data: f"data:image/png;base64,{as_base64(data).rstrip('=')}",
+    "escaped base64": lambda data: f"data:image/png;base64,{quote(as_base64(data), safe='')}",
+    "percent-coded": lambda data: f"data:image/png,{quote(data)}",
+    "percent-coded with parameters": lambda data: f"data:image/png;charset=utf-8,{quote(data)}",
+}
+
+
+@pytest.mark.row("C37", "C38")
+@pytest.mark.parametrize("make", DATA_URLS.values(), ids=DATA_URLS)
+def test_every_spelling_of_a_data_url_is_read(make: Callable[[bytes], str]) -> None:
+    data = saved("png", (5, 4))
+    assert read_picture("image", make(data)) == data
+    assert read_picture("image", {"image_url": make(data)}) == data
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("data:text/html;base64,AAAA", "is a data: URL of type 'text/html': send one of image/png"),
+    ("data:,AAAA", "is a data: URL of type ''"),
+    ("data:image/png,AAAA", "is not a PNG, JPEG"),
+    ("data:image/png;base64", "not fetched"),
+])  # fmt: skip
+def test_a_data_url_of_something_else_is_told_so(url: str, says: str) -> None:
+    with pytest.raises(InvalidParameter, match=says):
+        read_picture("image", url)
+
+
+def test_a_video_s_data_url_is_no_picture() -> None:
+    assert decode_data_url("video", "data:video/mp4;base64,AAAA", "video") == bytes(3)
+    with pytest.raises(InvalidParameter, match="send one of video/mp4"):
+        decode_data_url("video", "data:image/png;base64,AAAA", "video")
+
+
+def test_a_file_that_was_never_sent_is_refused_in_a_sentence() -> None:
+    for held in ({"file_id": "file-1"}, {"image_url": "data:image/png;base64,AAAA", "file_id": "file-1"}):
+        with pytest.raises(InvalidParameter, match="names a file by file_id, and this server keeps no files"):
+            read_picture("mask", held)
+
+
+@pytest.mark.parametrize("text", ["%%%", "A", "AA=A"])
 def test_what_is_no_base64_is_refused(text: str) -> None:
     with pytest.raises(InvalidParameter, match="is not base64"):
         read_picture("image", f"data:image/png;base64,{text}")

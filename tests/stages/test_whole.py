@@ -193,15 +193,23 @@ def test_another_size_than_was_asked_for_is_an_error() -> None:
         stage.finish(state)
 
 
-def test_a_picture_that_is_too_large_is_refused_before_anything_is_made_of_it() -> None:
+@pytest.mark.parametrize(("scale", "given", "seen"), [
+    (1, (16, 8), (16, 8)), (1, (40, 30), (16, 8)), (2, (40, 30), (8, 4)), (0, (40, 30), (40, 30)),
+])  # fmt: skip
+def test_a_call_that_takes_no_size_gets_a_picture_of_the_size(
+    scale: int, given: tuple[int, int], seen: tuple[int, int]
+) -> None:
     file = io.BytesIO()
-    Image.new("RGB", (40, 30)).save(file, "PNG")
-    stage = Whole(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False, None, 1000)
-    with pytest.raises(
-        PermanentError,
-        match="the picture is 40x30, and so is what is made of it: 1000 pixels are the most; send a smaller one",
-    ):
-        stage.start(StageInput(PARAMS, {}, {"image": file.getvalue()}))
+    Image.new("RGB", given).save(file, "PNG")
+    stage = Whole(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False, None, scale)
+
+    picture = stage._picture(file.getvalue(), PARAMS | {"width": 16, "height": 8})
+
+    assert picture.size == seen
+
+
+def test_a_picture_must_be_there_where_the_call_needs_one() -> None:
+    stage = Whole(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False)
     stage.uploads = ("image",)
     with pytest.raises(PermanentError, match="upload image is missing"):
         stage.verify(StageInput(PARAMS, {}))

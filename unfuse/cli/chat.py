@@ -27,7 +27,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.", metavar="TEXT")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="How freely to draw; 0: the likeliest.", min=0)] = None,
-    seed: Annotated[int | None, typer.Option(help="Draw as with this seed before.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw as with this seed before; -1: any.")] = None,
     schema: Annotated[Path | None, typer.Option(help="JSON schema that answers are to have.", metavar="FILE")] = None,
     server: Annotated[
         str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this chat alone.")

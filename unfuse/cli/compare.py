@@ -50,7 +50,7 @@ def compare(
     terminal.open_log()
     told = {**flags, **terminal.flags, "serve.models": [model]}
     loaded = load(told, config)
-    from unfuse.service.comparison import Pipeline, Pools, measure, measure_layouts, most_at_once
+    from unfuse.service.comparison import Pipeline, Pools, measure, measure_layouts, most_at_once, sized
     from unfuse.service.local import own_pools
     from unfuse.service.options import options
     from unfuse.service.resources import means
@@ -58,6 +58,7 @@ def compare(
 
     planned = plan(options(loaded))
     card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]
+    asked = sized(card, asked, image)
 
     def most_with(workers: str) -> float:
         with (

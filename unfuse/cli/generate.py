@@ -16,6 +16,7 @@ from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, medium_for
+from unfuse.core.medium import nth_seed
 from unfuse.service.settings import Loaded, load
 
 if TYPE_CHECKING:
@@ -107,4 +108,4 @@ def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, 
         parts = "  ".join(f"{name.removesuffix('_s')} {value:7.3f} s" for name, value in seconds.items())
         terminal.say(f"{stage:16} {parts}")
     for index, file in zip(result.indexes, files, strict=True):
-        typer.echo(f"{file} (seed {result.seed + index * (not video)})")
+        typer.echo(f"{file} (seed {nth_seed(result.seed, index * (not video))})")

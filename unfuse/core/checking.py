@@ -11,9 +11,10 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, LAST_FRAME, MAX_SEED, Medium
-from unfuse.core.parameters import Parameter, Params, default_of, integer, printable, text
-from unfuse.core.registry import nearest
+from unfuse.core.hints import hint_for
+from unfuse.core.media import IMAGE, LAST_FRAME, Limits, Medium, asks_size, size_like
+from unfuse.core.medium import RANDOM_SEED
+from unfuse.core.parameters import Parameter, Params, default_of, printable, text
 
 DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
 NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
@@ -37,19 +38,23 @@ class Delivery(msgspec.Struct, frozen=True):
 
 def check(
     card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False,
-    uploads: Collection[str] = (),
+    uploads: Collection[str] = (), files: Collection[str] = (),
 ) -> tuple[Params, int]:  # fmt: skip
     """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
 
-    A field that the client left out, or sent as null, gets the card's default; a missing seed is drawn. The results
-    have the seeds s … s + n − 1. Raises InvalidParameter, also for an unknown field, and if `strict` for a quality
-    that the model's card does not define. The request brings `uploads` of these names too.
+    A field that the client left out, or sent as null, gets the card's default; a missing or random seed is drawn. The
+    results have the seeds s … s + n − 1, as `nth_seed` counts. Raises InvalidParameter, also for an unknown field, and
+    if `strict` for one without effect. The request brings `uploads` of these names too, in the fields `files`.
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = medium.known(card.defaults)
     for name in values:
         if name not in known:
-            raise _unknown(name, known)
+            raise _unknown(name, known, files)
+        if known[name].use == "refused":
+            raise InvalidParameter(f"{name} {known[name].description}", name)
+        if strict and known[name].use == "unused":
+            raise InvalidParameter(f"{name} has no effect here: leave it out", name)
         if name in card.lacks and values[name] not in NOTHING:
             raise InvalidParameter(f"model {card.name} takes no {name}: leave it out", name)
     for one in medium.parameters:
@@ -67,10 +72,8 @@ def check(
     if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
         raise InvalidParameter("num_frames must be more than 1 where there is a last_frame", "num_frames")
     n = read.get("n", 1) if "n" in known and known["n"].use == "request" else 1
-    if "seed" in read:
-        params["seed"] = integer("seed", read["seed"], 0, MAX_SEED - n + 1)
-    else:
-        params["seed"] = secrets.randbelow(DRAWN_SEEDS - n + 1)
+    seed = read.get("seed", RANDOM_SEED)
+    params["seed"] = secrets.randbelow(DRAWN_SEEDS - n + 1) if seed == RANDOM_SEED else seed
     return params, n
 
 
@@ -90,12 +93,28 @@ def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
             text(one.name, value, 0, sys.maxsize)
 
 
-def _unknown(name: str, known: Mapping[str, Parameter]) -> InvalidParameter:
+def size_from(card: ModelCard, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
+    """Return width and height of a result that starts from a picture of this size, unless the client says a size.
+
+    It has the picture's shape and about as many pixels as `params` say, or as the picture where the model's pipeline
+    makes results as large as that. Nothing for a model that makes one size alone.
+    """
+    if asks_size(given) or not card.follows_picture:
+        return {}
+    limits: Limits = IMAGE.limits_of(card.limits)
+    area, scale = default_of(params, "width") * default_of(params, "height"), card.picture_scale
+    if scale:
+        area = picture[0] * picture[1] * scale**2
+        limits = msgspec.structs.replace(limits, size_multiple=limits.size_multiple * scale)
+    width, height = size_like(limits, area, *picture)
+    return {"width": width, "height": height}
+
+
+def _unknown(name: str, known: Mapping[str, Parameter], files: Collection[str]) -> InvalidParameter:
     if name == "feature_cache":
         return InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
-    by_alias = next((one.name for one in known.values() if name in one.aliases), None)
-    near = by_alias or nearest(name, sorted(known), 0.4)
-    hint = f"did you mean {near}?" if near else f"the parameters are {', '.join(sorted(known))}"
+    useful = {one.name for one in known.values() if one.use not in ("nothing", "unused", "refused")}
+    hint = hint_for(name, useful, files) or f"the parameters are {', '.join(sorted({*useful, *files}))}"
     return InvalidParameter(f"unknown parameter {printable(name)}: {hint}", printable(name)[1:-1])
 
 

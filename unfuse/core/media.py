@@ -14,6 +14,7 @@ from unfuse.core.medium import (
     MAX_S,
     MAX_SEED as MAX_SEED,
     MIN_S,
+    MIN_SEED as MIN_SEED,
     PIXELS as PIXELS,
     Medium as Medium,
     Room as Room,
@@ -23,7 +24,9 @@ from unfuse.core.medium import (
 from unfuse.core.parameters import Parameter, Params, default_of, integer, printable
 from unfuse.core.words import TEXT as TEXT
 
-MAX_STEPS, MAX_FRAMES = 1000, 1_000_000  # bounds that are above what any model can do
+MAX_STEPS, MAX_FRAMES, MAX_SIDE = 1000, 1_000_000, 999_999  # bounds that are above what any model can do
+
+IGNORED = "accepted and ignored"
 
 REFERENCES = ("image", *(f"image_{number}" for number in range(2, 9)))
 """Uploads: the picture that a request starts from, and more beside it, in their order."""
@@ -72,13 +75,18 @@ def _settle_common(limits: Limits, params: Params, read: Mapping[str, Any]) -> P
     settled: Params = {}
     if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
         settled["preview_every"] = every
-    if (size := read.get("size", "auto")) != "auto":
-        settled["width"], settled["height"] = _checked_size(limits, *map(int, size.split("x")))
+    if asks_size(read):
+        settled["width"], settled["height"] = _checked_size(limits, params, read)
     return settled
 
 
+def asks_size(given: Mapping[str, Any]) -> bool:
+    """Return whether these fields say how large the result is to be."""
+    return given.get("size") not in (None, "auto") or any(given.get(side) is not None for side in ("width", "height"))
+
+
 def _frames(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
-    """The number of frames of a video: `num_frames`, or the fewest that last for `seconds`.
+    """The number of frames of a video: `num_frames`, else the fewest that last for `seconds`.
 
     Without either it is the model's default, or the most that the model makes if that default is 1.
     """
@@ -86,13 +94,10 @@ def _frames(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
     most = limits.max_frames - (limits.max_frames - 1) % multiple
     name, frames = "num_frames", int(default_of({"num_frames": 1, **params}, "num_frames"))
     frames = read.get(name) or (frames if frames > 1 else most)
-    if seconds := read.get("seconds"):
-        needed = max(1, math.ceil(seconds * fps - FRAME_SLACK))
-        needed += (1 - needed) % multiple
-        if name in read and frames != needed:
-            differs = f"{seconds:g} seconds are {needed} frames at {fps:g} fps, not {frames}"
-            raise InvalidParameter(f"{differs}: send seconds or num_frames, not both", "seconds")
-        name, frames = "seconds", needed
+    seconds = read.get("seconds")
+    if seconds and name not in read:
+        name, frames = "seconds", max(1, math.ceil(seconds * fps - FRAME_SLACK))
+        frames += (1 - frames) % multiple
     if frames > most:
         bound = f"at most {most} frames, {seconds_of(most, fps)} seconds at {fps:g} fps"
         asked = f"{read[name]:g}" if name == "seconds" else printable(frames)
@@ -114,16 +119,40 @@ def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
     return math.ceil(steps / (partial + 1)) if partial else every
 
 
-def _checked_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
+def _checked_size(limits: Limits, params: Params, read: Mapping[str, Any]) -> tuple[int, int]:
+    """The width and height that were asked for by `size`, or each by itself; the model's default for one left out."""
+    size, sides = read.get("size", "auto"), ("width", "height")
+    if size == "auto":
+        width, height = (int(read.get(side) or default_of(params, side)) for side in sides)
+    else:
+        width, height = map(int, size.split("x"))
+    for side, length in zip(sides, (width, height), strict=True):
+        if read.get(side, length) != length:
+            raise InvalidParameter(f"size is {size}, and {side} is {read[side]}: send one of them", side)
     near = nearest_size(limits, width, height)
     if near != (width, height):
+        wrong = "width" if near[0] != width else "height"
         raise InvalidParameter(
             f"size {width}x{height} cannot be made: each side must be a multiple of {limits.size_multiple} from "
             f"{limits.min_size} to {limits.max_size}, with at most {limits.max_pixels} pixels in all; "
             f"the nearest is {near[0]}x{near[1]}",
-            "size",
+            wrong if size == "auto" else "size",
         )
     return width, height
+
+
+def size_like(limits: Limits, area: float, width: int, height: int) -> tuple[int, int]:
+    """Return the size of about `area` pixels that the model can make and that has the shape of width x height.
+
+    Sides are rounded down to multiples, as diffusers' scripts for pictures to video do. A shape that is too long for
+    the model's limits is made smaller.
+    """
+    multiple = limits.size_multiple
+    area = min(area, limits.max_pixels)
+    sides = math.sqrt(area * width / height), math.sqrt(area * height / width)
+    smaller = min(1.0, limits.max_size / max(sides))
+    columns, rows = (max(round(side * smaller) // multiple * multiple, multiple) for side in sides)
+    return nearest_size(limits, columns, rows)
 
 
 def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
@@ -147,8 +176,13 @@ COMMON = (
         "negative_prompt", "text", 0, "max_prompt_chars", default="", description="what the picture should not show",
         flag="--negative",
     ),
-    Parameter("size", "form", use="request", default="auto", description="width and height in pixels", metavar="WxH",
-        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"), aliases=("width", "height")),
+    Parameter("size", "form", use="request", default="auto", metavar="WxH",
+        description="width and height in pixels; auto: the model's own, in the shape of the picture to start from",
+        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)")),
+    Parameter("width", "integer", 1, MAX_SIDE, use="request", flag=None,
+        description="width in pixels, instead of size; the model's own if only height is sent"),
+    Parameter("height", "integer", 1, MAX_SIDE, use="request", flag=None,
+        description="height in pixels, instead of size; the model's own if only width is sent"),
     Parameter("num_inference_steps", "integer", 1, "max_steps", description="denoising steps", flag="--steps"),
     Parameter("guidance_scale", "number", 0, "max_guidance",
         description="how strongly to follow the prompt", flag="--guidance"),
@@ -160,8 +194,8 @@ COMMON = (
         description="how far to go from a picture that is redrawn, by how many of the steps are made; 1: all of them"),
     Parameter("feature_cache", "number", 0, 1, by_model=True, flag=None,
         description="where pools batch: skip transformer blocks while the first one's effect differs by less"),
-    Parameter("seed", "integer", 0, MAX_SEED, use="request",
-        description="seed of the first picture; if left out it is drawn, and the answer has it"),
+    Parameter("seed", "integer", MIN_SEED, MAX_SEED, use="request",
+        description="seed of the first picture; if left out, or -1, it is drawn, and the answer has it"),
     Parameter("lora", "scaled", -10, 10, metavar="NAME[:SCALE]",
         description="adapter to use, by its name in --loras, and how strong it is; several are added up"),
     Parameter("lora_scale", "number", -10, 10, description="how strong adapters without a scale are; 1 if left out"),
@@ -170,10 +204,8 @@ COMMON = (
     Parameter("preview_every", "integer", 0, MAX_STEPS, use="request",
         description="steps between previews; 0: none", flag=None),
     *DELIVERED,
-    *(
-        Parameter(name, "any", use="nothing", description="accepted and ignored")
-        for name in ("user", "style", "moderation", "safety_identifier", "input_fidelity")
-    ),
+    *(Parameter(name, "any", use="nothing", description=IGNORED) for name in ("user", "safety_identifier")),
+    *(Parameter(name, "any", use="unused", description=IGNORED) for name in ("style", "moderation", "input_fidelity")),
 )  # fmt: skip
 """The parameters of pictures and videos alike. The last few are fields that the `openai` client may send."""
 
@@ -185,9 +217,15 @@ IMAGE = Medium(
             description="of the files", flag=None),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, flag="-n",
             description="how many pictures; each further one has the next seed"),
-        Parameter("quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
-            default="auto", description="how much work to put into it; the answer says which one was used"),
+        Parameter("quality", "choice", use="request", default="auto",
+            choices=("auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"),
+            description="how much work to put into it; the answer says which one was used"),
         Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
+        Parameter("complexity", "any", use="unused", description=IGNORED),
+        Parameter("frame_count", "choice", choices=(1, "1"), use="nothing"),
+        Parameter("frame_duration_ms", "any", use="nothing", description=IGNORED),
+        Parameter("svg", "any", use="nothing", description=IGNORED),
+        Parameter("markup", "any", use="refused", description="is not read: draw it into the picture that you send"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
         Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery", description="of answers"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),

@@ -11,7 +11,12 @@ import msgspec
 from unfuse.core.errors import ConfigError
 from unfuse.core.parameters import Parameter, Params
 
-MAX_SEED = 2**53 - 1  # the largest seed of any result: every JSON reader keeps integers up to this exact
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+"""The smallest and the largest seed: what torch's `manual_seed` takes. It reads -1 as 2**64 - 1, and so on."""
+
+RANDOM_SEED = -1
+"""A client that sends this seed has one drawn."""
+
 MIN_S, MAX_S = 0.001, 86_400  # bounds of a time that a client may say, in seconds
 
 DELIVERED = (
@@ -26,6 +31,7 @@ DELIVERED = (
     ),
 )  # fmt: skip
 """Parameters of every medium: how a request is handled, whatever it asks for."""
+
 
 PIXELS = ("width", "height", "num_frames")  # the parameters whose product is the size of a picture or video, in pixels
 Work = tuple[float, float]  # how many forwards of a stage's network are needed, and the size of each
@@ -71,6 +77,15 @@ class Workload(msgspec.Struct, frozen=True):
         forwards, part = _count(params, self.forwards) if self.forwards else 1, params.get(self.part)
         made = forwards * (part if isinstance(part, float) else 1.0)
         return made * (1.0 + guided), float(math.prod(_count(params, name) for name in self.size))
+
+
+def nth_seed(seed: int, index: int) -> int:
+    """Return the seed of result `index` of a request: each further one has the next, and 0 follows the largest.
+
+    It is never RANDOM_SEED, so that a client can send each of them: the largest seed is the same to torch.
+    """
+    following = (seed + index) % 2**64 if seed + index > MAX_SEED else seed + index
+    return MAX_SEED if following == RANDOM_SEED else following
 
 
 def _count(params: Params, name: str) -> int:

@@ -22,15 +22,19 @@ Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "
 """`form` is a text that matches a pattern, `texts` an object of a few short texts, `scaled` a name or
 several, each with a scale or without one; `any` is not checked."""
 
-Use = Literal["stages", "request", "delivery", "nothing"]
-"""Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody."""
+Use = Literal["stages", "request", "delivery", "nothing", "unused", "refused"]
+"""Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody.
+
+An `unused` one would change the result elsewhere, so `--strict-params` refuses it. A `refused` one is always refused:
+its description goes on from its name and says why.
+"""
 
 Bound = float | str  # a number, or the name of one of the model's limits
 
 MAX_TEXTS = 16
 MAX_SCALED = 8
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
@@ -38,9 +42,8 @@ class Parameter(msgspec.Struct, frozen=True):
     """One field. `low` and `high` bound a number, or a text's length; `choices` are all values that it can have.
 
     `default` is used when neither the client nor the model gives a value. A parameter `by_model` exists only for models
-    that have a default for it. `aliases` are names that people write by mistake: the error for them names this one.
-    `flag` is its flag in the command line ("": made from the name; None: it has no flag), `metavar` what `--help` shows
-    for the value. `form` is a pattern, and a description of the pattern.
+    that have a default for it. `flag` is its flag in the command line ("": made from the name; None: it has no flag),
+    `metavar` what `--help` shows for the value. `form` is a pattern, and a description of the pattern.
     """
 
     name: str
@@ -53,7 +56,6 @@ class Parameter(msgspec.Struct, frozen=True):
     description: str = ""
     by_model: bool = False
     required: bool = False
-    aliases: tuple[str, ...] = ()
     flag: str | None = ""
     metavar: str = ""
     form: tuple[str, str] = ("", "")

@@ -10,7 +10,7 @@ import msgspec
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.grammar import GRAMMAR
-from unfuse.core.medium import DELIVERED, MAX_SEED, Medium
+from unfuse.core.medium import DELIVERED, MAX_SEED, MIN_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, integer, number, text
 from unfuse.core.tools import CALLS
 from unfuse.core.vision import SHOWN
@@ -99,12 +99,16 @@ TEXT = Medium(
         Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
         Parameter(GRAMMAR, "any", use="request", flag=None, description="made of response_format and tools"),
         Parameter(CALLS, "any", use="request", flag=None, description="made of tools"),
-        Parameter("seed", "integer", 0, MAX_SEED, use="request",
-            description="of the first choice; if left out it is drawn, and the answer has it"),
+        Parameter("seed", "integer", MIN_SEED, MAX_SEED, use="request",
+            description="of the first choice; if left out, or -1, it is drawn, and the answer has it"),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, description="how many choices"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
         Parameter("stream_options", "any", use="nothing", description="include_usage: a last event has the usage"),
         *DELIVERED,
+        *(
+            Parameter(name, "any", use="nothing", description="of other servers' disaggregation; accepted and ignored")
+            for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+        ),
         *(
             Parameter(name, "any", use="nothing", description="accepted and ignored")
             for name in ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")

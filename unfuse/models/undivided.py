@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from unfuse.core.pixels import read_rgb
 from unfuse.core.plan import Params
 from unfuse.models.whole import casting
 from unfuse.stages.base import need
@@ -62,7 +64,6 @@ def _load(asked: Undivided) -> Any:
 
 def _make(pipeline: Any, asked: Undivided, threads: int, params: Params) -> tuple[str, ...]:
     import torch
-    from PIL import Image, ImageOps
 
     torch.set_num_threads(threads)
     known = inspect.signature(pipeline.__call__).parameters
@@ -70,7 +71,7 @@ def _make(pipeline: Any, asked: Undivided, threads: int, params: Params) -> tupl
     given |= {"frame_rate": params["fps"]} if "frame_rate" in known else {}
     given |= {"max_area": need(params, "width", int) * need(params, "height", int)} if "max_area" in known else {}
     if IMAGE in known and asked.image:
-        given[IMAGE] = ImageOps.exif_transpose(Image.open(asked.image)).convert("RGB")
+        given[IMAGE] = read_rgb(Path(asked.image).read_bytes())
     given["generator"] = torch.Generator("cpu").manual_seed(int(params["seed"] or 0))
     output = pipeline(**given, output_type="np")
     frames = output.frames[0] if hasattr(output, "frames") else output.images

@@ -55,10 +55,17 @@ BEYOND = (
 """What a call may be about that no request can bring."""
 
 ASKED = {
-    "size": "width", "negative_prompt": "negative_prompt", "guidance_scale": "guidance_scale",
+    "size": "width", "width": "width", "height": "height",
+    "negative_prompt": "negative_prompt", "guidance_scale": "guidance_scale",
     "num_inference_steps": "num_inference_steps",
 }  # fmt: skip
 """Parameters of requests that are refused where a call does not take these."""
+
+OWN_SIZES = ("Kandinsky5I2IPipeline",)
+"""Classes that make pictures of some sizes alone, in place of any other that they are asked for."""
+
+ENLARGE = {"StableDiffusionUpscalePipeline": 4, "StableDiffusionLatentUpscalePipeline": 2}
+"""Classes that make a picture so many times as large as it is."""
 
 MAIN = ("transformer", "unet", "prior", "decoder")  # what tells models apart; the first names a pool
 SIDE, GUESSED_RATE, STEPS = 512, 16, 50  # where neither the call nor the configurations say what is usual
@@ -97,7 +104,9 @@ class WholeFamily(Family):
             references=len(REFERENCES) if found.name in SEEN else 0,
             last_frame="may" if LAST in found.takes else "",
             takes_lora=found.loras and not any(map(model.quantisation, components)),
-            lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
+            lacks=(*_lacks(found), *PREVIEWS),
+            follows_picture=found.name not in OWN_SIZES and not _has_fixed_size(model),
+            picture_scale=_picture_scale(found),
             undivided=_undivided(model, found, serving),
         )
 
@@ -119,8 +128,7 @@ class WholeFamily(Family):
         if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
             loras = PipelineAdapters(Loras(runtime.loras, runtime.kept), pipeline, bool, loader.device, most)
-        limits = Serving.read(folder).bounds(_limits(model, found, _standard(model, found)))
-        stage = Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
+        stage = Whole(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found))
         stage.uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
         return stage
 
@@ -224,6 +232,8 @@ def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
             size = model.config("transformer").get("patch_size") or 1
             patch = int(size[-1] if isinstance(size, list) else size)
     multiple = lcm(_scale(model, "spatial") * patch, 16 if "transformer" in parts else 8)
+    if _picture_scale(found):
+        multiple = _scale(model, "spatial") * patch  # to which such a pipeline itself rounds a picture's sides down
     frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
     most = LENGTHS * frames if found.medium == VIDEO and isinstance(frames, int) else 1
     return Limits(
@@ -233,6 +243,24 @@ def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
         frame_multiple=_scale(model, "temporal"),
         max_sequence_length=length if isinstance(length, int) else Limits().max_sequence_length,
     )
+
+
+def _picture_scale(found: Declared) -> int:
+    """How many times as large as its picture a result is, for a call that takes no size; else 0."""
+    return 0 if "width" in found.takes or UPLOAD not in found.takes else ENLARGE.get(found.name, 1)
+
+
+def _has_fixed_size(model: ModelFolder) -> bool:
+    """Whether the denoiser has learned the place of each patch of one size, and so makes no other."""
+    if "transformer" not in model.components():
+        return False
+    return bool(model.config("transformer").get("use_learned_positional_embeddings"))
+
+
+def _lacks(found: Declared) -> list[str]:
+    """The parameters of requests that have no place in the call. A size has one where the picture can be resized."""
+    sized = ("size", "width", "height") if _picture_scale(found) else ()
+    return [asked for asked, own in ASKED.items() if own not in found.takes and asked not in sized]
 
 
 def _scale(model: ModelFolder, axis: str) -> int:

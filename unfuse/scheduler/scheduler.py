@@ -14,6 +14,7 @@ from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
+from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
@@ -110,7 +111,7 @@ class Scheduler:
         card, params, seed = asked.card, asked.params, asked.params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
-        samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(asked.n)]
+        samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(asked.n)]
         works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
         if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
             raise WeightsChanged(f"the model cannot be served now: {file}")

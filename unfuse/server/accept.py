@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import Delivery, check, check_delivery
+from unfuse.core.checking import Delivery, check, check_delivery, size_from
 from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
+from unfuse.core.pixels import size_of
 from unfuse.core.request import Asked, Record, Who, request_ids
 from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
@@ -57,6 +58,11 @@ class Call:
     beside: str = ""
     read: Callable[[ModelCard, dict[str, object]], Prompt] | None = None
     """Reads the prompt, and completes the fields by what it says of it."""
+
+    @property
+    def files(self) -> list[str]:
+        """The fields for pictures."""
+        return [name for name in (self.upload, self.beside) if name]
 
     @property
     def prefers_not_to_wait(self) -> bool:
@@ -113,7 +119,7 @@ class Call:
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
             uploads |= {"prompt": prompt.data, **prompt.besides}
         named = replace(card, name=asked)  # as the client calls it: its own may be a folder here
-        params, n = check(named, fields, self.medium, strict=gateway.strict, uploads=pictures)
+        params, n = check(named, fields, self.medium, strict=gateway.strict, uploads=pictures, files=self.files)
         if GRAMMAR in uploads:
             await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
@@ -123,6 +129,8 @@ class Call:
             read = partial(read_mask, value, uploads[UPLOAD]) if name == MASK else read
             uploads[name] = await to_thread.run_sync(read, limiter=gateway.decoding)
             params[name] = hashlib.sha256(uploads[name]).hexdigest()
+        if UPLOAD in pictures:
+            params |= size_from(card, fields, params, size_of(uploads[UPLOAD]))
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         made = makes(card, self.given, params, n, delivery)
         wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)

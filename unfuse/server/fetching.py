@@ -9,7 +9,7 @@ from typing import Any
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.server.targets import Targets
-from unfuse.server.uploads import MAX_BYTES
+from unfuse.server.uploads import MAX_BYTES, as_image_url
 
 AT_ONCE = 8  # pictures that a gateway fetches at one time: each may take MAX_BYTES of memory
 MOST = 16  # the most pictures that one call may have fetched; more are sent as data: URLs
@@ -52,7 +52,7 @@ class Fetching:
 
 def _parts(message: object) -> Sequence[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
-    return content if isinstance(content, list) else ()
+    return [as_image_url(part) for part in content] if isinstance(content, list) else ()
 
 
 def _address(part: object) -> str:
@@ -64,9 +64,10 @@ def _address(part: object) -> str:
 
 def _filled(message: Any, found: Mapping[str, bytes]) -> Any:
     """A message with pictures instead of their addresses."""
-    if not any(_address(part) for part in _parts(message)):
+    parts = _parts(message)
+    if not any(map(_address, parts)):
         return message
-    parts = [_filled_part(part, found[url]) if (url := _address(part)) else part for part in message["content"]]
+    parts = [_filled_part(part, found[url]) if (url := _address(part)) else part for part in parts]
     return {**message, "content": parts}
 
 

@@ -32,11 +32,12 @@ def schema_of(parameter: Parameter) -> Schema:
 
 
 def _fields(medium: Medium, required: bool = False) -> Schema:
-    return {one.name: schema_of(one) for one in medium.parameters if one.required is required}
+    shown = (one for one in medium.parameters if one.required is required and one.use != "refused")
+    return {one.name: schema_of(one) for one in shown}
 
 
 _FILE = {**TEXT, "format": "binary"}
-_URL = {**TEXT, "pattern": "^data:image/[a-z]+;base64,"}
+_URL = {**TEXT, "pattern": "^[Dd][Aa][Tt][Aa]:image/"}
 _HELD = {"anyOf": [_URL, thing({"image_url": _URL})]}
 
 _SEVERAL = {"anyOf": [_HELD, array(_HELD) | {"minItems": 1, "maxItems": len(REFERENCES)}]}
@@ -60,7 +61,8 @@ SAID, PICTURE, FILMED, CLIP = _fields(IMAGE, True), _fields(IMAGE), _fields(VIDE
 CHAT = _bodies(_body(_fields(WORDS, True), _nullable(_fields(WORDS))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
 EDIT = _bodies(
-    _body({**SAID, "image": _SEVERAL}, _nullable({**PICTURE, "mask": _HELD})),
+    _body(SAID, _nullable({**PICTURE, "image": _SEVERAL, "images": _SEVERAL, "mask": _HELD}))
+    | {"anyOf": [{"required": ["image"]}, {"required": ["images"]}]},
     _body({**SAID, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
 )
 MAX_NAME = 1024

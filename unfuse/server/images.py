@@ -6,16 +6,19 @@ import base64
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from io import BytesIO
 
 import msgspec
 from anyio import to_thread
 from fastapi import APIRouter
+from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
 from unfuse.core.checking import Delivery
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.media import IMAGE, MASK
+from unfuse.core.medium import nth_seed
 from unfuse.core.request import Record, RequestContext, ResultFile
 from unfuse.server import sse
 from unfuse.server.accept import Call
@@ -55,6 +58,10 @@ async def generate(request: Request, gateway: Served, asker: Known) -> Response:
 async def edit(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures that start from others, and wait for them. A served model must be able to do this."""
     given = await read_body(request)
+    if given.get("images") is not None:
+        if given.get("image") is not None:
+            raise InvalidParameter("image and images say the same: send one of them", "images")
+        given["image"] = given.pop("images")
     if given.get("image") in (None, [], [None]):
         raise InvalidParameter("image is missing: send the picture to start from", "image")
     return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True, beside=MASK), "image_edit")
@@ -92,7 +99,7 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
                 yield _event(f"{kind}.completed", context, b"", said | _FLAGGED)
                 continue
             data = await to_thread.run_sync(gateway.results.read, request, file.index)
-            yield _event(f"{kind}.completed", context, data, said)
+            yield _event(f"{kind}.completed", context, data, said | {"size": _size(data)})
     except UnfuseError as error:
         yield sse.event(envelope(refusal_of(error)))
 
@@ -103,24 +110,35 @@ def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, obje
 
 
 def _form(context: RequestContext) -> dict[str, object]:
-    """The format, size and quality of the pictures that were made."""
+    """The size that was asked for, the quality and the background."""
     return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
+
+
+def _size(picture: bytes) -> str:
+    """Width and height in pixels of a picture that was made, as its header says."""
+    with Image.open(BytesIO(picture)) as image:
+        return f"{image.width}x{image.height}"
 
 
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
     seed = context.params["seed"]
-    return {"seed": seed + file.index} if isinstance(seed, int) else {}
+    return {"seed": nth_seed(seed, file.index)} if isinstance(seed, int) else {}
 
 
 def _reply(results: ResultStore, context: RequestContext, address: Callable[[int], str] | None) -> bytes:
     """The reply in OpenAI's shape, with pictures inside (base64), or their addresses by index. Reads files."""
-    data = []
+    data, size = [], ""
     for file in context.result:
         picture = _seed(context, file)
         if file.flagged:
             picture |= _FLAGGED
-        elif address is None:
-            picture["b64_json"] = base64.b64encode(results.read(context.id, file.index)).decode()
+            data.append(picture)
+            continue
+        if address is None or not size:
+            content = results.read(context.id, file.index)
+            size = _size(content)
+        if address is None:
+            picture["b64_json"] = base64.b64encode(content).decode()
         else:
             picture["url"] = address(file.index)
         data.append(picture)
@@ -132,6 +150,7 @@ def _reply(results: ResultStore, context: RequestContext, address: Callable[[int
             "data": data,
             "output_format": context.params.get("output_format"),
             **_form(context),
+            **({"size": size} if size else {}),
             "usage": _USAGE,
         }
     )

@@ -11,6 +11,7 @@ from unfuse import __version__
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.errors import Damaged, NotFound, TransientError
+from unfuse.core.medium import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
 from unfuse.core.request import Asked, Record, RequestContext, ResultFile, Who
 from unfuse.queues.base import Filter
@@ -25,7 +26,7 @@ def makes(card: ModelCard, given: Mapping[str, object], params: Params, n: int, 
 
     "" for one whose bytes are its own: its seed was drawn, it shares nothing, or it wants previews.
     """
-    if given.get("seed") is None or not delivery.cache or params.get("preview_every"):
+    if given.get("seed") in (None, RANDOM_SEED, str(RANDOM_SEED)) or not delivery.cache or params.get("preview_every"):
         return ""
     weights, dtypes = sorted(card.weights.items()), sorted(card.dtypes.items())
     return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(params.items()), n)

@@ -11,10 +11,11 @@ import msgspec
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import choice, number, printable
+from unfuse.core.pixels import MAX_SIDE, size_of
 from unfuse.core.vision import Grid, Shown, Vision
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.mp4 import film_of
-from unfuse.server.uploads import MAX_SIDE, decoded, read_picture, size_of
+from unfuse.server.uploads import as_image_url, decode_data_url, read_picture
 
 MAX_SHOWN = 64  # the most pictures and videos of one chat
 MAX_PIXELS = 400_000_000  # the most pixels of all pictures, those of videos too: each is decoded, to be sure of it
@@ -24,7 +25,8 @@ MAX_FRAMES, MAX_FILM = 10_000, 10_000_000_000
 
 SHOWS = ("image", "video")  # the types of parts by which templates write tokens for what is shown
 
-DETAILS = ("auto", "low", "high")
+DETAILS = ("auto", "low", "high", "original")
+"""OpenAI's words for how closely to look; a model's own processor decides that, whichever is sent."""
 
 Read = tuple[list[int], str, dict[str, bytes]]
 
@@ -73,9 +75,8 @@ class _Reading:
         return {**message, "content": parts}
 
     def _part(self, part: Any, name: str) -> Any:
+        part = as_image_url(part)
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image":
-            raise InvalidParameter(f"{name}: parts of type {kind} are not read: send pictures as image_url", "messages")
         if kind not in self._reads:
             return part
         if len(self.shown) == MAX_SHOWN:
@@ -117,7 +118,7 @@ class _Reading:
 
     def _file(self, name: str, part: Mapping[str, Any]) -> None:
         """A video that is an MP4 file, of which some frames are picked."""
-        data = decoded(f"{name}.url", _data_url(f"{name}.url", _url(part.get("video_url"))), "video")
+        data = decode_data_url(f"{name}.url", _data_url(f"{name}.url", _url(part.get("video_url"))), "video")
         try:
             film = film_of(data)
         except ValueError as error:

@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import check
+from unfuse.core.checking import check, size_from
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import medium_for
+from unfuse.core.pixels import size_of
 from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
@@ -139,6 +140,11 @@ class Pools(Side):
         children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
         pids = [*parents, *(int(pid) for line in children for pid in line)]
         return [_peak(pid) for pid in pids], sum(int(worker["room"]) for worker in workers)
+
+
+def sized(card: ModelCard, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
+    """Return what is asked for with the size of what is made of the picture, so that both sides make that size."""
+    return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 
 
 def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:

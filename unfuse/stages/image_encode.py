@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from typing_extensions import override
 
-from unfuse.core.errors import PermanentError
+from unfuse.core.errors import InvalidParameter, PermanentError
 from unfuse.core.media import MASK, UPLOAD
+from unfuse.core.pixels import read_alpha, read_rgb
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors
-
-FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class ImageEncoder(Protocol):
@@ -74,16 +72,17 @@ class ImageEncode(Stage):
 
 
 def read_picture(data: bytes) -> Image.Image:
-    """A PNG, JPEG or WebP picture as RGB, the right way up. Raises PermanentError for anything else."""
-    return open_picture(data, "RGB")
+    """Return an upload as RGB, upright, composited on white. Raises PermanentError for what is no whole picture."""
+    return _read(read_rgb, data, "the picture")
 
 
-def open_picture(data: bytes, mode: str) -> Image.Image:
-    """One in this mode."""
+def read_mask(data: bytes) -> Image.Image:
+    """Return how opaque each pixel of an upload is (mode L), upright. Raises PermanentError as `read_picture` does."""
+    return _read(read_alpha, data, "the mask")
+
+
+def _read(read: Callable[[bytes, str], Image.Image], data: bytes, name: str) -> Image.Image:
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            return ImageOps.exif_transpose(picture).convert(mode)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise PermanentError("the picture has too many pixels: send a smaller one") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise PermanentError("the picture cannot be read: send a whole PNG, JPEG or WebP file") from error
+        return read(data, name)
+    except InvalidParameter as error:
+        raise PermanentError(str(error)) from error

@@ -15,7 +15,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.media import MASK
 from unfuse.core.plan import Params
 from unfuse.stages.base import StageInput, StageOutput, need
-from unfuse.stages.image_encode import ImageEncode, open_picture
+from unfuse.stages.image_encode import ImageEncode, read_mask
 
 MOMENTS = "moments"
 
@@ -140,7 +140,7 @@ def _mask(task: StageInput, encoded: StageOutput) -> Tensor | None:
 
     if MASK not in task.uploads or (moments := encoded.tensors[MOMENTS]) is None:
         return None
-    alpha = open_picture(task.uploads[MASK], "RGBA").getchannel("A")
+    alpha = read_mask(task.uploads[MASK])
     processor = VaeImageProcessor(vae_scale_factor=1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
     size = {side: need(task.params, side, int) for side in ("height", "width")}
     changes = processor.preprocess(Image.eval(alpha, lambda opaque: 255 - opaque), **size)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image
+from PIL.Image import Image, Resampling
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
@@ -144,17 +144,18 @@ class Whole(SteppedStage[Running]):
     """Parameters, and pictures where the model takes them, in; media out.
 
     Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
-    `takes` has the parameter of requests that each parameter of the call is given. Nothing of a call can be saved
-    between its steps.
+    `takes` has the parameter of requests that each parameter of the call is given. Results of a call that takes no size
+    are `picture_scale` times as large as the picture that it starts from (0: it takes a size, or no picture). Nothing
+    of a call can be saved between its steps.
     """
 
     kind = "whole"
 
     def __init__(
         self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
-        loras: Adapters | None = None, max_pixels: int = 0,
+        loras: Adapters | None = None, picture_scale: int = 0,
     ) -> None:  # fmt: skip
-        self._pipeline, self._takes, self._loras, self._max_pixels = pipeline, takes, loras, max_pixels
+        self._pipeline, self._takes, self._loras, self._picture_scale = pipeline, takes, loras, picture_scale
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._device = device
         models: list[Any] = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
@@ -185,7 +186,7 @@ class Whole(SteppedStage[Running]):
         params = task.params
         said = ((own, params.get(name)) for own, name in self._takes.items())
         given: dict[str, Any] = {own: value for own, value in said if value is not None}
-        pictures = {name: self._picture(data) for name, data in task.uploads.items()}
+        pictures = {name: self._picture(data, params) for name, data in task.uploads.items()}
         given |= {own: pictures[name] for own, name in self._takes.items() if name in pictures}
         if (seen := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
             given[UPLOAD] = seen
@@ -276,13 +277,13 @@ class Whole(SteppedStage[Running]):
             if model.dtype != dtype:
                 model.to(dtype)
 
-    def _picture(self, upload: bytes) -> Image:
-        """The picture of a request, by which the result has its size where none can be asked for."""
+    def _picture(self, upload: bytes, params: Params) -> Image:
+        """Return a picture of the request, in the size that decides the result's where the call takes none."""
         picture = read_picture(upload)
-        if "width" not in self._takes and picture.width * picture.height > self._max_pixels:
-            size, most = f"{picture.width}x{picture.height}", f"{self._max_pixels} pixels are the most"
-            raise Unsuitable(f"the picture is {size}, and so is what is made of it: {most}; send a smaller one")
-        return picture
+        if not self._picture_scale:
+            return picture
+        width, height = (need(params, side, int) // self._picture_scale for side in ("width", "height"))
+        return picture if picture.size == (width, height) else picture.resize((width, height), Resampling.LANCZOS)
 
     def _own(self) -> Any:
         """A pipeline like this one, of the same weights."""

@@ -349,7 +349,7 @@ async def what_is_stored_comes_back_equal(queue: TaskQueue, clock: ManualClock) 
         "s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3, alone=True)
     }
     context = request("a", tenant="ü", fingerprint="f", deadline=1.5, metadata={"k": "v"}, created_at=0.1, order=0.3)
-    params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
+    params = {"s": "é", "i": 2**40, "most": 2**64 - 1, "least": -(2**63), "f": 0.1, "n": None, "b": True}
     context = msgspec.structs.replace(context, stages=stages, params=params)
     sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, affinity="é", alone=True)
     await queue.submit(context, [sent], [], LIMITS)

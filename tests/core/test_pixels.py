@@ -1,0 +1,124 @@
+"""Files become the pixels that a viewer shows: each depth, mode and way of saying what is transparent."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from struct import pack
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.pixels import check_picture, has_transparency, read_alpha, read_rgb, size_of
+
+WHITE = (255, 255, 255)
+
+GRAY, RGB, GRAY_ALPHA = 0, 2, 4
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return pack(">I", len(data)) + kind + data + pack(">I", zlib.crc32(kind + data))
+
+
+def png(depth: int, color: int, row: bytes, width: int = 2, key: bytes = b"") -> bytes:
+    """A PNG of one row, written by hand; pixels of the value `key` are transparent."""
+    head = chunk(b"IHDR", pack(">IIBBBBB", width, 1, depth, color, 0, 0, 0))
+    key = chunk(b"tRNS", key) if key else b""
+    return b"\x89PNG\r\n\x1a\n" + head + key + chunk(b"IDAT", zlib.compress(b"\0" + row)) + chunk(b"IEND", b"")
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def row_of(image: Image.Image, width: int = 2) -> list[Any]:
+    return [image.getpixel((column, 0)) for column in range(width)]
+
+
+@pytest.mark.parametrize(("value", "level"), [(0, 0), (128, 0), (129, 1), (257, 1), (32_896, 128), (65_535, 255)])
+def test_gray_of_16_bits_is_divided_by_257_and_rounded(value: int, level: int) -> None:
+    data = png(16, GRAY, pack(">2H", value, 0))
+    assert row_of(read_rgb(data)) == [(level,) * 3, (0, 0, 0)]
+    assert row_of(read_alpha(data)) == [255, 255]
+
+
+KEYED: dict[str, tuple[bytes, list[tuple[int, ...]]]] = {
+    "1 bit": (png(1, GRAY, b"\x40", key=pack(">H", 0)), [WHITE, WHITE]),
+    "2 bits": (png(2, GRAY, b"\x60", key=pack(">H", 1)), [WHITE, (170,) * 3]),
+    "4 bits": (png(4, GRAY, b"\x01", key=pack(">H", 0)), [WHITE, (17,) * 3]),
+    "8 bits": (png(8, GRAY, b"\x05\x06", key=pack(">H", 5)), [WHITE, (6,) * 3]),
+    "16 bits": (png(16, GRAY, pack(">2H", 1285, 1286), key=pack(">H", 1285)), [WHITE, (5,) * 3]),
+    "8 bits, RGB": (png(8, RGB, b"\1\2\3\4\5\6", key=pack(">3H", 1, 2, 3)), [WHITE, (4, 5, 6)]),
+    "16 bits, RGB": (
+        png(16, RGB, pack(">6H", 257, 514, 771, 1028, 1285, 1542), key=pack(">3H", 257, 514, 771)),
+        [WHITE, (4, 5, 6)],
+    ),
+    "16 bits, gray and alpha": (png(16, GRAY_ALPHA, pack(">4H", 1285, 0, 1542, 65_535)), [WHITE, (6,) * 3]),
+}
+
+
+@pytest.mark.parametrize("name", KEYED)
+def test_transparent_pixels_are_white_whatever_says_that_they_are(name: str) -> None:
+    data, colors = KEYED[name]
+    assert row_of(read_rgb(data)) == colors
+    assert row_of(read_alpha(data)) == [0, 255]
+    assert has_transparency(data)
+
+
+@pytest.mark.parametrize("opacities", [0, b"\0\xff", b"\0"])
+def test_a_palette_may_have_transparent_entries(opacities: object) -> None:
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.putpixel((1, 0), 1)
+    data = saved(palette, transparency=opacities)
+    assert row_of(read_rgb(data)) == [WHITE, (0, 0, 255)]
+
+
+def test_what_is_half_transparent_is_half_white() -> None:
+    assert read_rgb(saved(Image.new("RGBA", (1, 1), (9, 8, 7, 51)))).getpixel((0, 0)) == (206, 206, 205)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_cmyk_is_read_as_browsers_do(marked: bool) -> None:
+    """Cyan alone: without the mark of Adobe's programs too, values are stored inverted."""
+    data = saved(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG", quality=100)
+    start = data.index(b"Adobe") - 4
+    length = 2 + int.from_bytes(data[start + 2 : start + 4])
+    data = data if marked else data[:start] + data[start + length :]
+    assert read_rgb(data).getpixel((0, 0)) == (0, 255, 255)
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "AVIF"])
+def test_of_an_animation_the_first_frame_is_read(form: str) -> None:
+    frames = [Image.new("RGB", (16, 16), color) for color in ("white", "black", "black")]
+    data = saved(frames[0], form, save_all=True, append_images=frames[1:])
+    check_picture(data, "image")
+    assert read_rgb(data).getpixel((8, 8)) == WHITE
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "AVIF"])
+def test_a_picture_on_its_side_is_upright_for_all_who_read_it(form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    data = saved(Image.new("RGB", (16, 8)), form, exif=exif)
+    assert size_of(data) == read_rgb(data).size == read_alpha(data).size == (8, 16)
+
+
+@pytest.mark.parametrize(("mode", "form"), [("1", "BMP"), ("L", "BMP"), ("P", "BMP"), ("RGB", "BMP"), ("RGB", "AVIF")])
+def test_other_formats_are_read_too(mode: str, form: str) -> None:
+    picture = Image.new("RGB", (8, 8), "white").convert(mode)
+    assert read_rgb(saved(picture, form)).getpixel((0, 0)) == WHITE
+
+
+def test_every_error_names_the_field() -> None:
+    for data in (b"", b"GIF89a", saved(Image.new("F", (2, 2)), "TIFF"), png(16, GRAY, b"")):
+        for read in (check_picture, size_of, read_rgb, read_alpha, has_transparency):
+            if data.startswith(b"\x89PNG") and read in (size_of, has_transparency):
+                continue  # they read the header alone
+            with pytest.raises(InvalidParameter, match=r"^last_frame ") as refused:
+                read(data, "last_frame")
+            assert refused.value.param == "last_frame"

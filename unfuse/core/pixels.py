@@ -1,0 +1,120 @@
+"""Pixels of uploaded pictures: edits, masks, first and last frames and chats all read them here.
+
+Sizes are read from a file's header and checked before anything of that size is allocated. What a picture holds beside
+its pixels (color profile, comments, further frames) is not read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+
+from PIL import Image, ImageMath, ImageOps, UnidentifiedImageError
+
+from unfuse.core.errors import InvalidParameter
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "AVIF")
+"""The formats that are read. TIFF is not: its decoders have many faults, and it does not say what its numbers mean."""
+
+FORMAT_NAMES = "PNG, JPEG, WebP, GIF, BMP or AVIF"
+
+MAX_SIDE = 16_384
+MAX_PIXELS = 40_000_000
+
+ORIENTATION = 0x0112
+"""The EXIF entry that says how a picture is to be turned."""
+
+SIDEWAYS = (5, 6, 7, 8)
+"""Values of ORIENTATION that swap width and height."""
+
+_KEY_SCALES = {"L;2": 85, "L;4": 17}
+"""What Pillow multiplies gray values of 2 and 4 bits with; it does not do so with the value that is transparent."""
+
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
+"""Errors that Pillow raises for damaged pictures."""
+
+
+def check_picture(data: bytes, name: str) -> None:
+    """Raise InvalidParameter for the field `name` unless `data` is a whole picture of a size that is allowed."""
+    with _opened(data, name) as image:
+        image.load()
+
+
+def size_of(data: bytes, name: str = "image") -> tuple[int, int]:
+    """Return width and height of the upright picture, from its header. Raises as `check_picture` does."""
+    with _opened(data, name) as image:
+        width, height = image.size
+        return (height, width) if image.getexif().get(ORIENTATION) in SIDEWAYS else (width, height)
+
+
+def has_transparency(data: bytes, name: str = "mask") -> bool:
+    """Return whether the format of the picture says which pixels are transparent. Raises as `check_picture` does."""
+    with _opened(data, name) as image:
+        return image.has_transparency_data
+
+
+def read_rgb(data: bytes, name: str = "image") -> Image.Image:
+    """Return the upright first frame in RGB, 8 bits a channel. Raises as `check_picture` does.
+
+    Transparent pixels are composited on white, as transformers' image processors do. Gray of 16 bits is divided by 257.
+    """
+    with _opened(data, name) as image:
+        pixels = _eight_bits(image)
+        if pixels.mode == "RGB":
+            return pixels
+        background = Image.new("RGBA", pixels.size, "white")
+        return Image.alpha_composite(background, pixels).convert("RGB")
+
+
+def read_alpha(data: bytes, name: str = "mask") -> Image.Image:
+    """Return the opacity of the upright first frame, 0 to 255 (mode L). Raises as `check_picture` does."""
+    with _opened(data, name) as image:
+        return _eight_bits(image).convert("RGBA").getchannel("A")
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
+    """Open a picture of a format and a size that are allowed; its pixels are not decoded yet."""
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
+                allowed = f"at most {MAX_SIDE} a side and {MAX_PIXELS} in all are allowed"
+                raise InvalidParameter(f"{name} is {width}x{height} pixels; {allowed}: send a smaller one", name)
+            if image.format == "BMP" and image.info.get("compression"):
+                raise InvalidParameter(f"{name} is a compressed BMP picture: send it as PNG", name)
+            yield image
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidParameter(f"{name} has more than {MAX_PIXELS} pixels: send a smaller one", name) from error
+    except UnidentifiedImageError as error:
+        raise InvalidParameter(f"{name} is not a {FORMAT_NAMES} picture", name) from error
+    except _BROKEN as error:
+        raise InvalidParameter(f"{name} cannot be decoded, it is cut or damaged: {error}", name) from error
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Return the upright picture as RGBA if its format says which pixels are transparent, else as RGB."""
+    tiles = getattr(image, "tile", None)
+    stored = str(tiles[0].args) if tiles else ""
+    key = image.info.get("transparency")
+    if isinstance(key, int) and stored in _KEY_SCALES:
+        image.info["transparency"] = key * _KEY_SCALES[stored]
+    if isinstance(key, tuple) and stored == "RGB;16B":
+        image.info["transparency"] = tuple(part >> 8 for part in key)
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        return _from_sixteen_bits(upright, key)
+    return upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+
+
+def _from_sixteen_bits(image: Image.Image, key: object) -> Image.Image:
+    """Return gray of 16 bits as RGB, or as RGBA where pixels of the value `key` are transparent."""
+    wide = image.convert("I")
+    gray = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    if not isinstance(key, int):
+        return gray.convert("RGB")
+    opaque = ImageMath.lambda_eval(lambda names: names["wide"] != key, wide=wide).convert("L")
+    return Image.merge("RGBA", (gray, gray, gray, opaque.point(lambda value: 255 * value)))
