@@ -3,6 +3,7 @@
 import gc
 import os
 import warnings
+from contextlib import suppress
 
 
 def settled() -> None:
@@ -15,6 +16,13 @@ def settled() -> None:
         gc.collect()
 
 
-def descriptors() -> list[str]:
-    """The numbers of all open descriptors."""
-    return os.listdir("/proc/self/fd")
+def descriptors() -> set[tuple[str, str]]:
+    """All open descriptors: the number and the file or socket of each.
+
+    A test compares by `<=`: what others close meanwhile is not its affair.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that listed them
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found

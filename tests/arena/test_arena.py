@@ -49,7 +49,7 @@ def test_an_arena_larger_than_the_free_memory_is_refused_in_one_sentence(monkeyp
     assert str(refused.value) == (
         "the arena needs 2.0 GiB but only 1.2 GiB of memory is free: stop something, or start with a smaller --arena"
     )
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_memory_that_the_kernel_refuses_is_the_same_sentence() -> None:
@@ -62,7 +62,7 @@ def test_memory_that_the_kernel_refuses_is_the_same_sentence() -> None:
             Arena(2 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_an_arena_of_nothing_is_refused() -> None:

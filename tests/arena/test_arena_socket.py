@@ -374,12 +374,12 @@ def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes
 
         client, owner = ArenaClient(f"unix:{path}"), Thread(target=die)
         settled()
-        before = len(descriptors())
+        before = descriptors()
         owner.start()
         with pytest.raises((TransientError, ProtocolError), match="closed the connection|at most"):
             client.usage()
         owner.join()
-        assert len(descriptors()) == before
+        assert descriptors() <= before
         client.close()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from tools.server import Server, environment
+from tests.forking import isolated
+from tools.server import Server
 
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 JUDGE = Path(__file__).with_name("reference.py")
@@ -43,9 +42,7 @@ def digest(picture: bytes) -> str:
 def undivided(model: Path, folder: Path, cases: list[dict[str, Any]]) -> list[list[str]]:
     """SHA-256 of every frame that the undivided pipeline makes in each case, in a process that knows nothing of us."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    (folder / JUDGE.name).write_text(JUDGE.read_text())
-    command = [sys.executable, "-I", JUDGE.name, str(model), "out.json", "cases.json"]
-    subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
+    isolated(JUDGE, str(model), "out.json", "cases.json", folder=folder)
     found: list[list[str]] = json.loads((folder / "out.json").read_text())
     return found
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from tests.forking import isolated
 
 UNDIVIDED = Path(__file__).parents[2] / "tools" / "sees_undivided.py"
 SIZES = ((200, 100), (90, 130))
@@ -52,9 +53,6 @@ def as_templates_read(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 def undivided(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What transformers makes of these: ids of the prompt and of the answer, its text, and the logits of each."""
-    done = subprocess.run(
-        [sys.executable, "-I", str(UNDIVIDED)], input=json.dumps(cases), text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    made: list[dict[str, Any]] = json.loads(done.stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        made: list[dict[str, Any]] = json.loads(isolated(UNDIVIDED, folder=Path(folder), given=json.dumps(cases)))
     return made

@@ -13,7 +13,7 @@ from tools.redis_server import RedisServer
 from tools.server import Server, serving, until
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.nightly)])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     """A server that cancels for clients that leave, of whose workers the first would be busy for a minute."""
     arguments = ["--workers", "encoder=1,denoiser+decoder=1"]

@@ -58,7 +58,9 @@ def denoiser_of(server: Server, request: str) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize("queue", QUEUES, indirect=True)
+@pytest.mark.parametrize("queue", [
+    *(pytest.param(queue, marks=pytest.mark.nightly) for queue in QUEUES[:-1]), QUEUES[-1]
+], indirect=True)  # fmt: skip
 def test_nobody_waits_for_the_lease_of_a_dead_worker(queue: str, tmp_path: Path) -> None:
     """Given leases of five minutes and one worker, when that is killed while it runs a request and another one comes in
     the same moment, then both complete on the worker that takes its place."""

@@ -25,7 +25,7 @@ def lives(pid: int) -> bool:
 
 def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
     settled()
-    before = len(descriptors())
+    before = descriptors()
     forks = Forks(["/nowhere"])
     begun = forks._begun
     assert begun is not None and lives(begun.pid)
@@ -34,7 +34,7 @@ def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
     forks.close()
 
     assert not psutil.pid_exists(begun.pid)
-    assert len(descriptors()) == before
+    assert descriptors() <= before
 
 
 async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_it_can_fork_nobody() -> None:
@@ -92,15 +92,16 @@ async def test_a_launcher_neither_starts_nor_ends_an_inherited_fork_server() -> 
     """Given the socket to one, then it closes its own descriptor of it alone."""
     forks = Forks(["/nowhere"])
     settled()
-    before = len(descriptors())
+    before = descriptors()
     inherited = InheritedForks(os.dup(forks.asks))
+    children = {*psutil.Process().children()}
     workers = LocalLauncher([], forks=inherited.copy())
     workers.start()
-    assert [child.pid for child in psutil.Process().children()] == [forks._begun and forks._begun.pid]
+    assert {*psutil.Process().children()} <= children
     await workers.stop(20)
     inherited.close()
     inherited.close()
     settled()
-    assert len(descriptors()) == before
+    assert descriptors() <= before
     assert forks._begun is not None and forks._begun.returncode is None
     forks.close()

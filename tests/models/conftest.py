@@ -3,8 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.forking import isolated
 from tests.once import once
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.media import UPLOADS
@@ -448,9 +447,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
         draw_pictures(root)
         script = Path(__file__).with_name("undivided.py")
         jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *FILES, *QUANTISED, *TILED]])
-        command = [sys.executable, "-I", str(script), str(root)]
-        done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
-        assert done.returncode == 0, done.stderr
+        isolated(script, str(root), folder=root, given=jobs)
 
     return Undivided(once("undivided", tmp_path_factory, make))
 

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.forking import Script
 from tests.models.conftest import Undivided, undivided as undivided
 
-HERE = Path(__file__).parent
 RANKS_S, TASK_S = 300.0, 5.0
 """How long ranks may take; or for each of the tasks that they are given, where that is longer."""
 
 
-def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[subprocess.Popen[bytes]]:
+def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[Script]:
     """Begin a script of this folder as so many ranks, which meet in `folder` and write there."""
     told = folder / "given"
     told.write_text(json.dumps(given))
-    ranks = []
-    for rank in range(size):
-        command = [sys.executable, "-m", f"tests.parallel.{script}", str(rank), str(size), str(folder / "meet")]
-        with told.open() as read, (folder / f"out{rank}").open("w") as out, (folder / f"log{rank}").open("w") as log:
-            begun = subprocess.Popen([*command, *arguments], stdin=read, stdout=out, stderr=log, cwd=HERE.parents[1])
-        ranks.append(begun)
-    return ranks
+    return [
+        Script(
+            f"tests.parallel.{script}", [str(rank), str(size), str(folder / "meet"), *arguments],
+            stdin=told, stdout=folder / f"out{rank}", stderr=folder / f"log{rank}",
+        )
+        for rank in range(size)
+    ]  # fmt: skip
 
 
 def run_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -78,6 +79,22 @@ def tasks(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str]]
     return [(s, name) for s, name in able if not ("cfg" in s and JOBS[name].model.startswith(APART))]
 
 
+def in_turn(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each of these jobs with one spread that its model is able to, and each spread about as often as another.
+
+    What shards weights is compared with weights that are copied, which is added.
+    """
+    used = Counter(dict.fromkeys(spreads, 0))
+    asked = []
+    for name in names:
+        able = [spread for spread, _ in tasks([name], spreads)]
+        spread = min(able, key=lambda spread: used[spread])
+        used[spread] += 1
+        asked += [("copied", name), (spread, name)] if "shard" in spread else [(spread, name)]
+    assert min(used.values()) > 1
+    return asked
+
+
 def test_cards_declare_what_is_held_here(undivided: c.Undivided) -> None:
     for model in {JOBS[name].model for name in DAY}:
         folder = undivided.folder(model)
@@ -111,6 +128,12 @@ def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]])
 
 
 def test_two_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
+    asked = in_turn(DAY, ("ulysses:2", "ring:2", "cfg:2", "layers:2", "shard:2"))
+    check(undivided, latents(2, asked), asked)
+
+
+@pytest.mark.nightly
+def test_two_ranks_make_what_one_makes_of_each_kind(undivided: c.Undivided, latents: Make) -> None:
     asked = tasks(DAY, ("ulysses:2", "ring:2", "cfg:2", "layers:2", "copied", "shard:2"))
     check(undivided, latents(2, asked), asked)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.descriptors import descriptors
 from tests.examples import examples
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
@@ -116,16 +117,16 @@ def test_frames_that_come_a_few_at_a_time_make_the_same_files(form: str) -> None
 def test_a_video_that_is_given_up_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     video = record({"output_format": "mp4", "fps": 8})
     video.add(scene(3, 32, 32))
     assert list(tmp_path.iterdir()) == []
-    assert len(list(Path("/proc/self/fd").iterdir())) > before
+    assert descriptors() - before
 
     del video
     gc.collect()
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() <= before
 
 
 def test_a_video_without_frames_is_refused() -> None:

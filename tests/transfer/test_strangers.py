@@ -73,7 +73,7 @@ def test_without_keys_nothing_listens_and_the_arena_knows_its_user(store: Tensor
     Path(store.address.removeprefix("unix:")).chmod(0o777)
     before = listening()
     _, served = opened(TransferOptions(), store)
-    assert served == {} and listening() == before
+    assert served == {} and listening() <= before
 
     (told,) = attacked(store.address, served, secret_of(store))
 

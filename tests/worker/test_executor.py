@@ -148,7 +148,7 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_serv
         assert step < stepped.steps
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.nightly), 2])
 async def test_what_is_forked_makes_the_bytes_of_what_is_not(
     tmp_path: Path, fork_server: socket.socket, threads: int
 ) -> None:
