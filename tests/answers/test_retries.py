@@ -12,7 +12,7 @@ import pytest
 
 from tests.answers.conftest import Serve
 from tests.worker import outside
-from tools.server import Server
+from tools.server import Server, until
 
 URL = "/v1/images/generations"
 
@@ -21,7 +21,9 @@ URL = "/v1/images/generations"
 def server(served: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
     model = outside.model(tmp_path_factory.mktemp("outside") / "outside")
     names = "--served-model-name", "outside"
-    return served(str(model), *names, "--workers", "all=2", PYTHONPATH=str(outside.HERE))
+    server = served(str(model), *names, "--workers", "all=2", PYTHONPATH=str(outside.HERE))
+    until(lambda: len(server.get("/v1/workers")["data"]) == 2, "both workers to be there")
+    return server
 
 
 def refused(server: Server, prompt: str) -> tuple[int, dict[str, Any], dict[str, Any]]:

@@ -515,3 +515,17 @@ async def test_the_worker_that_failed_gets_it_again_once_the_others_are_gone() -
         await scheduler.fail(unknown(again), "a")
         error = (await scheduler.queue.load(record.context.id)).context.error
         assert error is not None and error.code == "model_error"
+
+
+async def test_a_worker_that_has_other_weights_loaded_is_no_other_one() -> None:
+    """Given two workers of which one has another model loaded, then the one that failed tries it again at once."""
+    async with scheduling() as (scheduler, _):
+        pools = (ENCODE, DENOISE, DECODE)
+        await scheduler.queue.hello(info("a", *pools))
+        swapping = msgspec.structs.replace(info("b", *pools), sets={"this": pools, "that": ()}, holds="that")
+        await scheduler.queue.hello(swapping)
+        await scheduler.submit(*asking(CARD, params()))
+        (lease,) = await take_as(scheduler, "a")
+        await scheduler.fail(unknown(lease), "a")
+        (again,) = await take_as(scheduler, "a")
+        assert (again.task.attempt, again.task.avoids) == (2, "")

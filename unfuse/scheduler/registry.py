@@ -31,7 +31,7 @@ class Registry:
         self._cards = {card.name: card for card in cards}
         self._manned: dict[str, Counter[str]] = {}
         self._changed: dict[str, ChangedFile] = {}
-        self._live: dict[str, frozenset[str]] = {}
+        self._open: dict[str, frozenset[str]] = {}
         self._asleep: dict[str, int] = {}
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}  # every registered worker by id, those that were silent lately too
@@ -53,7 +53,7 @@ class Registry:
             for pool in member.info.pools:
                 manned[declared(pool)][pool] += 1
         self._manned = dict(manned)
-        self._live = {member.info.id: frozenset(member.info.pools) for member in live}
+        self._open = {member.info.id: frozenset(member.info.open) for member in live}
         return live
 
     async def cards(self) -> dict[str, ModelCard]:
@@ -78,8 +78,8 @@ class Registry:
         return self._manned.get(declared(pool), {})
 
     def has_other(self, pool: str, worker: str) -> bool:
-        """Whether a live worker other than this one serves that very pool."""
-        return any(id != worker and pool in pools for id, pools in self._live.items())
+        """Whether a live worker other than this one has loaded what serves that very pool."""
+        return any(id != worker and pool in pools for id, pools in self._open.items())
 
     def is_exact(self, pool: str) -> bool:
         """Whether live workers man that very pool, and give each request its bytes whatever else they run."""
