@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.answers.conftest import Folder, Serve
-from tools.server import Server, serving, until
+from tools.server import Server, computes_of, serving, until
 
 REFERENCE = Path(__file__).parents[1] / "integration" / "reference.py"
 
@@ -126,7 +126,9 @@ def refused(call: Callable[[], object]) -> tuple[int, str, str]:
 
 @pytest.mark.row("K1")
 def test_a_model_whose_file_is_overwritten_is_unavailable_until_a_restart(folder: Folder, tmp_path: Path) -> None:
-    """A file that was only touched is served on; the other model, which shares components, is served all the time."""
+    """A file that was only touched is served on. The other model, which shares components, is served all the time,
+    also after compute has died and is loaded again.
+    """
     model, other = tmp_path / "model", folder("flux-schnell")
     shutil.copytree(folder("flux"), model)
     with serving(tmp_path, str(model), str(other), "--threads", "1") as server:
@@ -151,7 +153,10 @@ def test_a_model_whose_file_is_overwritten_is_unavailable_until_a_restart(folder
         code, kind, message = refused(lambda: digest_of(server, model))
         assert (code, kind) == (503, "weights_changed")
         assert reason in message
+        for compute in computes_of(*(worker["pid"] for worker in server.get("/v1/workers")["data"])):
+            compute.kill()  # as reading what was cut off of a mapped file does
         of_other = digest_of(server, other)
+        assert server.get(f"/v1/models/{model}")["reason"] == reason
 
         server.killed_and_started_again().ready()
         after = digest_of(server, model)

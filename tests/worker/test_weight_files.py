@@ -129,6 +129,22 @@ def test_a_file_that_is_written_to_is_compared_once_that_is_over(
     assert [changed.compared for changed in look(files).values()] == [True]
 
 
+@pytest.mark.usefixtures("written")
+def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_back(
+    folder: Path, card: ModelCard, files: WeightFiles
+) -> None:
+    pool, content = card.pools()["vae_decode"], (folder / VAE).read_bytes()
+    overwrite(folder / VAE)
+    files.look()
+    files.left_out = frozenset({pool})
+    (folder / VAE).write_bytes(content)
+    files.compare()
+    assert look(files) == {pool: ChangedFile(VAE, compared=True)}
+
+    files.left_out = frozenset()
+    assert look(files) == {}
+
+
 def test_a_change_between_card_and_loading_is_seen(folder: Path) -> None:
     before = states_of(folder)
     card = card_of("model", folder)

@@ -173,7 +173,8 @@ def _hash_in_threads(path: Path, size: int) -> str:
 def _hash_piece(descriptor: int, size: int, start: int) -> bytes:
     """Return the hash of the piece that begins at `start`."""
     stop = min(start + PIECE_BYTES, size)
-    os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+    if size > PIECE_BYTES:
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, stop - start)))
     while start < stop:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)

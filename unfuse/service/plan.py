@@ -1,4 +1,4 @@
-"""Plans what to start, by the models' JSON files and the headers of their weights. No weights are read."""
+"""Plans what to start, by the models' JSON files and the headers of their weights. No weights are loaded."""
 
 from __future__ import annotations
 

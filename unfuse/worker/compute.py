@@ -81,7 +81,8 @@ def compute(descriptor: int) -> None:
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     send = telling(channel.send, device)
-    send(messages.Ready(_name(device), outcome, brought))
+    left_out = (load.pools or load.registered) - stages.keys()
+    send(messages.Ready(_name(device), outcome, brought, left_out))
     StepLoop(
         stages, store, open_results(places.results, places.mark), inbox, send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
@@ -171,25 +172,41 @@ def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[st
         )
 
 
+def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelCard, Path]]:
+    """Return what is to be loaded, by declared pool. Raises ConfigError if that is nothing, or a model cannot be read.
+
+    Of a worker that has registered, models whose files have changed since are left out.
+    """
+    models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
+    alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole
+    takes, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelCard, Path]]()
+    refusal = ConfigError("the files of all models have changed since the worker started: start it again")
+    for name, folder, dtype in models:
+        if alone and name not in alone:
+            continue
+        try:
+            card = card_of(name, folder, dtype)
+        except ConfigError as error:
+            if not load.registered:
+                raise
+            refusal = error
+            continue
+        for spec in card.pipeline.stages:
+            pool = pool_name(spec, card.weights, card.dtypes)
+            if load.choice.takes(spec) and (pool in takes or not takes):
+                wanted.setdefault(pool, (spec, card, folder))
+    if not wanted:
+        raise refusal
+    return wanted
+
+
 def _load(
     load: messages.Load, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, SteppedStage[Any]], set[str]]:
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     if load.verdicts:
         FINGERPRINTS.remember_in(Path(load.verdicts).parent)
-    models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
-    wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
-    alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole
-    for name, folder, dtype in models:
-        if alone and name not in alone:
-            continue
-        card = card_of(name, folder, dtype)
-        for spec in card.pipeline.stages:
-            pool = pool_name(spec, card.weights, card.dtypes)
-            if load.choice.takes(spec) and (pool in load.pools or not load.pools):
-                wanted.setdefault(pool, (spec, card, folder))
-    if missing := (load.pools or load.registered) - wanted.keys():
-        raise ConfigError(f"the files of {min(missing)} have changed since the worker started: start it again")
+    models, wanted = [(name, resolve_source(source), dtype) for name, source, dtype in load.models], _wanted(load)
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}

@@ -50,6 +50,8 @@ class WeightFiles:
         self, models: Models, cards: Sequence[ModelCard], choice: Choice, before: States, in_turns: bool = False
     ) -> None:
         self.changed: dict[str, ChangedFile] = {}
+        self.left_out: frozenset[str] = frozenset()
+        """Pools that compute has not loaded when it started last, since their files had changed."""
         self._models: list[LoadedModel] = []
         self._loaded: dict[Path, FileState | None] = {}
         self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
@@ -72,6 +74,9 @@ class WeightFiles:
             for pool in spoiled or model.files[path]:
                 if file.compared or pool not in changed:
                     changed[pool] = file
+        for pool in self.left_out:
+            known = changed.get(pool) or self.changed.get(pool)
+            changed[pool] = ChangedFile(known.name if known else "a file", compared=True)
         if changed == self.changed:
             return False
         for file in {*changed.values()} - {*self.changed.values()}:

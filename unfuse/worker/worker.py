@@ -189,6 +189,7 @@ class Worker:
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
         self._outcome = started.outcome if welcome.by_outcome else {}
+        await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
         await self._register(served, self._weights)
         models = [card.name for card in served.cards]
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
@@ -205,15 +206,28 @@ class Worker:
         Pools are served again if the bytes turn out to be the same.
         """
         await asyncio.sleep(self._beat_s)
-        if not (self._weights and self._served):
-            return
-        if await asyncio.to_thread(self._weights.look):
-            await self._register(self._served, self._weights)
-        if not all(file.compared for file in self._weights.changed.values()):
+        await self._withdraw_changed()
+        if self._weights and not all(file.compared for file in self._weights.changed.values()):
             await asyncio.to_thread(self._weights.compare)
+
+    async def _withdraw_changed(self) -> None:
+        """Register anew if other pools can be served than before, since files have changed."""
+        served, weights = self._served, self._weights
+        if not (served and weights):
+            return
+        is_new = await asyncio.to_thread(weights.look)
+        if is_new:
+            await self._register(served, weights)
+
+    async def _go_on(self) -> None:
+        """Ask for tasks of what was loaded again, as far as its files are those that the worker registered with."""
+        await self._withdraw_changed()
+        self._changed.set()
 
     def _has_loaded(self, started: Ready) -> None:
         self._swapping.loaded(self._executor)
+        if self._weights:
+            self._weights.left_out = started.left_out
         self._holding.resources = {**self._options.resources, **started.resources}
 
     async def _pull(self) -> None:
@@ -273,10 +287,14 @@ class Worker:
         if brought is None or recorded is None:
             await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
-        elif not (executor.ready and self._swapping.fits(lease)):
+        elif not (executor.ready and self._swapping.fits(lease)) or self._is_left_out(lease):
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers, recorded)
+
+    def _is_left_out(self, lease: Lease) -> bool:
+        """Whether compute could not load what a task needs, since its files have changed."""
+        return self._weights is not None and declared(lease.task.pool) in self._weights.left_out
 
     async def _announce(self, news: Announced) -> None:
         """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
@@ -290,7 +308,7 @@ class Worker:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._has_loaded(message)
-            self._changed.set()
+            self._background.once("asking for work", self._go_on)
         elif isinstance(message, Stepped):
             if message.step:
                 self._telling.stepped(message)
