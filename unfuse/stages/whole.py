@@ -27,6 +27,7 @@ from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.finite import remedy
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
 
@@ -208,6 +209,12 @@ class Whole(SteppedStage[Running]):
             raise Unsuitable(f"the picture is {size}, and so is what is made of it: {most}; send a smaller one")
         return picture
 
+    def _lowest(self) -> torch.dtype | None:
+        """The dtype of fewest bits among those of the pipeline's parts; None if it has no weights."""
+        dtypes = {getattr(part, "dtype", None) for part in self._pipeline.components.values()}
+        floats = [one for one in dtypes if isinstance(one, torch.dtype) and one.is_floating_point]
+        return min(floats, key=lambda one: torch.finfo(one).bits, default=None)
+
     def _own(self) -> Any:
         """A pipeline like this one, of the same weights."""
         shared = [part for part in self._pipeline.components.values() if not hasattr(part, "set_timesteps")]
@@ -220,7 +227,8 @@ class Whole(SteppedStage[Running]):
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
         if not np.isfinite(frames).all():
-            raise PermanentError("the pipeline made pixels that are not finite: serve the model in float32")
+            advice = remedy("the model", self._lowest(), params)
+            raise PermanentError(f"the pipeline made pixels that are not finite: {advice}")
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
                 raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")
