@@ -152,11 +152,13 @@ class DecodeBlock(BlockStage):
     def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
         import numpy as np
 
+        from unfuse.stages.finite import remedy
         from unfuse.stages.media import encode
 
         frames = values["images"]
         if not np.isfinite(frames).all():
-            raise PermanentError("the decoder made pixels that are not finite: serve the model's decoder in float32")
+            advice = remedy("the model's decoder", self._part.vae.dtype)
+            raise PermanentError(f"the decoder made pixels that are not finite: {advice}")
         return StageOutput(media=encode((frames * 255).round().astype(np.uint8), params))
 
 

@@ -19,6 +19,7 @@ from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
+from unfuse.stages.finite import remedy
 from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
 from unfuse.stages.one_by_one import one_by_one
 from unfuse.stages.preview import Preview
@@ -257,7 +258,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         """The latents. Raises PermanentError when they are not finite."""
         latents = self._denoiser.settle(state.latents, state.inputs)
         if not bool(torch.isfinite(latents).all()):
-            raise _not_finite(state)
+            raise _not_finite(state, self._denoiser.dtype)
         return StageOutput({"latents": latents})
 
     def _inputs(self, task: StageInput, prefix: str) -> Inputs:
@@ -283,7 +284,8 @@ class Denoise(JointStage[DenoiseState, Tensor]):
             self._adapters.use(batch[0].params)
         predictions = self._predict(batch, fused)
         finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
-        return [predictions[row : row + 1] if finite[row] else _not_finite(state) for row, state in enumerate(batch)]
+        dtype, rows = self._denoiser.dtype, enumerate(batch)
+        return [predictions[row : row + 1] if finite[row] else _not_finite(state, dtype) for row, state in rows]
 
     def _forward(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, of: int = 1) -> Tensor:
         """What is predicted for rows of which `of` belong together, as in the forward that they have alone."""
@@ -340,9 +342,9 @@ def _joined(rows: Sequence[Inputs]) -> Inputs:
     return {name: _join([row[name] for row in rows]) for name in rows[0]}
 
 
-def _not_finite(state: DenoiseState) -> PermanentError:
+def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
     steps = len(state.scheduler.timesteps)
     return PermanentError(
         f"denoising made values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
-        "try a smaller guidance_scale, or serve the model in float32"
+        f"{remedy('the model', dtype, state.params)}"
     )

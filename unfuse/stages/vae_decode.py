@@ -19,6 +19,7 @@ from typing_extensions import override
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.finite import remedy
 from unfuse.stages.media import Recording, need_format, record
 
 
@@ -128,5 +129,6 @@ def to_pixels(video: Tensor) -> NDArray[np.uint8]:
     unit = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
     frames: NDArray[np.float32] = unit.cpu().permute(0, 2, 3, 1).float().numpy()
     if not np.isfinite(frames).all():
-        raise PermanentError("the decoder made pixels that are not finite: serve the model's decoder in float32")
+        advice = remedy("the model's decoder", video.dtype)
+        raise PermanentError(f"the decoder made pixels that are not finite: {advice}")
     return (frames * 255).round().astype(np.uint8)

@@ -27,7 +27,12 @@ from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.adapters import Adapters
+<<<<<<< HEAD
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
+=======
+from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.finite import remedy
+>>>>>>> adapters
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
 
@@ -285,6 +290,12 @@ class Whole(SteppedStage[Running]):
         width, height = (need(params, side, int) // self._picture_scale for side in ("width", "height"))
         return picture if picture.size == (width, height) else picture.resize((width, height), Resampling.LANCZOS)
 
+    def _lowest(self) -> torch.dtype | None:
+        """The dtype of fewest bits among those of the pipeline's parts; None if it has no weights."""
+        dtypes = {getattr(part, "dtype", None) for part in self._pipeline.components.values()}
+        floats = [one for one in dtypes if isinstance(one, torch.dtype) and one.is_floating_point]
+        return min(floats, key=lambda one: torch.finfo(one).bits, default=None)
+
     def _own(self) -> Any:
         """A pipeline like this one, of the same weights."""
         shared = [part for part in self._pipeline.components.values() if not hasattr(part, "set_timesteps")]
@@ -297,7 +308,8 @@ class Whole(SteppedStage[Running]):
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
         if not np.isfinite(frames).all():
-            raise PermanentError("the pipeline made pixels that are not finite: serve the model in float32")
+            advice = remedy("the model", self._lowest(), params)
+            raise PermanentError(f"the pipeline made pixels that are not finite: {advice}")
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
                 raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")

@@ -1,0 +1,22 @@
+"""Advice on numbers that are not finite never says to serve in float32 what is served so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unfuse.core.plan import Params
+from unfuse.stages.finite import remedy
+
+
+@pytest.mark.row("P47")
+@pytest.mark.parametrize(("dtype", "params", "advice"), [
+    (torch.float16, {}, "serve the model in float32"),
+    (None, {}, "serve the model in float32"),
+    (torch.bfloat16, {"guidance_scale": 5.0}, "try a smaller guidance_scale, or serve the model in float32"),
+    (torch.float32, {}, "fetch the model's files anew, in case they are damaged"),
+    (torch.float32, {"guidance_scale": 5.0, "lora": "ink"},
+     "try a smaller guidance_scale or lora_scale, or fetch the model's files anew, in case they are damaged"),
+])  # fmt: skip
+def test_the_advice_fits_the_dtype_and_the_request(dtype: torch.dtype | None, params: Params, advice: str) -> None:
+    assert remedy("the model", dtype, params) == advice
