@@ -27,12 +27,8 @@ from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.adapters import Adapters
-<<<<<<< HEAD
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
-=======
-from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.finite import remedy
->>>>>>> adapters
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
 
