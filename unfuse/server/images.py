@@ -120,10 +120,9 @@ def _reply(results: ResultStore, context: RequestContext, base_url: str | None) 
     data, size = [], ""
     for file in context.result:
         picture = _seed(context, file)
-        if base_url is None or not size:
+        if base_url is None:
             content = results.read(context.id, file.index)
             size = _size(content)
-        if base_url is None:
             picture["b64_json"] = base64.b64encode(content).decode()
         else:
             picture["url"] = result_url(context, file.index, base_url)
