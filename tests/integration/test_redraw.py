@@ -175,7 +175,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({"strength": "0"}, "strength", "less than one step"),
     "another size": ({"mask": drawn((40, 35))}, "mask", "mask is 40x35 pixels, image 40x36"),
     "no alpha": ({"mask": drawn((40, 36), "RGB")}, "mask", "make it transparent where image is to change"),
-    "no picture": ({"mask": b"nothing"}, "mask", "not a PNG, JPEG or WebP picture"),
+    "no picture": ({"mask": b"nothing"}, "mask", "not a PNG, JPEG, WebP, GIF, BMP or AVIF picture"),
     "too large": ({"mask": drawn((16_385, 1))}, "mask", "at most 16384 a side"),
     "of text alone": ({"model": "wan", "strength": "0.5"}, "image", "cannot start from a picture; flux, sdxl can"),
     "mask of text alone": ({"model": "wan", "mask": drawn((40, 36))}, "mask", "cannot keep to a mask; flux, sdxl can"),

@@ -118,7 +118,7 @@ def test_a_picture_of_an_allowed_host_is_what_it_is_as_a_data_url(ai: openai.Ope
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/moved", "the answer is 302"), ("/none.png", "the answer is 404"), ("/text", "is not a PNG, JPEG or WebP"),
+        ("/moved", "the answer is 302"), ("/none.png", "the answer is 404"), ("/text", "is not a PNG, JPEG, WebP"),
         ("/endless", "more than"),
     ],
 )  # fmt: skip

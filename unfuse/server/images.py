@@ -134,10 +134,9 @@ def _reply(results: ResultStore, context: RequestContext, address: Callable[[int
             picture |= _FLAGGED
             data.append(picture)
             continue
-        if address is None or not size:
+        if address is None:
             content = results.read(context.id, file.index)
             size = _size(content)
-        if address is None:
             picture["b64_json"] = base64.b64encode(content).decode()
         else:
             picture["url"] = address(file.index)
