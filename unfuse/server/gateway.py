@@ -25,6 +25,7 @@ from unfuse.server.fetching import Fetching
 from unfuse.server.joining import Joining
 from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.metrics import Metrics
+from unfuse.server.parsers import Parsers
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
 from unfuse.server.trials import Trials
@@ -51,7 +52,7 @@ class Gateway(Observer):
     place where workers keep outputs. One that `cancels` ends a request whose callers waited and are all gone. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
-    models. What the scheduler does it counts and logs.
+    models; `parsers` say how answers are parsed. What the scheduler does it counts and logs.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Gateway(Observer):
         prices: Prices = FREE,
         fetching: Fetching | None = None,
         joining: Joining | None = None,
+        parsers: Parsers | None = None,
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
         self.keys, self.prices = keys or Keys(), prices
@@ -84,6 +86,7 @@ class Gateway(Observer):
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
+        self.parsers = parsers or Parsers()
         self.waiting = 0  # how many callers wait here for a result
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
