@@ -7,16 +7,28 @@ from typing import Any
 
 import pytest
 
+from unfuse.core.call_formats import FORMATS
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.grammar import FORMAT, MAX_CHARS, Grammar, asked_grammar, digest, packed
-from unfuse.core.tools import FORMATS, grammar_of, read_tools
+from unfuse.core.grammar import MAX_CHARS, Grammar, digest, packed
+from unfuse.core.structured_outputs import FORMAT, answer_format
+from unfuse.core.tools import grammar_of, read_tools
 
-TAGGED, BARE = FORMATS["tagged"], FORMATS["bare"]
+TAGGED, BARE = FORMATS["hermes"], FORMATS["llama3_json"]
+
+
+def asked_grammar(said: object, relaxed: bool = False) -> Grammar | None:
+    """The grammar that a response_format asks for."""
+    found = answer_format({FORMAT: said})
+    return found.grammar(relaxed) if found else None
 
 
 def tool(name: str = "f", **about: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **about}}
+
+
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
 
 
 def named(name: str) -> dict[str, Any]:
@@ -36,8 +48,8 @@ def test_each_type_has_its_grammar() -> None:
         assert found and found.kind == "json_schema" and json.loads(found.text)["type"] == "object"
 
 
-@pytest.mark.parametrize(("strict", "lenient"), [(None, False), (True, False), (False, True)])
-def test_only_a_schema_that_says_so_lets_pass_what_it_cannot_be_held_to(strict: object, lenient: bool) -> None:
+@pytest.mark.parametrize(("strict", "lenient"), [(None, True), (True, False), (False, True)])
+def test_only_a_strict_schema_lets_nothing_pass(strict: object, lenient: bool) -> None:
     """Whatever the schema itself says to llguidance."""
     schema = {"type": "object", "x-guidance": {"lenient": not lenient}}
     found = asked_grammar({"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}})
@@ -122,6 +134,12 @@ def test_a_choice_says_what_may_be_called() -> None:
         ({"tools": [tool(parameters=[])]}, "tools", "JSON schema"),
         ({"tools": [tool(), tool()]}, "tools", "two functions"),
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "'any'"),
+        ({"tools": [tool(strict=3)]}, "tools", "true or false"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools", "of type custom"),
+        ({"functions": []}, "functions", "send tools"),
+        ({"function_call": "auto"}, "function_call", "send tool_choice"),
+        ({"tools": [tool()], "tool_choice": allowed("g")}, "tool_choice", "allowed tools"),
+        ({"tools": [tool()], "tool_choice": allowed()}, "tool_choice", "at least one"),
         ({"tools": [tool()], "tool_choice": named("g")}, "tool_choice", r"\(f\)"),
     ],
 )
@@ -131,32 +149,128 @@ def test_what_are_no_tools_is_refused(said: dict[str, Any], param: str, says: st
     assert refused.value.param == param
 
 
+def test_allowed_tools_are_some_of_all() -> None:
+    both = [tool("f"), tool("g")]
+    some = read_tools({"tools": both, "tool_choice": allowed("g")})
+    must = read_tools({"tools": both, "tool_choice": allowed("f", "g", mode="required")})
+    assert some and (some.choice, some.names, len(some.shown)) == ("auto", ("g",), 2)
+    assert must and (must.choice, must.names) == ("required", ("f", "g"))
+
+
+def test_templates_are_shown_what_a_tool_does_not_say() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": ["integer", "null"]}}}
+    said = [tool("f", description=None), tool("g", parameters=parameters, description="G.")]
+    tools = read_tools({"tools": said})
+    assert tools
+    nothing = {"type": "object", "properties": {}}
+    assert tools.shown[0]["function"] == {"name": "f", "description": "", "parameters": nothing}
+    assert tools.shown[1] == said[1]
+    assert tools.types == {"f": {}, "g": {"a": "integer|null"}}
+
+
 def test_who_may_call_is_free_and_who_must_is_held_to_it() -> None:
     said: dict[str, Any] = {"tools": [tool(), tool("g", parameters={"type": "object"})]}
-    assert grammar_of(said, read_tools(said), TAGGED) is None
+    assert grammar_of(None, read_tools(said), TAGGED) is None
     must = said | {"tool_choice": "required"}
-    found = grammar_of(must, read_tools(must), TAGGED)
+    found = grammar_of(None, read_tools(must), TAGGED)
     assert found and found.kind == "lark" and '{\\"name\\": \\"g\\"' in found.text and "{0,15}" in found.text
-    single = must | {"parallel_tool_calls": False}
-    found = grammar_of(single, read_tools(single), TAGGED)
+    found = grammar_of(None, read_tools(must | {"parallel_tool_calls": False}), TAGGED)
     assert found and "{0,15}" not in found.text
-    found = grammar_of(must, read_tools(must), BARE)
+    found = grammar_of(None, read_tools(must), BARE)
     assert found and "{0,15}" not in found.text and '\\"parameters\\"' in found.text
 
 
 def test_who_may_call_a_strict_function_is_held_to_it_once_it_calls() -> None:
     said: dict[str, Any] = {"tools": [tool(strict=True), tool("g")]}
-    found = grammar_of(said, read_tools(said), TAGGED)
-    assert found and '[lazy]: TEXT "<tool_call>"' in found.text
-    assert grammar_of(said, read_tools(said), BARE) is None
+    tools = read_tools(said)
+    found = grammar_of(None, tools, TAGGED)
+    assert tools and found and '[lazy]: TEXT "<tool_call>"' in found.text
+    assert grammar_of(None, tools, BARE) is None and grammar_of(None, tools.not_strict, TAGGED) is None
 
 
 def test_a_format_and_tools_are_either() -> None:
-    said: dict[str, Any] = {"tools": [tool()], FORMAT: {"type": "json_object"}}
-    found = grammar_of(said, read_tools(said), TAGGED)
+    tools = read_tools({"tools": [tool()]})
+    found = grammar_of(answer_format({FORMAT: {"type": "json_object"}}), tools, TAGGED)
     assert found and found.text.startswith("start: calls | answer")
-    said[FORMAT] = {"type": "regex", "regex": "a"}
-    with pytest.raises(InvalidParameter, match="tool_choice none"):
-        grammar_of(said, read_tools(said), TAGGED)
-    with pytest.raises(InvalidParameter, match="true or false"):
-        grammar_of({}, read_tools({"tools": [tool(strict=3)], "tool_choice": "required"}), TAGGED)
+    for said in ({FORMAT: {"type": "regex", "regex": "a"}}, {"guided_regex": "a"}):
+        with pytest.raises(InvalidParameter, match="tool_choice none"):
+            grammar_of(answer_format(said), tools, TAGGED)
+
+
+def test_a_relaxed_schema_has_no_keyword_that_may_not_be_held_to() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"pattern": {"type": "string", "pattern": "(?=a)"}, "b": {"$ref": "https://example.com"}},
+        "items": [{"format": "x", "enum": [{"not": 1}]}],
+        "additionalProperties": {"not": {}, "$ref": "#/$defs/c"},
+        "$defs": {"c": {"anyOf": [{"multipleOf": 0}]}},
+        "required": ["pattern"],
+    }
+    found = asked_grammar({"type": "json_object", "schema": schema}, relaxed=True)
+    assert found
+    read = json.loads(found.text)
+    del read["x-guidance"]
+    assert read == {
+        "type": "object",
+        "properties": {"pattern": {"type": "string"}, "b": {}},
+        "items": [{"enum": [{"not": 1}]}],
+        "additionalProperties": {"$ref": "#/$defs/c"},
+        "$defs": {"c": {"anyOf": [{}]}},
+        "required": ["pattern"],
+    }
+    strict = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    assert asked_grammar(strict, relaxed=True) == asked_grammar(strict)
+
+
+SCHEMA = {"type": "object", "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "has"),
+    [
+        ({FORMAT: {"type": "json_object", "schema": SCHEMA}}, "json_schema", '"required": ["a"]'),
+        ({FORMAT: {"type": "json_schema", "schema": SCHEMA}}, "json_schema", '"required": ["a"]'),
+        ({"guided_json": SCHEMA}, "json_schema", '"required": ["a"]'),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", '"required": ["a"]'),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", '"required": ["a"]'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["yes", 'n"o']}, "lark", 'start: "yes" | "n\\"o"'),
+        ({"guided_grammar": "root ::= a"}, "ebnf", "root ::= a"),
+        ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json_schema", '"required": ["a"]'),
+        ({"structured_outputs": {"choice": ["é"], "disable_fallback": True}}, "lark", 'start: "é"'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '"type": "object"'),
+        ({"structured_outputs": {"regex": "a", "json_object": False}}, "regex", "a"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}, FORMAT: {"type": "text"}}, "ebnf", 'root ::= "a"'),
+    ],
+)
+def test_what_peers_call_a_format_is_one(said: dict[str, Any], kind: str, has: str) -> None:
+    found = answer_format(said)
+    assert found
+    grammar = found.grammar()
+    assert grammar.kind == kind and has in grammar.text
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "says"),
+    [
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex both"),
+        ({FORMAT: {"type": "json_object"}, "regex": "a"}, "regex", "send one"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "both"),
+        ({"structured_outputs": {"lark": "a"}}, "structured_outputs", "no 'lark'"),
+        ({"structured_outputs": "json"}, "structured_outputs", "an object"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "send tools"),
+        ({FORMAT: {"type": "structural_tag"}}, FORMAT, "send tools"),
+        ({"guided_json": "{"}, "guided_json", "is no JSON"),
+        ({"guided_regex": 3}, "guided_regex", "a text"),
+        ({"guided_choice": []}, "guided_choice", "1 to"),
+        ({"guided_choice": ["a", 3]}, "guided_choice", "list of texts"),
+        ({"guided_choice": "a"}, "guided_choice", "list"),
+    ],
+)
+def test_what_peers_call_a_format_and_is_none_is_refused(said: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(InvalidParameter, match=says) as refused:
+        answer_format(said)
+    assert refused.value.param == param

@@ -14,9 +14,12 @@ import pytest
 
 from tools.server import until
 from tools.tiny_language import make_language_model
+from unfuse.core.call_formats import FORMATS
 from unfuse.core.errors import TransientError
-from unfuse.core.grammar import Grammar, packed, schema_text
-from unfuse.core.tools import FORMATS, grammar_of, read_tools
+from unfuse.core.grammar import Grammar, packed
+from unfuse.core.schemas import schema_text
+from unfuse.core.tool_calls import CallReader
+from unfuse.core.tools import grammar_of, read_tools
 from unfuse.models import grammars
 from unfuse.models.grammars import BrokenGrammar, Constraint, Grammars
 from unfuse.models.tokenizer import ChatTokenizer
@@ -26,7 +29,7 @@ WORD = packed(Grammar("regex", "(red|green) circle"), "x")
 
 
 def schema(said: Any) -> bytes:
-    return packed(Grammar("json_schema", schema_text(said, None, "x")), "x")
+    return packed(Grammar("json_schema", schema_text(said, True, "x")), "x")
 
 
 def lark(text: str) -> bytes:
@@ -96,7 +99,7 @@ def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Gramm
     city = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
     function = {"name": "f", "strict": True, "parameters": {**city, "additionalProperties": False}}
     said = {"tools": [{"type": "function", "function": function}]}
-    found = grammar_of(said, read_tools(said), FORMATS["tagged"])
+    found = grammar_of(None, read_tools(said), FORMATS["hermes"])
     assert found
     held, call = packed(found, "x"), '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
     for text in ("", "a <b> text", "<tool", call, f"Let me see.\n{call}\nand {call} so"):
@@ -107,6 +110,42 @@ def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Gramm
     assert {tokenizer.decode([id]).strip()[:1] for id in ids_of(other.allowed(begun))} <= {"", '"'}
     assert not ids_of(other.allowed(begun)) & tokenizer.stops
     other.close()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_must_be_called_is_written_and_read_in_each_format(
+    format: str, opened: Grammars, tokenizer: ChatTokenizer
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    said = {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+    tools, how = read_tools(said | {"tool_choice": "required"}), FORMATS[format].as_written
+    found = grammar_of(None, tools, FORMATS[format])
+    assert found and tools
+    call = how.head.replace("NAME", "f") + '{"a": 1}' + how.tail
+    calls = [call, call] if how.between else [call]
+    text = how.open + how.between.join(calls) + how.close
+    constraint = opened.open(packed(found, "x"))
+    written(constraint, text, tokenizer)
+    constraint.close()
+    parts = CallReader(how, tools.types).feed(text)
+    assert [part.text for part in parts if part.kind in ("call", "arguments")] == ["f", '{"a": 1}'] * len(calls)
+
+
+EBNF = """
+# llama.cpp writes grammars so
+root   ::= answer "!" ws tail?
+answer ::= "yes" | "n\\"o" | [a-c]{2,3}
+ws     ::= [ \\n]*
+tail   ::= ("x" | tail-two)+
+tail-two ::= [^a-z"]
+"""
+
+
+@pytest.mark.parametrize("text", ["yes!", 'n"o! ', "abc!\nxx", "ab!xÄ"])
+def test_a_grammar_in_ebnf_is_followed(text: str, opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    constraint = opened.open(packed(Grammar("ebnf", EBNF), "x"))
+    written(constraint, text, tokenizer)
+    constraint.close()
 
 
 def test_asked_again_it_says_the_same(opened: Grammars, tokenizer: ChatTokenizer) -> None:
@@ -173,6 +212,8 @@ def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
         (lark("begin: A"), ""),
         (lark('start: "a" <|im_end|>'), ""),
         (lark("start: " + "(" * 100_000), "nested"),
+        (packed(Grammar("ebnf", "root ::= ("), "x"), "no EBNF"),
+        (packed(Grammar("ebnf", 'start ::= "a"'), "x"), ""),
         (schema({"not": {}}), '"not"'),
         (schema({"enum": []}), "Unsatisfiable"),
         (schema(False), "Unsatisfiable"),

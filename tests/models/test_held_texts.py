@@ -15,14 +15,15 @@ from tests.models.test_language import Model, task, to_the_end
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import encode
 from unfuse.core.errors import PermanentError
-from unfuse.core.grammar import GRAMMAR, Grammar, packed, schema_text
+from unfuse.core.grammar import GRAMMAR, Grammar, packed
+from unfuse.core.schemas import schema_text
 from unfuse.models.grammars import BrokenGrammar
 from unfuse.stages.base import StageInput
 from unfuse.stages.language import Decode, Writing
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
-JSON = packed(Grammar("json_schema", schema_text(SCHEMA, None, "x")), "x")
+JSON = packed(Grammar("json_schema", schema_text(SCHEMA, True, "x")), "x")
 MOST = 60
 
 

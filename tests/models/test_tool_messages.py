@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.models.tool_messages import format_of, with_calls
+from unfuse.models.tool_messages import with_calls
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SAID = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -21,21 +21,6 @@ ASKED: list[dict[str, Any]] = [
         "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}],
     },
 ]
-
-
-@pytest.mark.parametrize(
-    ("template", "name", "knows"),
-    [
-        ("{{ messages }}", "tagged", False),
-        ("{% if tools %}<tool_call>{% endif %}", "tagged", True),
-        ("{% if tools %}{{ tools }}{% endif %}", "tagged", True),
-        ('{% if tools %}{"name": , "parameters": }{% endif %}', "bare", True),
-        ('{% if tools %}<tool_call>{"name": , "parameters": }{% endif %}', "tagged", True),
-    ],
-)
-def test_a_template_says_how_calls_are_written(template: str, name: str, knows: bool) -> None:
-    how, found = format_of(template)
-    assert (how.name, found) == (name, knows)
 
 
 def test_a_template_that_knows_tools_gets_arguments_as_objects() -> None:

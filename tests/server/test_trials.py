@@ -26,6 +26,8 @@ class Tried:
         assert self.may.wait(60)
         if self.fails:
             raise TransientError("not now")
+        if b"never" in grammar:
+            return "Unsatisfiable schema"
         return "it is bad" if b"bad" in grammar else ""
 
 
@@ -51,18 +53,18 @@ def grammar(text: str) -> bytes:
 
 async def test_what_came_of_a_grammar_is_known_afterwards(trial: Trials, tried: Tried) -> None:
     tried.may.set()
-    for by_tools, param in ((False, "response_format"), (True, "tools")):
+    for param in ("response_format", "tools"):
         with pytest.raises(InvalidParameter, match=f"{param} cannot be held to: it is bad") as refused:
-            await trial.check(grammar("bad"), by_tools)
+            await trial.choose([grammar("bad")], param)
         assert refused.value.param == param
-        await trial.check(grammar("good"), by_tools)
+        assert await trial.choose([grammar("good")], param) == grammar("good")
     assert tried.asked == [grammar("bad"), grammar("good")]
 
 
 async def test_who_waits_is_counted_and_few_are_tried_at_once(
     trial: Trials, tried: Tried, metrics: TextMetrics
 ) -> None:
-    waiting = [asyncio.create_task(trial.check(grammar(f"g{number}"), False)) for number in range(5)]
+    waiting = [asyncio.create_task(trial.choose([grammar(f"g{number}")], "tools")) for number in range(5)]
     while len(tried.asked) < AT_ONCE:
         await asyncio.sleep(0.001)
     assert metrics.trials == 5 and len(tried.asked) == AT_ONCE
@@ -71,11 +73,22 @@ async def test_who_waits_is_counted_and_few_are_tried_at_once(
     assert metrics.trials == 0 and len(tried.asked) == 5
 
 
+async def test_the_first_that_can_be_used_is_chosen(trial: Trials, tried: Tried) -> None:
+    """But not behind one that nothing matches: a looser one would let pass what is forbidden."""
+    tried.may.set()
+    assert await trial.choose([grammar("bad"), grammar("good"), grammar("better")], "tools") == grammar("good")
+    with pytest.raises(InvalidParameter, match="tools cannot be held to: it is bad"):
+        await trial.choose([grammar("bad"), grammar("bad too")], "tools")
+    with pytest.raises(InvalidParameter, match="Unsatisfiable"):
+        await trial.choose([grammar("never"), grammar("good")], "tools")
+    assert tried.asked == [grammar(text) for text in ("bad", "good", "bad too", "never")]
+
+
 async def test_only_some_are_remembered(trial: Trials, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "KNOWN", 2)
     tried.may.set()
     for text in ("a", "b", "a", "c", "a", "b"):
-        await trial.check(grammar(text), False)
+        await trial.choose([grammar(text)], "tools")
     assert tried.asked == [grammar(text) for text in "abcb"]
 
 
@@ -83,7 +96,7 @@ async def test_a_trial_that_cannot_be_made_is_made_again(trial: Trials, tried: T
     tried.may.set()
     tried.fails = True
     with pytest.raises(TransientError):
-        await trial.check(grammar("a"), False)
+        await trial.choose([grammar("a")], "tools")
     assert metrics.trials == 0
     tried.fails = False
-    await trial.check(grammar("a"), False)
+    await trial.choose([grammar("a")], "tools")

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     "lease.stall_s", "serve.slots", "serve.asleep", "worker.resources", "serve.launcher", "serve.image_timeout",
     "serve.video_timeout", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.wake_limit",
     "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
+    "serve.tool_call_parser", "serve.reasoning_parser",
     "serve.strict_params", "serve.on_disconnect", "serve.reuse_results", "serve.drain_timeout",
 )  # fmt: skip
 def serve(

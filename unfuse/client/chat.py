@@ -9,20 +9,25 @@ from typing import Any, Self
 class Answer:
     """What is known of an answer, and all of it when its last part was there.
 
-    `tool_calls` are the calls that the model makes, as the messages of a chat have them, and `finish_reason` says why
-    the answer ended.
+    `tool_calls` are the calls that the model makes, as the messages of a chat have them, `reasoning` is what it wrote
+    before its answer, if that is told apart, and `finish_reason` says why the answer ended.
     """
 
     def __init__(self) -> None:
         self.text = ""
+        self.reasoning = ""
         self.tool_calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
 
     def take(self, choice: dict[str, Any]) -> str:
         """Read what is told of the only choice; returns the text that it adds."""
         delta: dict[str, Any] = choice["delta"]
+        self.reasoning += str(delta.get("reasoning_content") or "")
         for call in delta.get("tool_calls") or ():
-            self.tool_calls.append({key: value for key, value in call.items() if key != "index"})
+            if "id" in call:
+                self.tool_calls.append({key: value for key, value in call.items() if key != "index"})
+            else:
+                self.tool_calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
         self.finish_reason = choice["finish_reason"] or self.finish_reason
         part = str(delta.get("content") or "")
         self.text += part

@@ -38,13 +38,14 @@ class Delivery(msgspec.Struct, frozen=True):
 
 def check(
     card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False,
-    uploads: Collection[str] = (), files: Collection[str] = (),
+    uploads: Collection[str] = (), files: Collection[str] = (), derived: Mapping[str, object] | None = None,
 ) -> tuple[Params, int]:  # fmt: skip
     """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
 
     A field that the client left out, or sent as null, gets the card's default; a missing or random seed is drawn. The
     results have the seeds s … s + n − 1, as `nth_seed` counts. Raises InvalidParameter, also for an unknown field, and
-    if `strict` for one without effect. The request brings `uploads` of these names too, in the fields `files`.
+    if `strict` for one without effect. The request brings `uploads` of these names too, in the fields `files`. The
+    medium's rule for further parameters gets `derived` values beside the checked ones; no client can send them.
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = medium.known(card.defaults)
@@ -67,7 +68,7 @@ def check(
     params |= {**card.defaults, **_quality(card, read.get("quality", "auto"), strict)}
     params |= {name: value for name, value in read.items() if known[name].use == "stages"}
     params |= _adapter(params)
-    params |= medium.settle(limits, params, read)
+    params |= medium.settle(limits, params, {**read, **(derived or {})})
     params |= _strength(card, read, params, uploads)
     if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
         raise InvalidParameter("num_frames must be more than 1 where there is a last_frame", "num_frames")

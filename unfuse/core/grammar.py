@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from hashlib import blake2b
 from typing import Annotated, Literal
 
@@ -10,26 +9,18 @@ import msgspec
 
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter, ProtocolError
-from unfuse.core.parameters import printable
-
-FORMAT = "response_format"
 
 GRAMMAR = "grammar"  # the upload that has a request's grammar, and the parameter that has its hash
 MAX_CHARS = 256 * 1024  # the longest grammar, in characters
 
-GUIDANCE = {
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \n]{0,16}",
-}
-"""How JSON is written, in llguidance's words: with white space as one likes, but not for ever."""
-
-Kind = Literal["json_schema", "regex", "lark"]
+Kind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """A JSON schema (`schema_text`), a regular expression or a grammar in Lark's notation, as llguidance reads them."""
+    """What llguidance reads: a JSON schema (`schema_text`), a regular expression, or a grammar in a notation.
+
+    That is Lark's, or the EBNF of llama.cpp (GBNF), which XGrammar has too.
+    """
 
     kind: Kind
     text: str
@@ -72,42 +63,3 @@ def packed(grammar: Grammar, param: str) -> bytes:
 def digest(grammar: bytes) -> str:
     """A hash of a packed grammar."""
     return blake2b(grammar, digest_size=16).hexdigest()
-
-
-def schema_text(schema: object, strict: object, param: str) -> str:
-    """A JSON schema as grammars have it. One that says not to be strict lets pass what it cannot be held to.
-
-    Raises InvalidParameter, which names this parameter.
-    """
-    if schema is True or schema is False:
-        schema = {} if schema else {"enum": []}
-    if not isinstance(schema, dict):
-        raise InvalidParameter(f"{param}: a JSON schema must be an object, not {printable(schema)}", param)
-    if strict not in (None, True, False):
-        raise InvalidParameter(f"{param}: strict must be true or false, not {printable(strict)}", param)
-    lenient = strict is False
-    try:
-        return json.dumps(schema | {"x-guidance": {**GUIDANCE, "lenient": lenient, "coerce_one_of": lenient}})
-    except RecursionError as error:
-        raise InvalidParameter(f"{param}: the JSON schema is nested too deeply", param) from error
-
-
-def asked_grammar(value: object) -> Grammar | None:
-    """The grammar that a `response_format` asks for; None of type text. Raises InvalidParameter."""
-    match value:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return Grammar("json_schema", schema_text({"type": "object"}, None, FORMAT))
-        case {"type": "json_schema", "json_schema": {"schema": schema, **about}}:
-            return Grammar("json_schema", schema_text(schema, about.get("strict"), FORMAT))
-        case {"type": "regex", "regex": str(text)}:
-            return Grammar("regex", text)
-        case {"type": "grammar", "grammar": str(text)}:
-            return Grammar("lark", text)
-        case {"type": "json_schema" | "regex" | "grammar" as kind}:
-            needs = {"json_schema": "json_schema, with a schema in it", "regex": "a text regex"}
-            raise InvalidParameter(f"{FORMAT} of type {kind} needs {needs.get(kind, 'a text grammar')}", FORMAT)
-    asked = value.get("type") if isinstance(value, dict) else value
-    known = "text, json_object, json_schema, regex or grammar"
-    raise InvalidParameter(f"{FORMAT} must be of type {known}, not {printable(asked)}", FORMAT)

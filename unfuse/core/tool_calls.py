@@ -1,106 +1,225 @@
-"""Calls of tools in the text of an answer, found while it grows."""
+"""Calls of tools in the text of an answer, read while it grows.
+
+Where the text is cut into pieces makes no difference to what is read. What turns out to be no call of a function that
+the request offers is content, as it was written.
+"""
 
 from __future__ import annotations
 
-import json
-from hashlib import blake2b
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Literal
 
 import msgspec
 
-from unfuse.core.tools import CallFormat
+from unfuse.core.call_formats import CallFormat
+from unfuse.core.call_syntax import Chars, NotACall, Syntaxes
+
+Kind = Literal["content", "reasoning", "call", "arguments", "mark"]
+
+LEAST = 4  # characters of a mark that was cut, by which it is known
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A call of a function, with its arguments as JSON. `id` is the same whenever the same answer is read."""
+class Part(msgspec.Struct, frozen=True):
+    """A part of what a model wrote.
 
-    id: str
-    name: str
-    arguments: str
+    `text` is content or reasoning, the name of a function that is called, a piece of the arguments of the last call,
+    or "" for a mark. `raw` is the model's text that it was made of: those of all parts together are the whole text.
+    """
 
-    @property
-    def shown(self) -> dict[str, Any]:
-        """As clients read it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+    kind: Kind
+    text: str
+    raw: str
 
 
 class CallReader:
-    """Takes calls out of a text that comes in pieces. `answer` names the text, of which ids are made.
+    """Takes calls of the offered `functions` out of a text that comes in pieces.
 
-    What may be the beginning of a call is held back; what turns out to be none is text as any.
+    `functions` has the type of each parameter by name, for formats that do not write it. Without `several`, only the
+    first call is read, and the text is `over` behind it. If the answer is `forced` to be calls, what is left of one
+    that was cut is never content.
     """
 
-    def __init__(self, how: CallFormat, answer: str) -> None:
-        self._begin, self._end, self._arguments = how.begin.strip(), how.end.strip(), how.arguments
-        self._answer, self._held, self._inside = answer, "", False
-        self.calls = list[Call]()
-        self._begun = False
+    def __init__(
+        self,
+        format: CallFormat,
+        functions: Mapping[str, Mapping[str, str]],
+        *,
+        several: bool = True,
+        forced: bool = False,
+    ) -> None:
+        self._format, self._several, self._forced = format, several, forced
+        self._chars = Chars()
+        self._syntax = Syntaxes(format, functions, self._chars, several)
+        self._parts = list[Part]()
+        self._text = ""  # what is not read yet
+        self._candidate, self._marked = "", False  # what began a call that is not certain yet; whether with a mark
+        self._parsing: Generator[None, str, None] | None = None
+        self._between = False  # whether the last thing read was a call
+        self._new_line, self._begun = True, False
+        self.calls, self.over = 0, False
 
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """The text, and the calls, that are certain now."""
-        self._held += text
-        if not self._begin:
-            return self._bare()
-        shown, before = "", len(self.calls)
-        while True:
-            mark = self._end if self._inside else self._begin
-            at = self._held.find(mark)
-            if at < 0:
-                break
-            found, self._held = self._held[:at], self._held[at + len(mark) :]
-            shown += self._called(found) if self._inside else self._between(found)
-            self._inside = not self._inside
-        if not self._inside:
-            kept = _overlap(self._held, self._begin)
-            out, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-            shown += self._between(out)
-        return shown, self.calls[before:]
+    def feed(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+        self._text += text
+        while self._text and not self.over and self._advance():
+            pass
+        if self.over:
+            self._emit("mark", "", self._text)
+            self._text = ""
+        return self._taken()
 
-    def finish(self) -> tuple[str, list[Call]]:
-        """What was held back, when no text follows."""
-        held, before = self._held, len(self.calls)
-        self._held = ""
-        if not self._inside and self._begin:
-            return held, []
-        left = self._called(held, closed=False)
-        return left, self.calls[before:]
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """What was held back, when no text follows, because the answer was `cut` at its longest or has ended."""
+        if self._parsing is not None:
+            self._end_call(cut)
+        elif self._text:
+            blank = self._between and not self._text.strip(" \r\n\t,;]")
+            hidden = blank or (cut and (self._forced or self._is_part_of_mark(self._text)))
+            self._emit("mark" if hidden else "content", "" if hidden else self._text, self._text)
+        self._text = ""
+        return self._taken()
 
-    def _bare(self) -> tuple[str, list[Call]]:
-        """An answer that begins as an object is held back to its end; any other is text."""
-        if not self._begun and not self._held.strip():
-            return "", []
-        if not self._begun and self._held.lstrip().startswith("{"):
-            return "", []
-        self._begun = True
-        shown, self._held = self._held, ""
-        return shown, []
+    def _is_part_of_mark(self, text: str) -> bool:
+        """Whether a text is surely the first part of a mark: a short one may be anything."""
+        text = text.strip()
+        return len(text) >= LEAST and any(mark.startswith(text) for mark in self._format.starts)
 
-    def _between(self, text: str) -> str:
-        """White space between calls is theirs."""
-        return text if not self.calls or text.strip() else ""
+    def _advance(self) -> bool:
+        """Read on. False where that needs more text."""
+        if self._parsing is not None:
+            return self._parse()
+        return self._read_between() if self._between else self._read_content()
 
-    def _called(self, text: str, closed: bool = True) -> str:
-        """Read a call; returns the text, as it was, if it is none."""
-        if call := self._read(text):
-            self.calls.append(call)
-            return ""
-        return self._begin + text + (self._end if closed else "")
+    def _read_content(self) -> bool:
+        """Content up to where a call may begin. White space that begins an answer waits for what follows."""
+        text, place = self._text, 0
+        if not self._begun:
+            place = len(text) - len(text.lstrip())
+        while place < len(text):
+            start = self._start(text, place)
+            if start is None:
+                sure = place if self._begun else 0
+                self._show(text[:sure])
+                self._text = text[sure:]
+                return False
+            if start:
+                before = "" if self._begun else text[:place]
+                self._show(text[len(before) : place])
+                self._text = text[place + len(start) :]
+                self._begin(before, start)
+                return True
+            self._new_line = text[place] == "\n" or (self._new_line and text[place].isspace())
+            self._begun = True
+            place += 1
+        if self._begun:
+            self._show(text)
+            self._text = ""
+        return False
 
-    def _read(self, text: str) -> Call | None:
-        try:
-            said = msgspec.json.decode(text.strip(), type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            return None
-        name, arguments = said.get("name"), said.get(self._arguments, {})
-        if not isinstance(name, str) or not isinstance(arguments, dict) or not said.keys() <= {"name", self._arguments}:
-            return None
-        if not self._begin and self._arguments not in said:
-            return None
-        number = f"{self._answer}:{len(self.calls)}".encode()
-        written = json.dumps(arguments, ensure_ascii=False)
-        return Call(f"call_{blake2b(number, digest_size=12).hexdigest()}", name, written)
+    def _start(self, text: str, place: int) -> str | None:
+        """What begins a call at this place: "" for nothing, None if more text decides."""
+        if self._new_line and text[place] in self._format.bare:
+            return text[place]
+        marks = [mark for mark in self._format.starts if mark[0] == text[place]]
+        for mark in marks:
+            if text.startswith(mark, place):
+                return mark
+        rest = text[place : place + max(map(len, self._format.marks), default=0)]
+        return None if any(mark.startswith(rest) for mark in marks) else ""
 
+    def _read_between(self) -> bool:
+        """What follows a call: marks, separators and white space, or another call; else content."""
+        rest = self._text.lstrip(" \r\n\t,;]")
+        skipped = self._text[: len(self._text) - len(rest)]
+        marks = (*self._format.ends, *self._format.starts)
+        mark = next((mark for mark in marks if rest.startswith(mark)), "")
+        if not rest or (not mark and any(mark.startswith(rest) for mark in marks)):
+            return False
+        if mark in self._format.starts or (not mark and self._goes_on(rest)):
+            self._between = False
+            self._text = rest[len(mark or rest[0]) :]
+            self._begin(skipped, mark or rest[0])
+        elif mark:
+            self._emit("mark", "", skipped + mark)
+            self._text = rest[len(mark) :]
+        else:
+            blank = self._text[: len(self._text) - len(self._text.lstrip())]
+            self._emit("mark", "", blank)
+            self._text = self._text[len(blank) :]
+            self._between, self._begun = False, True
+            self._new_line = "\n" in blank
+        return True
 
-def _overlap(text: str, mark: str) -> int:
-    """How many of the last characters of a text begin the mark."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
+    def _goes_on(self, rest: str) -> bool:
+        """Whether this may be one more object of a list, or of calls that are bare."""
+        listed = self._format.syntax in ("json", "mistral") and rest[0] == "{"
+        return listed or rest[0] in self._format.bare
+
+    def _begin(self, before: str, start: str) -> None:
+        """Read a call that begins with `start`, behind white space or separators that are content if it is none."""
+        self._chars.reset(before + start)
+        self._candidate, self._marked = before + start, start in self._format.starts
+        self._parsing = self._syntax.parse(start)
+        next(self._parsing)
+
+    def _parse(self) -> bool:
+        """Give the text to the parser of the call, up to the end of that."""
+        assert self._parsing is not None
+        text, self._text = self._text, ""
+        for place, char in enumerate(text):
+            try:
+                self._parsing.send(char)
+            except (StopIteration, NotACall) as end:
+                self._text = text[place + 1 :]
+                self._drain()
+                self._close(isinstance(end, NotACall))
+                return True
+        self._drain()
+        return False
+
+    def _drain(self) -> None:
+        for kind, piece, raw in self._chars.taken():
+            self._emit(kind, piece, raw)
+            self.calls += kind == "call"
+
+    def _close(self, failed: bool) -> None:
+        """The parser has ended: what it could not read is content, or read again."""
+        self._parsing = None
+        left = self._chars.left()
+        began = self._chars.started
+        if failed and not began:
+            self._show(self._candidate)
+            self._text = left[len(self._candidate) :] + self._text
+            self._new_line, self._begun = False, True
+            return
+        self._text = left + self._text
+        self._between = True
+        self.over = not self._several and self.calls > 0
+
+    def _end_call(self, cut: bool) -> None:
+        """No text follows a call that was begun."""
+        assert self._parsing is not None
+        if not cut:
+            self._syntax.end()
+        self._drain()
+        left = self._chars.left()
+        hidden = self._chars.started or (cut and (self._forced or self._marked))
+        self._emit("mark" if hidden else "content", "" if hidden else left, left)
+        self._parsing = None
+
+    def _show(self, text: str) -> None:
+        self._emit("content", text, text)
+
+    def _emit(self, kind: Kind, text: str, raw: str) -> None:
+        """Add a part, joined to the last one where that is of its kind."""
+        if not raw and not text:
+            return
+        last = self._parts[-1] if self._parts else None
+        if last and last.kind == kind and kind != "call":
+            self._parts[-1] = Part(kind, last.text + text, last.raw + raw)
+        else:
+            self._parts.append(Part(kind, text, raw))
+
+    def _taken(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts

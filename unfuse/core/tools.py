@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, and how models write such calls, which are read and made here."""
+"""Tools: functions that a model may call, and the grammar of an answer that calls them."""
 
 from __future__ import annotations
 
@@ -8,59 +8,70 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
+from unfuse.core.call_formats import CallFormat
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.grammar import FORMAT, Grammar, asked_grammar, schema_text
+from unfuse.core.grammar import Grammar
 from unfuse.core.parameters import printable
+from unfuse.core.schemas import schema_text, strict_in, types_of
+from unfuse.core.structured_outputs import AnswerFormat
 
-CALLS = "tool_calls"  # the parameter that says how a request's calls are written
 MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most calls that a model may write at once
 NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
+SHOWN_NOTHING = {"type": "object", "properties": {}}  # and how a template shows it
 
 _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
-Choice = Literal["none", "auto", "required"]
+Choice = Literal["auto", "required"]
 
-
-class CallFormat(msgspec.Struct, frozen=True):
-    """How a model writes calls: `begin`, an object of a name and of arguments by this key, `end`; `between` several.
-
-    Without a `begin`, an answer that is such an object is a call, and there is but one.
-    """
-
-    name: str
-    begin: str
-    end: str
-    arguments: str
-    between: str
-
-
-FORMATS = {
-    one.name: one
-    for one in (
-        CallFormat("tagged", "<tool_call>\n", "\n</tool_call>", "arguments", "\n"),
-        CallFormat("bare", "", "", "parameters", ""),
-    )
-}
-"""By name: what most models write, and ours; and what those write that were trained for bare objects."""
+OLDER = {"functions": "tools", "function_call": "tool_choice"}
+"""Parameters that OpenAI has replaced, and by what."""
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """A request's functions, as templates read them; whether any may or must be called, or only the one `named`."""
+    """A request's functions, as they were sent, and which of them may or must be called."""
 
     functions: tuple[dict[str, Any], ...]
     choice: Choice = "auto"
-    named: str = ""
+    names: tuple[str, ...] = ()
     several: bool = True
 
     @property
     def callable(self) -> list[dict[str, Any]]:
         """The functions that may be called."""
-        return [one["function"] for one in self.functions if self.named in ("", one["function"]["name"])]
+        return [one["function"] for one in self.functions if one["function"]["name"] in self.names]
+
+    @property
+    def types(self) -> dict[str, dict[str, str]]:
+        """The types of the parameters of those, by name."""
+        return {function["name"]: types_of(function.get("parameters")) for function in self.callable}
+
+    @property
+    def not_strict(self) -> Tools:
+        """The same, none of which is strict."""
+        functions = ({**one, "function": {**one["function"], "strict": False}} for one in self.functions)
+        return replace(self, functions=tuple(functions))
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """All functions as chat templates read them: with a description and parameters, if they have none."""
+        return [{**tool, "function": _complete(tool["function"])} for tool in self.functions]
+
+
+def _complete(function: Mapping[str, Any]) -> dict[str, Any]:
+    said = {key: value for key, value in function.items() if value is not None}
+    return {
+        **said,
+        **{key: one for key, one in (("description", ""), ("parameters", SHOWN_NOTHING)) if key not in said},
+    }
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     """What a request says of tools; None if it has none, or wants none. Raises InvalidParameter."""
+    for name, newer in OLDER.items():
+        if fields.get(name) is not None:
+            raise InvalidParameter(f"{name} is the older form of {newer}: send {newer} in its place", name)
     functions, choice = fields.get("tools"), fields.get("tool_choice")
     if functions is None or functions == []:
         if choice not in (None, "none", "auto"):
@@ -69,25 +80,53 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     if not isinstance(functions, list) or len(functions) > MAX_TOOLS:
         raise InvalidParameter(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
     tools = tuple(_function(one, f"tools[{number}]") for number, one in enumerate(functions))
-    names = [one["function"]["name"] for one in tools]
+    names = tuple(one["function"]["name"] for one in tools)
     if double := next((name for name in names if names.count(name) > 1), None):
         raise InvalidParameter(f"tools: two functions are called {double}", "tools")
-    several = fields.get("parallel_tool_calls") is not False
+    return _chosen(choice, Tools(tools, "auto", names, fields.get("parallel_tool_calls") is not False))
+
+
+def _chosen(choice: object, tools: Tools) -> Tools | None:
+    """The tools, by what `tool_choice` says of them."""
+    names = tools.names
     match choice:
         case "none":
             return None
         case None | "auto":
-            return Tools(tools, "auto", several=several)
+            return tools
         case "required":
-            return Tools(tools, "required", several=several)
+            return replace(tools, choice="required")
         case {"type": "function", "function": {"name": str(name)}} if name in names:
-            return Tools(tools, "required", name, several=False)
-    known = f"none, auto, required, or a function by its name ({', '.join(names)[:200]})"
+            return replace(tools, choice="required", names=(name,), several=False)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            return replace(tools, choice=mode, names=_allowed(allowed, names))
+    known = f"none, auto, required, allowed_tools, or a function by its name ({', '.join(names)[:200]})"
     raise InvalidParameter(f"tool_choice must be {known}, not {printable(choice)}", "tool_choice")
 
 
+def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names among these that are allowed."""
+    found = list[str]()
+    for one in allowed:
+        match one:
+            case {"type": "function", "function": {"name": str(name)}} if name in names:
+                found.append(name)
+            case {"type": "function", "name": str(name)} if name in names:
+                found.append(name)
+            case _:
+                message = f"tool_choice: each of the allowed tools must be a function in tools, not {printable(one)}"
+                raise InvalidParameter(message, "tool_choice")
+    if not found:
+        raise InvalidParameter("tool_choice: at least one tool must be allowed", "tool_choice")
+    return tuple(found)
+
+
 def _function(value: Any, where: str) -> dict[str, Any]:
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        message = f"{where} is of type {kind[:40]}, which is not served: describe it as a tool of type function"
+        raise InvalidParameter(message, "tools")
+    function = value.get("function") if kind == "function" else None
     if not isinstance(function, dict):
         raise InvalidParameter(f"{where} must be an object of type function, with a function", "tools")
     name, parameters = function.get("name"), function.get("parameters")
@@ -98,53 +137,65 @@ def _function(value: Any, where: str) -> dict[str, Any]:
         raise InvalidParameter(f"{where}.function.description must be a text", "tools")
     if not isinstance(parameters, dict | None):
         raise InvalidParameter(f"{where}.function.parameters must be a JSON schema, an object", "tools")
+    strict_in(function, "tools")
     return dict(value)
 
 
-def grammar_of(fields: Mapping[str, Any], tools: Tools | None, how: CallFormat) -> Grammar | None:
-    """What an answer must be, by its `response_format` and its tools; None if it may be anything.
+def grammar_of(
+    answer: AnswerFormat | None, tools: Tools | None, how: CallFormat, relaxed: bool = False
+) -> Grammar | None:
+    """What an answer must be, by its format and its tools; None if it may be anything.
 
     A model that may call, and otherwise has to answer in some format, does either. One that may call, and has strict
-    functions, is held to them once it begins a call. Raises InvalidParameter.
+    functions, is held to them once it begins a call. Schemas are `relaxed` as in `schema_text`. Raises
+    InvalidParameter.
     """
-    answer = asked_grammar(fields.get(FORMAT))
     if tools is None:
-        return answer
-    calls = _calls(tools, how)
+        return answer.grammar(relaxed) if answer else None
     if tools.choice == "required":
-        return _lark("start: calls", *calls)
+        return _lark("start: calls", *_calls(tools, how.as_written, relaxed))
     if answer is None:
         strict = any(function.get("strict") is True for function in tools.callable)
-        return _lark(*_free(how), *calls) if strict and how.begin else None
+        return _lark(*_free(how), *_calls(tools, how, relaxed)) if strict and how.open else None
     if answer.kind != "json_schema":
-        message = f"{FORMAT} of type {answer.kind} leaves no room for calls: send tool_choice none too"
-        raise InvalidParameter(message, FORMAT)
-    return _lark("start: calls | answer", f"answer: %json {answer.text}", *calls)
+        message = f"{answer.param} of type {answer.kind} leaves no room for calls: send tool_choice none too"
+        raise InvalidParameter(message, answer.param)
+    schema = answer.grammar(relaxed).text
+    return _lark("start: calls | answer", f"answer: %json {schema}", *_calls(tools, how.as_written, relaxed))
 
 
 def _lark(*rules: str) -> Grammar:
     return Grammar("lark", "\n".join(rules))
 
 
+def _literal(text: str) -> str:
+    """A text in Lark's notation; nothing for no text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
 def _free(how: CallFormat) -> list[str]:
     """Rules by which any text may be written, and what follows the mark of a call is a call."""
-    mark = how.begin.strip()
+    mark = how.starts[0]
     return [
         "start: (text_and_mark rest)* TEXT",
-        f"text_and_mark[lazy]: TEXT {json.dumps(mark)}",
+        f"text_and_mark[lazy]: TEXT {_literal(mark)}",
         "TEXT: /(.|\\n)*/",
-        f"rest: {json.dumps(how.begin.removeprefix(mark))} body {json.dumps(how.end)}",
+        f"rest: {_literal(how.open.removeprefix(mark))} body {_literal(how.close)}",
     ]
 
 
-def _calls(tools: Tools, how: CallFormat) -> list[str]:
-    """Rules of `calls`, one or several, of a `call`, and of its `body`."""
+def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
+    """Rules of `calls`, one or several, and of their `bodies`."""
     names = [f"body_{number}" for number in range(len(tools.callable))]
-    more = f" ({json.dumps(how.between)} call){{0,{MAX_CALLS - 1}}}" if tools.several and how.begin else ""
-    begin, end = (json.dumps(mark) if mark else "" for mark in (how.begin, how.end))
-    rules = [f"calls: call{more}", f"call: {begin} body {end}", f"body: {' | '.join(names)}"]
+    more = f" ({_literal(how.between)} body){{0,{MAX_CALLS - 1}}}" if tools.several and how.between else ""
+    rules = [
+        f"calls: {_literal(how.open)} bodies {_literal(how.close)}",
+        f"bodies: body{more}",
+        f"body: {' | '.join(names)}",
+    ]
     for name, function in zip(names, tools.callable, strict=True):
-        head = f'{{"name": {json.dumps(function["name"])}, "{how.arguments}": '
-        arguments = schema_text(function.get("parameters") or NOTHING, function.get("strict"), "tools")
-        rules.append(f'{name}: {json.dumps(head)} %json {arguments} "}}"')
+        head = _literal(how.head.replace("NAME", function["name"]))
+        strict, schema = function.get("strict") is True, function.get("parameters") or NOTHING
+        arguments = schema_text(schema, strict, "tools", relaxed)
+        rules.append(f"{name}: {head} %json {arguments} {_literal(how.tail)}")
     return rules

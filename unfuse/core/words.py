@@ -9,10 +9,8 @@ from typing import Any
 import msgspec
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.grammar import GRAMMAR
 from unfuse.core.medium import DELIVERED, MAX_SEED, MIN_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, integer, number, text
-from unfuse.core.tools import CALLS
 from unfuse.core.vision import SHOWN
 
 MAX_STOPS, MAX_STOP = 4, 1000  # the most stop strings, and characters of one
@@ -50,7 +48,6 @@ def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Para
     settled["stop"] = json.dumps(_stops(read.get("stop", [])))
     settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
     settled["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
-    settled |= {name: read[name] for name in (GRAMMAR, CALLS) if read.get(name)}
     return settled
 
 
@@ -75,8 +72,6 @@ TEXT = Medium(
     parameters=(
         Parameter("messages", "any", use="request", required=True, flag=None,
             description="what was said so far, as objects of role and content"),
-        Parameter("prompt_tokens", "integer", 0, "max_prompt_chars", use="request", flag=None),
-        Parameter(SHOWN, "any", use="request", flag=None),
         Parameter("max_completion_tokens", "integer", 1, "max_tokens", use="request", description="of the answer"),
         Parameter("max_tokens", "integer", 1, "max_tokens", use="request", description="as max_completion_tokens"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
@@ -97,8 +92,16 @@ TEXT = Medium(
         Parameter("tool_choice", "any", use="request", flag=None,
             description="whether it calls any: none, auto, required, or the name of one as an object"),
         Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
-        Parameter(GRAMMAR, "any", use="request", flag=None, description="made of response_format and tools"),
-        Parameter(CALLS, "any", use="request", flag=None, description="made of tools"),
+        Parameter("structured_outputs", "any", use="request", flag=None,
+            description="what the text must be, as vLLM has it: one of json, regex, choice, grammar, json_object"),
+        Parameter("guided_json", "any", use="request", flag=None, description="a JSON schema, as an object or a text"),
+        Parameter("guided_regex", "any", use="request", flag=None, description="what the text matches"),
+        Parameter("guided_choice", "any", use="request", flag=None, description="the texts that it may be"),
+        Parameter("guided_grammar", "any", use="request", flag=None, description="a grammar, in EBNF or as Lark's"),
+        Parameter("json_schema", "any", use="request", flag=None, description="as guided_json"),
+        Parameter("regex", "any", use="request", flag=None, description="as guided_regex"),
+        Parameter("ebnf", "any", use="request", flag=None, description="a grammar in EBNF"),
+        Parameter("guided_decoding_backend", "any", use="nothing", flag=None, description="accepted and ignored"),
         Parameter("seed", "integer", MIN_SEED, MAX_SEED, use="request",
             description="of the first choice; if left out, or -1, it is drawn, and the answer has it"),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, description="how many choices"),

@@ -113,6 +113,17 @@ def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict
     return made
 
 
+def text_alone(message: Message) -> Message:
+    """A message without those parts of its content that are no text."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {
+        **message,
+        "content": [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"],
+    }
+
+
 def _content(content: Any, number: int, shows: Collection[str]) -> str | list[Any] | None:
     if content is None:
         return None

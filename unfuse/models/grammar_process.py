@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.framing import frame, read_message
@@ -77,6 +78,8 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         text = LLMatcher.grammar_from_json_schema(grammar.text)
     elif grammar.kind == "regex":
         text = LLMatcher.grammar_from_regex(grammar.text)
+    elif grammar.kind == "ebnf":
+        text = LLMatcher.grammar_from_lark(in_lark(grammar.text))
     else:
         text = LLMatcher.grammar_from_lark(grammar.text)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
@@ -86,6 +89,14 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if matcher.is_error() or not any(first):
         raise ValueError(matcher.get_error())
     return matcher
+
+
+def in_lark(text: str) -> str:
+    """A grammar in EBNF, as llama.cpp and XGrammar write it, in Lark's notation. Raises ValueError."""
+    try:
+        return gbnf_to_lark(text)
+    except (GbnfToLarkError, IndexError, KeyError, RecursionError) as error:
+        raise ValueError(f"no EBNF: {error}") from error
 
 
 def follow(matcher: LLMatcher, message: Follow) -> Allowed:

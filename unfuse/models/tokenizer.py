@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from unfuse.core.call_formats import format_of
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.models.chat_template import ChatTemplate, Message, plain
+from unfuse.core.reasoning import reasoning_of
+from unfuse.models.chat_template import ChatTemplate, Message, plain, text_alone
 from unfuse.models.gguf import REPAIR
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
-from unfuse.models.tool_messages import format_of, with_calls
+from unfuse.models.tool_messages import with_calls
 
 
 class ChatTokenizer:
     """Ids of texts and of chats, and the bytes that ids stand for. Of many threads, each may call it.
 
-    `stops` end a text; `specials` are no text; `size` is one more than the largest id; `calls` is how calls of tools
-    are written.
+    `stops` end a text; `specials` are no text; `size` is one more than the largest id. By the chat template, `calls`
+    is how calls of tools are written, and `reasoning` how reasoning is, or None.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -34,7 +37,9 @@ class ChatTokenizer:
         tokenizer.add_special_tokens(whole)
         self._tokenizer, self._named = tokenizer, named
         self._templates = {name: ChatTemplate(text, str(source)) for name, text in templates.items()}
-        self.calls, self._knows_tools = format_of(templates.get("tool_use") or templates.get("default", ""))
+        template = templates.get("tool_use") or templates.get("default", "")
+        self.calls, self._knows_tools = format_of(template), "tools" in template
+        self.reasoning = reasoning_of(template)
         self._bytes, self._strips = _spelling(source, tokenizer)
         self.stops = frozenset(id for id in (*stops, ids.get("eos_token")) if id is not None)
         self.specials = frozenset({id for id, token in added.items() if token.special} | set(ids.values()))
@@ -83,6 +88,23 @@ class ChatTokenizer:
             raise InvalidParameter("messages: this model has no chat template, so it cannot chat", "messages")
         variables = {**self._named, "tools": tools, "documents": None, "add_generation_prompt": True, **template_kwargs}
         return template.prompt(plain(messages, shows), variables)
+
+    def start_of_answer(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+    ) -> str:
+        """What the template writes behind the messages, from where the answer goes on; "" where that is not known."""
+        texts = [text_alone(message) for message in messages]
+        with suppress(InvalidParameter):
+            whole = self.text(texts, tools, **template_kwargs)
+            before = self.text(texts, tools, **{**template_kwargs, "add_generation_prompt": False})
+            if whole.startswith(before):
+                return whole[len(before) :]
+        return ""
+
+    def mark_ids(self, marks: Iterable[str]) -> dict[int, str]:
+        """Those of these texts that are one token of the tokenizer, by id."""
+        ids = ((self._tokenizer.token_to_id(mark), mark) for mark in marks)
+        return {id: mark for id, mark in ids if id is not None}
 
     def told(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unfuse.core.call_formats import FORMATS
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.tools import FORMATS, CallFormat
 
-OURS = FORMATS["tagged"]  # how calls are written where a template does not say
+OURS = FORMATS["hermes"]  # how calls are written where a template does not say
 
 ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>
@@ -21,14 +21,6 @@ For each call, answer with a JSON object of the function's name and its argument
 """What a model is told of tools if its template cannot."""
 
 
-def format_of(template: str) -> tuple[CallFormat, bool]:
-    """How a model with this template writes calls, and whether the template shows tools to it."""
-    if "tools" not in template:
-        return OURS, False
-    bare = "<tool_call>" not in template and '"parameters"' in template
-    return (FORMATS["bare"] if bare else OURS), True
-
-
 def with_calls(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, knows: bool
 ) -> list[Mapping[str, Any]]:
@@ -36,7 +28,7 @@ def with_calls(
     told = [_told(message, number, knows) for number, message in enumerate(messages)]
     if not tools or knows or not told:
         return told
-    asks = ASKS.format(tools="\n".join(json.dumps(tool) for tool in tools), begin=OURS.begin, end=OURS.end)
+    asks = ASKS.format(tools="\n".join(json.dumps(tool) for tool in tools), begin=OURS.open, end=OURS.close)
     first = told[0] if told and isinstance(told[0], Mapping) and told[0].get("role") == "system" else None
     if first is None:
         return [{"role": "system", "content": asks}, *told]
@@ -66,9 +58,10 @@ def _told(message: Any, number: int, knows: bool) -> Any:
             **{key: value for key, value in message.items() if value is not None},
             "tool_calls": read,
         }
-    written = OURS.between.join(f"{OURS.begin}{json.dumps(call['function'])}{OURS.end}" for call in read)
+    written = OURS.open + OURS.between.join(json.dumps(call["function"]) for call in read) + OURS.close
     said = _text(message, number) if message.get("content") else ""
-    return {"role": "assistant", "content": "\n".join(part for part in (said, written) if part)}
+    reasoning = {key: message[key] for key in ("reasoning_content",) if message.get(key)}
+    return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (said, written) if part)}
 
 
 def _call(value: Any, where: str) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery, size_from
 from unfuse.core.errors import InvalidParameter, TransientError
-from unfuse.core.grammar import GRAMMAR
+from unfuse.core.grammar import GRAMMAR, digest
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
+from unfuse.core.parameters import Value
 from unfuse.core.pixels import size_of
 from unfuse.core.request import Asked, Record, Who, request_ids
-from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
@@ -38,6 +38,14 @@ class Prompt:
     data: bytes
     begins: tuple[str, ...] = ()
     besides: Mapping[str, bytes] = field(default_factory=dict)
+    derived: Mapping[str, object] = field(default_factory=dict)
+    """What is known of the prompt, for the rule that completes the parameters."""
+    params: Mapping[str, Value] = field(default_factory=dict)
+    """More parameters for the stages."""
+    grammars: tuple[bytes, ...] = ()
+    """Packed grammars of the answer: the first that can be compiled is used."""
+    grammar_param: str = ""
+    """The parameter that says what the answer must be."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,8 @@ class Call:
     upload: str = ""
     waits: bool = False
     beside: str = ""
-    read: Callable[[ModelCard, dict[str, object]], Prompt] | None = None
-    """Reads the prompt, and completes the fields by what it says of it."""
+    read: Callable[[ModelCard, Mapping[str, object]], Prompt] | None = None
+    """Reads the prompt out of the fields."""
 
     @property
     def files(self) -> list[str]:
@@ -119,9 +127,14 @@ class Call:
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
             uploads |= {"prompt": prompt.data, **prompt.besides}
         named = replace(card, name=asked)  # as the client calls it: its own may be a folder here
-        params, n = check(named, fields, self.medium, strict=gateway.strict, uploads=pictures, files=self.files)
-        if GRAMMAR in uploads:
-            await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
+        params, n = check(
+            named, fields, self.medium,
+            strict=gateway.strict, uploads=pictures, files=self.files, derived=prompt.derived,
+        )  # fmt: skip
+        params |= prompt.params
+        if prompt.grammars:
+            uploads[GRAMMAR] = await gateway.trials.choose(prompt.grammars, prompt.grammar_param)
+            params[GRAMMAR] = digest(uploads[GRAMMAR])
         if "lora" in params:
             params["lora_id"] = await gateway.lora_ids(named, str(params["lora"]))
         for name, value in pictures.items():

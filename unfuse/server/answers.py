@@ -125,7 +125,8 @@ SENT = thing({"data": TEXT}, event=TEXT, id=TEXT)
 _TOLD = thing({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
 _LIKELY = thing({"content": array({**_TOLD, "properties": _TOLD["properties"] | {"top_logprobs": array(_TOLD)}})})
 _CALL = thing({"id": TEXT, "type": {"const": "function"}, "function": thing({"name": TEXT, "arguments": TEXT})})
-_SAID = thing({"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusal": ANY}, tool_calls=array(_CALL))
+_SAID = thing({"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusal": ANY},
+              tool_calls=array(_CALL), reasoning_content=TEXT)  # fmt: skip
 CHOICE = thing({
     "index": INTEGER, "message": _SAID, "logprobs": perhaps(_LIKELY),
     "finish_reason": {"enum": ["stop", "length", "tool_calls"]},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from functools import lru_cache
+from collections.abc import AsyncIterator, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -14,14 +14,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
-from unfuse.core.grammar import FORMAT, GRAMMAR, digest, packed as pack_grammar
+from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
+from unfuse.core.reading import READING
 from unfuse.core.request import Record, RequestContext
+from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
-from unfuse.core.tools import CALLS, Tools, grammar_of, read_tools
+from unfuse.core.tools import Tools, grammar_of, read_tools
 from unfuse.core.vision import SHOWN, places_of
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
@@ -34,6 +37,7 @@ from unfuse.server.caller import answer_call
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, Served
+from unfuse.server.parsers import Parsers, reading_of
 from unfuse.server.said import GrowingMessage, pieces, whole
 from unfuse.server.shown import read_shown
 from unfuse.stores.results import ResultStore
@@ -49,7 +53,8 @@ TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
     given = await read_json(request, MAX_SHOWN_BODY)
-    call = Call(gateway, request, asker, given, TEXT, waits=True, read=_prompt)
+    read = partial(_prompt, gateway.parsers)
+    call = Call(gateway, request, asker, given, TEXT, waits=True, read=read)
     options = given.get("stream_options")
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
     return await answer_call(
@@ -64,37 +69,48 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
-    """The tokens of the messages, as decoders read them, what they show, and the grammar of the answer, if it has one.
-
-    `prompt_tokens` is the number of tokens.
-    """
+def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> Prompt:
+    """The tokens of the messages, as decoders read them, what they show, and how the answer is written and read."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
-    told = tokenizer.told(messages, tools.functions if tools else None)
+    told = tokenizer.told(messages, tools.shown if tools else None)
     shown, places, uploads = "", list[tuple[int, str]](), dict[str, bytes]()
     if card.vision is None:
         ids = tokenizer.prompt(*told)
     else:
         ids, shown, uploads = read_shown(card.vision, tokenizer, *told)
         places = places_of(card.vision, ids, shown)
-    fields["prompt_tokens"], fields[SHOWN] = len(ids), shown
-    return Prompt(packed(ids), beginnings(ids, places), _grammar(fields, tokenizer, tools) | uploads)
+    format = answer_format(fields)
+    calls = parsers.format_of_calls(tokenizer.calls)
+    grammars = _grammars(format, tools, calls, tokenizer)
+    reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
+    start = partial(tokenizer.start_of_answer, *told)
+    reading = reading_of(tools, calls, reasoning, start, by_grammar=format is not None)
+    return Prompt(
+        packed(ids),
+        beginnings(ids, places),
+        uploads,
+        derived={"prompt_tokens": len(ids), SHOWN: shown},
+        params={READING: msgspec.json.encode(reading).decode()} if reading else {},
+        grammars=grammars,
+        grammar_param="tools" if tools else format.param if format else "",
+    )
 
 
-def _grammar(fields: dict[str, object], tokenizer: ChatTokenizer, tools: Tools | None) -> dict[str, bytes]:
-    """The upload with what the answer must be; the fields say which it is, and how calls are written."""
-    grammar = grammar_of(fields, tools, tokenizer.calls)
-    fields[CALLS], fields[GRAMMAR] = tokenizer.calls.name if tools else None, None
-    if grammar is None:
-        return {}
-    if not tokenizer.stops:
-        raise InvalidParameter("this model has no token that ends a text, so its answers have no format", FORMAT)
-    data = pack_grammar(grammar, "tools" if tools else FORMAT)
-    fields[GRAMMAR] = digest(data)
-    return {GRAMMAR: data}
+def _grammars(
+    format: AnswerFormat | None, tools: Tools | None, calls: CallFormat, tokenizer: ChatTokenizer
+) -> tuple[bytes, ...]:
+    """Packed grammars of the answer, each looser than the last; none if it may be any text."""
+    if tools and tools.choice == "auto" and tokenizer.specials & tokenizer.mark_ids(calls.marks).keys():
+        tools = tools.not_strict  # a grammar of text keeps the model from writing special tokens
+    found = [grammar_of(format, tools, calls, relaxed) for relaxed in (False, True)]
+    param = "tools" if tools else format.param if format else FORMAT
+    packed = [pack_grammar(grammar, param) for grammar in dict.fromkeys(found) if grammar is not None]
+    if packed and not tokenizer.stops:
+        raise InvalidParameter("this model has no token that ends a text, so its answers have no format", param)
+    return tuple(packed)
 
 
 async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:
@@ -120,7 +136,9 @@ async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]
         context = await gateway.completed(context.id)
         answers = await to_thread.run_sync(_answers, gateway.results, context)
         for index, answer in enumerate(answers):
-            delta = messages[index].finish()
+            *more, delta = messages[index].finish(answer.finish_reason)
+            for one in more:
+                yield _chunk(context, told, index, one)
             yield _chunk(context, told, index, delta, messages[index].reason(answer.finish_reason))
         if usage:
             said = {"choices": [], "usage": _usage(context, answers)}

@@ -27,6 +27,7 @@ from unfuse.server.joining import Joining
 from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.links import Links
 from unfuse.server.metrics import Metrics
+from unfuse.server.parsers import Parsers
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
 from unfuse.server.trials import Trials
@@ -56,8 +57,8 @@ class Gateway(Observer):
     place where workers keep outputs. One that `cancels` ends a request whose client waited and disconnected. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
-    models. Links begin with the `public_url` ("": with the address that the client used). What the scheduler does it
-    counts and logs.
+    models; `parsers` say how answers are parsed. Links begin with the `public_url` ("": with the address that the
+    client used). What the scheduler does it counts and logs.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Gateway(Observer):
         fetching: Fetching | None = None,
         joining: Joining | None = None,
         public_url: str = "",
+        parsers: Parsers | None = None,
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
         self.keys, self.prices, self.public_url = keys or Keys(), prices, public_url
@@ -92,6 +94,7 @@ class Gateway(Observer):
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
+        self.parsers = parsers or Parsers()
         self.waiting = 0  # how many callers wait here for a result
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()

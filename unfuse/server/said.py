@@ -1,16 +1,17 @@
-"""What a model said, as clients read it, whole or while it grows: text, and calls of tools."""
+"""What a model said, as clients read it, whole or while it grows: text, reasoning, and calls of tools."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from hashlib import blake2b
 from typing import Any
 
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
+from unfuse.core.reading import READING, AnswerReader, reading_in
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
-from unfuse.core.tool_calls import Call, CallReader
-from unfuse.core.tools import CALLS, FORMATS
+from unfuse.core.tool_calls import Part
 from unfuse.queues.base import TaskQueue
 
 
@@ -43,16 +44,14 @@ async def _grew(events: AsyncIterator[Event], stage: str, after: int) -> bool:
 
 
 class GrowingMessage:
-    """One choice of a chat, as parts of it come. One whose calls are read has to be read from its beginning."""
+    """One choice of a chat, as deltas of it come. One that is parsed has to be read from its beginning."""
 
     def __init__(self, context: RequestContext, index: int) -> None:
-        how = FORMATS.get(str(context.params.get(CALLS)))
-        self._reader = CallReader(how, f"{context.id}:{index}") if how else None
-
-    @property
-    def calls(self) -> list[Call]:
-        """Those that were found so far."""
-        return self._reader.calls if self._reader else []
+        reading = reading_in(context.params.get(READING))
+        self._reader = AnswerReader(reading) if reading else None
+        self._answer = f"{context.id}:{index}"
+        self._later = ""  # arguments of the last call, which come in the delta after the one that begins it
+        self.calls = 0
 
     @property
     def looks_back(self) -> bool:
@@ -61,27 +60,79 @@ class GrowingMessage:
 
     def add(self, text: str) -> dict[str, Any]:
         """What a client is told of more text: nothing, perhaps."""
-        return self._delta(*self._reader.feed(text)) if self._reader else self._delta(text, [])
+        if self._reader is None:
+            return {"content": text} if text else {}
+        return self._delta(self._reader.feed(text))
 
-    def finish(self) -> dict[str, Any]:
-        """What it is told at the end."""
-        return self._delta(*self._reader.finish()) if self._reader else {}
+    def finish(self, ended: str) -> list[dict[str, Any]]:
+        """What it is told at the end, in one delta or several."""
+        if self._reader is None:
+            return [{}]
+        deltas = [self._delta(self._reader.finish(cut=ended == "length"))]
+        while self._later:
+            deltas.append(self._delta([]))
+        return deltas
 
     def reason(self, ended: str) -> str:
         """Why the choice ended, as clients read it."""
         return "tool_calls" if ended == "stop" and self.calls else ended
 
-    def _delta(self, text: str, calls: list[Call]) -> dict[str, Any]:
-        told: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            first = len(self.calls) - len(calls)
-            told["tool_calls"] = [{"index": first + place, **call.shown} for place, call in enumerate(calls)]
-        return told
+    def _delta(self, parts: list[Part]) -> dict[str, Any]:
+        """These parts, and arguments that were left."""
+        texts = {"reasoning": "", "content": ""}
+        calls = dict[int, dict[str, Any]]()
+        later, self._later = self._later, ""
+        if later:
+            calls[self.calls - 1] = {"index": self.calls - 1, "function": {"arguments": later}}
+        for part in parts:
+            if part.kind == "call":
+                self._flush(calls)
+                calls[self.calls] = self._begin(part.text)
+                self.calls += 1
+            elif part.kind == "arguments":
+                self._add_arguments(calls, part.text)
+            elif part.kind != "mark":
+                texts[part.kind] += part.text
+        names = {"reasoning_content": texts["reasoning"], "content": texts["content"]}
+        delta: dict[str, Any] = {name: text for name, text in names.items() if text}
+        return {**delta, "tool_calls": [*calls.values()]} if calls else delta
+
+    def _begin(self, name: str) -> dict[str, Any]:
+        """The first that is told of a call. Its id is the same whenever the same answer is read."""
+        number = f"{self._answer}:{self.calls}".encode()
+        id = f"call_{blake2b(number, digest_size=12).hexdigest()}"
+        return {"index": self.calls, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+
+    def _add_arguments(self, calls: dict[int, dict[str, Any]], text: str) -> None:
+        """Add to the last call, in the next delta where this one begins it."""
+        last = self.calls - 1
+        if last in calls and "id" in calls[last]:
+            self._later += text
+        else:
+            calls.setdefault(last, {"index": last, "function": {"arguments": ""}})["function"]["arguments"] += text
+
+    def _flush(self, calls: dict[int, dict[str, Any]]) -> None:
+        """Where a delta begins two calls, it has all of the first one."""
+        if self._later:
+            calls[self.calls - 1]["function"]["arguments"] += self._later
+            self._later = ""
 
 
 def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str, Any], str]:
     """The message of a choice, and why it ended."""
     message = GrowingMessage(context, index)
-    text = "".join(part.get("content", "") for part in (message.add(answer.text), message.finish()))
-    told = {"content": text or None, "tool_calls": [call.shown for call in message.calls]}
-    return told if message.calls else {"content": text}, message.reason(answer.finish_reason)
+    texts, calls = {"reasoning_content": "", "content": ""}, list[dict[str, Any]]()
+    for delta in (message.add(answer.text), *message.finish(answer.finish_reason)):
+        for name in texts:
+            texts[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({key: value for key, value in call.items() if key != "index"})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    told: dict[str, Any] = {"content": texts["content"] or (None if calls else "")}
+    if texts["reasoning_content"]:
+        told["reasoning_content"] = texts["reasoning_content"]
+    if calls:
+        told["tool_calls"] = calls
+    return told, message.reason(answer.finish_reason)

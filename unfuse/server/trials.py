@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from anyio import CapacityLimiter, to_thread
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.grammar import FORMAT, digest
+from unfuse.core.grammar import digest
 from unfuse.models.grammars import Grammars
 from unfuse.server.text_metrics import TextMetrics
 
 AT_ONCE = 2  # how many grammars are tried at one time; each may compute for some seconds
+UNSATISFIABLE = "Unsatisfiable"  # what the engine says of a schema that nothing matches: a looser one is another one
 KNOWN = 1024  # of how many grammars it is known what came of trying them
 
 
@@ -23,8 +25,23 @@ class Trials:
         self._grammars, self._limiter = Grammars(), CapacityLimiter(AT_ONCE)
         self._known = OrderedDict[str, str]()
 
-    async def check(self, grammar: bytes, by_tools: bool) -> None:
-        """Raise InvalidParameter for a packed grammar that cannot be used, perhaps one that tools made."""
+    async def choose(self, grammars: Sequence[bytes], param: str) -> bytes:
+        """Return the first of a request's packed grammars that can be used; each is looser than the one before.
+
+        Raises InvalidParameter, which names this parameter, where none can be used, or where nothing matches one.
+        """
+        whys = list[str]()
+        for grammar in grammars:
+            why = await self._refusal(grammar)
+            if not why:
+                return grammar
+            whys.append(why)
+            if UNSATISFIABLE in why:
+                break
+        raise InvalidParameter(f"{param} cannot be held to: {whys[0]}", param)
+
+    async def _refusal(self, grammar: bytes) -> str:
+        """Why a grammar cannot be used, or ""."""
         key = digest(grammar)
         if key not in self._known:
             self._metrics.trials += 1
@@ -36,6 +53,4 @@ class Trials:
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        if why := self._known[key]:
-            param = "tools" if by_tools else FORMAT
-            raise InvalidParameter(f"{param} cannot be held to: {why}", param)
+        return self._known[key]

@@ -32,6 +32,7 @@ from unfuse.server.connections import Bounds, HttpServer
 from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
+from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.addresses import from_elsewhere
@@ -158,6 +159,7 @@ class Service:
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
                 prices=options.prices, fetching=fetching, joining=crews, public_url=options.public_url,
+                parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
             )  # fmt: skip
             server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 
@@ -21,17 +21,18 @@ class Pieces(Protocol):
 class Detokenizer:
     """Turns tokens into text, one by one. Its state follows from the tokens: a new one that gets them all goes on.
 
-    A token may be half a character. What is no UTF-8 becomes U+FFFD, as soon as no later token can repair it.
+    A token may be half a character. What is no UTF-8 becomes U+FFFD, as soon as no later token can repair it. Special
+    tokens are no text, but for `marks`, which has the text of some by id.
     """
 
-    def __init__(self, tokenizer: Pieces) -> None:
-        self._tokenizer, self._first = tokenizer, True
+    def __init__(self, tokenizer: Pieces, marks: Mapping[int, str] | None = None) -> None:
+        self._tokenizer, self._first, self._marks = tokenizer, True, marks or {}
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, id: int) -> str:
         """The text that becomes certain with this token."""
         if id in self._tokenizer.specials:
-            return ""
+            return self._marks.get(id, "")
         piece = self._tokenizer.piece(id, self._first)
         self._first = False
         return self._decoder.decode(piece)
@@ -65,8 +66,8 @@ class Stops:
                 return _cut(held, had, text, had + read - max(match.length for match in ended)), True
         return _cut(held, had, text, had + len(text) - self._held().length), False
 
-    def finish(self) -> str:
-        """What was held back, when no text follows."""
+    def finish(self, *, cut: bool = False) -> str:
+        """What was held back, when no text follows, also because the text was `cut`."""
         held = self._held() if self._matches and not self._stopped else None
         return held.string[: held.length] if held else ""
 

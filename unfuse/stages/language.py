@@ -20,10 +20,12 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
+from unfuse.core.reading import READING, reading_in
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
 from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
+from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import PROMPT, Constraint, Grammars, Growing, PromptStage, Sequences
 from unfuse.stages.words import Tokenizer, Words
@@ -213,7 +215,8 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     def start(self, task: StageInput) -> Writing:
         """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
-        words = Words(self._tokenizer, json.loads(need(task.params, "stop", str)), need(task.params, "max_tokens", int))
+        stops, most = json.loads(need(task.params, "stop", str)), need(task.params, "max_tokens", int)
+        words = Words(self._tokenizer, stops, most, reading_in(task.params.get(READING)))
         ids = [*prompt]
         for data in task.recorded:
             piece: Piece = decode(data, Piece)
@@ -233,7 +236,10 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
-        constraint = self._grammars.open(grammar)
+        constraint: Constraint = self._grammars.open(grammar)
+        reading = reading_in(task.params.get(READING))
+        if reading and reading.reasoning:
+            constraint = BehindReasoning(constraint, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)
         return constraint
 

@@ -1,0 +1,74 @@
+"""How the text of an answer is read: reasoning, content and calls of tools, by the formats of its model."""
+
+from __future__ import annotations
+
+import msgspec
+
+from unfuse.core.call_formats import FORMATS
+from unfuse.core.reasoning import REASONING, ReasoningReader
+from unfuse.core.tool_calls import CallReader, Part
+
+READING = "reading"
+"""The parameter of a request that has its Reading as JSON. Requests whose answers are plain text have none."""
+
+
+class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is read out of an answer.
+
+    `calls` and `reasoning` are names of formats ("": none is read). `functions` may be called, and have the types of
+    their parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
+    """
+
+    calls: str = ""
+    functions: dict[str, dict[str, str]] = {}
+    several: bool = True
+    forced: bool = False
+    reasoning: str = ""
+    opened: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that may be special tokens of the model, and have to be read."""
+        calls = FORMATS[self.calls].marks if self.calls else ()
+        reasoning = (REASONING[self.reasoning].begin, REASONING[self.reasoning].end) if self.reasoning else ()
+        return (*calls, *reasoning)
+
+
+def reading_in(params: object) -> Reading | None:
+    """The Reading in the parameter of a request, or None."""
+    return msgspec.json.decode(params, type=Reading) if isinstance(params, str) else None
+
+
+class AnswerReader:
+    """Reads an answer that comes in pieces, however it is cut."""
+
+    def __init__(self, reading: Reading) -> None:
+        found = REASONING.get(reading.reasoning)
+        self.reasoning = ReasoningReader(found, reading.opened) if found else None
+        format = FORMATS.get(reading.calls)
+        self._calls = (
+            CallReader(format, reading.functions, several=reading.several, forced=reading.forced) if format else None
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that follows is read."""
+        return self._calls is not None and self._calls.over
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+        return self._read(self.reasoning.feed(text) if self.reasoning else [Part("content", text, text)])
+
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """What was held back, when no text follows, because the answer was `cut` at its longest or has ended."""
+        parts = self._read(self.reasoning.finish(cut=cut)) if self.reasoning else []
+        return parts + (self._calls.finish(cut=cut) if self._calls else [])
+
+    def _read(self, parts: list[Part]) -> list[Part]:
+        """Calls in the content among these parts."""
+        if self._calls is None:
+            return parts
+        found = list[Part]()
+        for part in parts:
+            found += self._calls.feed(part.raw) if part.kind == "content" else [part]
+        return found

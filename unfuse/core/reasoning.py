@@ -1,0 +1,143 @@
+"""Reasoning: what a model writes before its answer, between marks of its own. It is shown apart from the content."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from unfuse.core.tool_calls import LEAST, Part
+
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "glm45", "mistral", "seed_oss"]
+"""What an operator may choose: a format, that of the model's chat template, or that reasoning is not told apart."""
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True):
+    """The marks around reasoning, by vLLM's name of the reasoning parser. `always`: it begins without the first one."""
+
+    name: str
+    begin: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
+
+
+REASONING = {
+    one.name: one
+    for one in (
+        ReasoningFormat("qwen3"),
+        ReasoningFormat("deepseek_r1", always=True),
+        ReasoningFormat("glm45"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    )
+}
+"""By name."""
+
+
+def reasoning_of(template: str) -> ReasoningFormat | None:
+    """The format in which a model with this chat template reasons, or None."""
+    found = (REASONING[name] for name in ("seed_oss", "mistral", "qwen3"))
+    return next((one for one in found if one.begin in template or one.end in template), None)
+
+
+def opened(format: ReasoningFormat, start: str) -> bool:
+    """Whether an answer that the template starts with this text begins within reasoning."""
+    begun, ended = start.rfind(format.begin), start.rfind(format.end)
+    return begun > ended or (format.always and ended < 0)
+
+
+class ReasoningReader:
+    """Takes reasoning out of a text that comes in pieces, without the white space around it.
+
+    It is at the beginning of an answer. Where the prompt has `opened` it, the answer begins with it.
+    """
+
+    def __init__(self, format: ReasoningFormat, opened: bool) -> None:
+        self._format, self._held = format, ""
+        self._blank = True  # whether there was only white space since reasoning began
+        self.state: Literal["start", "opened", "inside", "behind", "content"] = "opened" if opened else "start"
+
+    def feed(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+        self._held += text
+        parts = list[Part]()
+        while self._held and (more := self._advance()) is not None:
+            parts += more
+        return parts
+
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """What was held back, when no text follows, because the answer was `cut` at its longest or has ended."""
+        held, self._held = self._held, ""
+        if self.state in ("opened", "inside"):
+            shown = "" if cut or not held.strip() else held.rstrip()
+            return [Part("reasoning", shown, held)] if shown else _mark(held)
+        marked = self.state == "start" and cut and len(held.strip()) >= LEAST
+        return _mark(held) if marked or not held else [Part("content", held, held)]
+
+    def _advance(self) -> list[Part] | None:
+        """Read on: some parts. None where that needs more text."""
+        match self.state:
+            case "start" | "opened":
+                return self._read_start()
+            case "inside":
+                return self._read_reasoning()
+            case "behind":
+                return self._read_behind()
+        held, self._held = self._held, ""
+        return [Part("content", held, held)]
+
+    def _read_start(self) -> list[Part] | None:
+        begin, rest = self._format.begin, self._held.lstrip()
+        if begin.startswith(rest):
+            if rest != begin:
+                return None
+            rest = ""
+        elif rest.startswith(begin):
+            rest = rest[len(begin) :]
+        elif self.state == "start":
+            self.state = "content"
+            return []
+        self.state = "inside"
+        text = rest.lstrip()
+        mark = self._held[: len(self._held) - len(text)]
+        self._held = text
+        self._blank = True
+        return _mark(mark)
+
+    def _read_reasoning(self) -> list[Part] | None:
+        """Reasoning up to its end; white space waits for what follows."""
+        if self._blank:
+            text = self._held.lstrip()
+            mark = _mark(self._held[: len(self._held) - len(text)])
+            self._held, self._blank = text, not text
+            return mark
+        end = self._format.end
+        at = self._held.find(end)
+        if at >= 0:
+            text, raw = self._held[:at].rstrip(), self._held[: at + len(end)]
+            self._held = self._held[at + len(end) :]
+            self.state = "behind"
+            return [Part("reasoning", text, text), *_mark(raw[len(text) :])] if text else _mark(raw)
+        sure = self._held[: len(self._held) - overlap(self._held, end)].rstrip()
+        if not sure:
+            return None
+        self._held = self._held[len(sure) :]
+        return [Part("reasoning", sure, sure)]
+
+    def _read_behind(self) -> list[Part]:
+        """White space between reasoning and content."""
+        text = self._held.lstrip()
+        mark = self._held[: len(self._held) - len(text)]
+        self._held = text
+        if text:
+            self.state = "content"
+        return _mark(mark)
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many of the last characters of a text begin the mark."""
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
+
+
+def _mark(raw: str) -> list[Part]:
+    return [Part("mark", "", raw)] if raw else []

@@ -1,0 +1,92 @@
+"""JSON schemas as grammars have them, and what of a schema that need not be strict can be left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.parameters import printable
+
+GUIDANCE = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n]{0,16}",
+}
+"""How JSON is written, in llguidance's words: with white space as one likes, but not for ever."""
+
+UNSURE = {
+    "pattern", "patternProperties", "format", "propertyNames", "not", "if", "then", "else", "contains", "minContains",
+    "maxContains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
+    "unevaluatedItems", "contentMediaType", "contentEncoding", "contentSchema", "multipleOf", "$dynamicRef",
+}  # fmt: skip
+"""Keywords that a grammar may not be able to hold an answer to."""
+
+BY_NAME = ("properties", "$defs", "definitions")
+BELOW = ("items", "additionalProperties", "additionalItems")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+
+
+def strict_in(about: Mapping[Any, Any], param: str) -> bool:
+    """Whether something says that it is strict. Raises InvalidParameter."""
+    strict = about.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidParameter(f"{param}: strict must be true or false, not {printable(strict)}", param)
+    return bool(strict)
+
+
+def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False) -> str:
+    """A JSON schema as grammars have it.
+
+    One that is not `strict` lets pass what it cannot be held to; `relaxed`, it has no keyword that grammars may fail
+    on. Raises InvalidParameter, which names this parameter.
+    """
+    if schema is True or schema is False:
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise InvalidParameter(f"{param}: a JSON schema must be an object, not {printable(schema)}", param)
+    lenient = not strict
+    try:
+        kept: dict[str, Any] = _relaxed(schema) if lenient and relaxed else schema
+        return json.dumps(kept | {"x-guidance": {**GUIDANCE, "lenient": lenient, "coerce_one_of": lenient}})
+    except RecursionError as error:
+        raise InvalidParameter(f"{param}: the JSON schema is nested too deeply", param) from error
+
+
+def _relaxed(schema: Any) -> Any:
+    """The schema without the keywords in UNSURE, and without references to elsewhere."""
+    if not isinstance(schema, dict):
+        return schema
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        return {}
+    found = {key: value for key, value in schema.items() if key not in UNSURE}
+    for key in found.keys() & set(BY_NAME):
+        if isinstance(found[key], dict):
+            found[key] = {name: _relaxed(one) for name, one in found[key].items()}
+    for key in found.keys() & {*BELOW, *LISTS}:
+        value = found[key]
+        found[key] = [_relaxed(one) for one in value] if isinstance(value, list) else _relaxed(value)
+    return found
+
+
+def types_of(schema: object) -> dict[str, str]:
+    """The type of each property of an object, several with | between; "" where the schema does not say."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {str(name): "|".join(sorted(_types(about))) for name, about in properties.items()}
+
+
+def _types(schema: object, depth: int = 4) -> set[str]:
+    if not isinstance(schema, dict) or depth == 0:
+        return set()
+    said = schema.get("type")
+    found = {one for one in (said if isinstance(said, list) else [said]) if isinstance(one, str)}
+    if isinstance(values := schema.get("enum"), list) and not found:
+        found |= {"string"} if all(isinstance(value, str) for value in values) else set()
+    for key in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(key), list):
+            found |= set().union(*(_types(one, depth - 1) for one in several))
+    return found
