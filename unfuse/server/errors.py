@@ -75,6 +75,8 @@ def refusal_of(error: Exception) -> Refusal:
             return error
         case errors.UnknownModel():
             return Refusal(404, "model_not_found", str(error), error.param or "model")
+        case errors.ContextLengthExceeded():
+            return Refusal(400, "context_length_exceeded", str(error), error.param)
         case errors.InvalidParameter():
             return Refusal(400, "invalid_parameter", str(error), error.param)
         case errors.NotFound():
