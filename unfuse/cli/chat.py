@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unfuse.cli.connecting import client_of
 from unfuse.cli.files import json_of
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, takes
-from unfuse.cli.terminal import Terminal
+from unfuse.cli.terminal import Progress, Terminal
+from unfuse.core.errors import InvalidParameter, PermanentError
 from unfuse.service.settings import load
+
+if TYPE_CHECKING:
+    from unfuse.client.chat import Chat
 
 
 @takes(*PLACING, *COMPUTE)
@@ -41,27 +45,43 @@ def chat(
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if schema:
         asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
-    said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    goes_on = prompt is None and sys.stdin.isatty()
     with client_of(load(flags, config), terminal) as (client, progress):
         for line in [prompt] if prompt is not None else _lines():
-            said.append({"role": "user", "content": line})
-            answer = ""
-            for part in client.chat(said, **asked):
-                if part and not answer:
-                    progress.close()
-                answer += part
-                typer.echo(part, nl=False)
-            typer.echo()
-            said.append({"role": "assistant", "content": answer})
+            asks = {"role": "user", "content": line}
+            try:
+                answer = _answered(client.chat([*said, asks], **asked), progress, whole=schema is not None)
+            except (InvalidParameter, PermanentError) as error:
+                if not goes_on:
+                    raise
+                terminal.write(f"{error}\n")
+                continue
+            said += [asks, answer]
+
+
+def _answered(answer: Chat, progress: Progress, *, whole: bool) -> dict[str, Any]:
+    """Show an answer as it comes, and return its message. Raises PermanentError if it was to be `whole`, and is cut."""
+    for part in answer:
+        if part and answer.text == part:
+            progress.close()
+        typer.echo(part, nl=False)
+    typer.echo()
+    if whole and answer.finish_reason == "length":
+        raise PermanentError("the answer was cut before it had what --schema says: allow more by --max-tokens")
+    return answer.message
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, line by line, empty ones left out."""
+    """What the user says, line by line, empty ones left out. Raises InvalidParameter for bytes that are no UTF-8."""
     asks = "> " if sys.stdin.isatty() else ""
     while True:
         try:
             line = input(asks).strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            message = f"standard input is not UTF-8 ({error.reason} at byte {error.start}): convert it, as by iconv"
+            raise InvalidParameter(message) from error
         if line:
             yield line
