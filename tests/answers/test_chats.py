@@ -378,3 +378,13 @@ def test_half_an_object_is_said_to_be_cut(server: Server, tmp_path: Path) -> Non
     ended = talk(server, "say a", "-m", "pq", "--schema", schema, "--max-tokens", "3")
     assert ended.returncode == 1 and ended.stdout
     assert b"--max-tokens" in ended.stderr
+
+
+def test_a_picture_is_shown_with_the_first_line(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    Image.new("RGB", (56, 56), "red").save(file)
+    assert talk(server, "-m", "vl25", "--image", file, "--max-tokens", "2", said=b"what\nand\n").returncode == 0
+    blind = talk(server, "what", "-m", "pq", "--image", file)
+    assert (blind.returncode, b"image_url are not read" in blind.stderr) == (2, True)
+    missing = talk(server, "what", "-m", "vl25", "--image", tmp_path / "b.png")
+    assert missing.returncode == 1 and b"b.png" in missing.stderr and b"Traceback" not in missing.stderr

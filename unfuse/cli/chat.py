@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mimetypes
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +34,9 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="How freely to draw; 0: the likeliest.", min=0)] = None,
     seed: Annotated[int | None, typer.Option(help="Draw as with this seed before.", min=0)] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Picture to show with the first line; may be repeated.", metavar="FILE")
+    ] = None,
     schema: Annotated[Path | None, typer.Option(help="JSON schema that answers are to have.", metavar="FILE")] = None,
     server: Annotated[
         str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this chat alone.")
@@ -46,10 +51,12 @@ def chat(
     if schema:
         asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
     said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    pictures = [_shown(file) for file in image or ()]
     goes_on = prompt is None and sys.stdin.isatty()
     with client_of(load(flags, config), terminal) as (client, progress):
         for line in [prompt] if prompt is not None else _lines():
-            asks = {"role": "user", "content": line}
+            content = [*pictures, {"type": "text", "text": line}] if pictures else line
+            asks = {"role": "user", "content": content}
             try:
                 answer = _answered(client.chat([*said, asks], **asked), progress, whole=schema is not None)
             except (InvalidParameter, PermanentError) as error:
@@ -58,6 +65,13 @@ def chat(
                 terminal.write(f"{error}\n")
                 continue
             said += [asks, answer]
+            pictures = []
+
+
+def _shown(file: Path) -> dict[str, Any]:
+    """A picture as messages show it. Raises OSError for one that cannot be read."""
+    kind = mimetypes.guess_type(file.name)[0] or "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 
 
 def _answered(answer: Chat, progress: Progress, *, whole: bool) -> dict[str, Any]:
