@@ -93,6 +93,10 @@ ADVICE = {
         "Its worker died several times while it ran this: `unfuse dead show ID` has the evidence. Often memory: a "
         "smaller size."
     ),
+    "context_length_exceeded": (
+        "Shorten the messages, ask for fewer tokens, or send `truncate_prompt_tokens`; `max_model_len` in "
+        "`GET /v1/models` says how many there may be."
+    ),
     "damaged": "A record cannot be read. Its request makes no progress; cancel it, and ask again.",
     "expired": (
         "It took longer than its `timeout`, or than the server allows: ask for less, or have `--image-timeout` or "

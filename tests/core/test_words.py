@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
+from unfuse.core.chat_fields import OWN, template_kwargs
 from unfuse.core.checking import check
-from unfuse.core.errors import InvalidParameter
+from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.media import IMAGE, TEXT, medium_for, medium_of
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import new_request_id
-from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOPS
+from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS
 
 CARD = ModelCard(
     "m", "m", "language", Pipeline(()), {"max_tokens": 100, "vocabulary": 50}, {"temperature": 0.6}, {}, {}
@@ -42,11 +44,28 @@ def test_defaults_are_the_model_s_then_ours() -> None:
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"prompt_tokens": 100}, "messages"),
-        ({"max_tokens": 61}, "max_tokens"),
-        ({"max_completion_tokens": 61}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 17}, "n"),
+        ({"max_tokens": "x"}, "max_tokens"),
+        ({"n": 129}, "n"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 61}, "min_tokens"),
+        ({"min_tokens": 8, "max_tokens": 7}, "min_tokens"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [50]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * (MAX_STOP_IDS + 1)}, "stop_token_ids"),
+        ({"ignore_eos": "x"}, "ignore_eos"),
+        ({"include_stop_str_in_output": 7}, "include_stop_str_in_output"),
+        ({"audio": {}}, "audio"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"modalities": "text"}, "modalities"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {}, "stream": False}, "stream_options"),
+        ({"stream_options": 5, "stream": True}, "stream_options"),
+        ({"stream_options": {"include_usage": "x"}, "stream": True}, "stream_options"),
         ({"temperature": 2.5}, "temperature"),
         ({"stop": 7}, "stop"),
         ({"stop": ["a"] * (MAX_STOPS + 1)}, "stop"),
@@ -71,6 +90,51 @@ def test_what_is_not_allowed_is_refused_by_its_name(more: dict[str, object], par
     assert refused.value.param == param
 
 
+@pytest.mark.row("C46", "C47")
+@pytest.mark.parametrize(
+    ("more", "however"),
+    [
+        ({"prompt_tokens": 100}, "your messages resulted in 100 tokens"),
+        ({"max_tokens": 61}, "you requested 101 tokens (40 in the messages, 61 in the completion)"),
+        ({"max_completion_tokens": 4_000_000, "max_tokens": 1}, "you requested 4000040 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_told_as_openai_does(more: dict[str, object], however: str) -> None:
+    with pytest.raises(ContextLengthExceeded) as refused:
+        asked(**more)
+    assert str(refused.value).startswith(f"This model's maximum context length is 100 tokens. However, {however}")
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.row("C5:default_max_tokens")
+def test_the_model_may_say_how_long_answers_are() -> None:
+    card = replace(CARD, defaults={"max_tokens": 30})
+    assert check(card, SAID, TEXT)[0]["max_tokens"] == 30
+    assert check(card, {**SAID, "max_tokens": 50}, TEXT)[0]["max_tokens"] == 50
+    assert check(card, {**SAID, "prompt_tokens": 90}, TEXT)[0]["max_tokens"] == 10
+
+
+def test_what_ends_an_answer_is_there_only_if_asked_for() -> None:
+    names = ("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "bad_words")
+    assert not asked(ignore_eos=False, min_tokens=0).keys() & {*names}
+    said = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3, 4], "include_stop_str_in_output": True}
+    params = asked(**said, bad_words=[[1, 2]])
+    assert [params[name] for name in names] == [2, True, "[3, 4]", True, "[[1, 2]]"]
+
+
+def test_template_kwargs_are_what_a_template_may_get() -> None:
+    said = {"enable_thinking": "false", "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}}
+    assert template_kwargs(said) == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert template_kwargs({"add_generation_prompt": False}) == {"add_generation_prompt": False}
+    assert template_kwargs({"continue_final_message": True}) == {"continue_final_message": True}
+    assert template_kwargs({"enable_thinking": None}) == {}
+    for name in OWN:
+        with pytest.raises(InvalidParameter, match=name):
+            template_kwargs({"chat_template_kwargs": {name: 1}})
+    with pytest.raises(InvalidParameter, match="cannot both be true"):
+        template_kwargs({"continue_final_message": True, "chat_template_kwargs": {"add_generation_prompt": True}})
+
+
 def test_messages_must_be_there() -> None:
     with pytest.raises(InvalidParameter, match="messages"):
         check(CARD, {"prompt_tokens": 3}, TEXT)
@@ -85,4 +149,5 @@ def test_stops_and_logprobs_come_through(stops: list[str], top: int) -> None:
 
 def test_ids_tell_the_medium() -> None:
     assert medium_of(new_request_id(TEXT)) is TEXT
+    assert medium_of(f"chat_{'0' * 32}") is TEXT, "ids of earlier versions"
     assert medium_for({"prompt": "a circle", "n": 2}) is IMAGE

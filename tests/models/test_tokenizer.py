@@ -35,7 +35,7 @@ __all__ = ["smollm"]
 
 UNDIVIDED = Path(__file__).with_name("chats_undivided.py")
 
-USER = {"role": "user", "content": "What is the capital of France?  Not  <|turn|> 1234!\n\n"}
+USER = {"role": "user", "content": "What is the capital of France?  Not  <turn> 1234!\n\n"}
 CHAT = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": " Paris. "}, USER]
 TURNED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "ç 😀"}]
 CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "<b>"}]
@@ -101,7 +101,7 @@ def test_prompts_and_texts_are_those_of_transformers(
     kind: str, tokenizers: dict[str, ChatTokenizer], theirs: dict[str, dict[str, Any]]
 ) -> None:
     mine = tokenizers[kind]
-    prompts = [mine.prompt(chat["messages"], chat.get("tools"), **chat["more"]) for chat in CHATS]
+    prompts = [mine.prompt(chat["messages"], chat.get("tools"), chat["more"]) for chat in CHATS]
     assert prompts == theirs[kind]["prompts"]
     texts = [mine.ids(text) for text in TEXTS]
     assert texts == theirs[kind]["texts"]
@@ -123,7 +123,7 @@ def test_any_tokens_of_bytes_become_the_librarys_text(
     assert shown(tokenizers["turns"], ids) == whole
 
 
-@given(text=st.text())
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
 def test_any_text_comes_back_token_by_token(text: str, tokenizers: dict[str, ChatTokenizer]) -> None:
     for kind in ("turns", "words"):
         assert shown(tokenizers[kind], tokenizers[kind].ids(text)) == text
@@ -271,6 +271,13 @@ def test_what_the_template_refuses_is_the_messages_fault(tokenizers: dict[str, C
     with pytest.raises(InvalidParameter, match="roles must take turns") as raised:
         tokenizers["alternate"].prompt([USER, USER])
     assert raised.value.param == "messages"
+
+
+def test_a_template_that_refuses_a_past_gets_a_simpler_one(tokenizers: dict[str, ChatTokenizer]) -> None:
+    answers = [{"role": "assistant", "content": text} for text in ("Par", "is")]
+    joined = {"role": "assistant", "content": "Par\n\nis"}
+    alternate = tokenizers["alternate"]
+    assert alternate.prompt([USER, *answers, USER]) == alternate.prompt([USER, joined, USER])
 
 
 def test_half_a_surrogate_pair_is_no_text(tokenizers: dict[str, ChatTokenizer]) -> None:

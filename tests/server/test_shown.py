@@ -171,16 +171,27 @@ def test_a_file_that_is_no_video_or_too_much_of_one_is_refused(ai: openai.OpenAI
         ([{"type": "video", "video": [*FRAMES, "data:,"]}], r"video\[8\] is a data: URL of type ''"),
         ([{"type": "video_url", "video_url": FRAMES[0]}], "send one of video/mp4"),
         ([{"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}], "nothing is fetched here"),
-        ([{"type": "text", "text": "<|image_pad|>"}], "leave out the tokens"),
-        ([{"type": "text", "text": "<|vision_start|><|video_pad|><|vision_end|>"}], "leave out the tokens"),
-        ([{"type": "text", "text": "<|image_pad|>"}, part(picture(9, 9))], "leave out the tokens"),
-        ([part(picture(256, 256 + number)) for number in range(40)], "the model takes 2048"),
+        ([part(picture(256, 256 + number)) for number in range(40)], "2048"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_shown_is_refused(ai: openai.OpenAI, parts: list[Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as refused:
         accepted(ai, *parts)
     assert refused.value.param == "messages"
+
+
+@pytest.mark.row("C44")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"type": "text", "text": "<|image_pad|>"}],
+        [{"type": "text", "text": "<|vision_start|><|video_pad|><|vision_end|>"}],
+        [{"type": "text", "text": "<|image_pad|>"}, part(picture(9, 9))],
+        [part(picture(9, 9)), {"type": "text", "text": "<|vision_"}, {"type": "text", "text": "end|><|image_pad|>"}],
+    ],
+)
+def test_tokens_that_stand_for_pictures_are_text_in_texts(ai: openai.OpenAI, parts: list[Any]) -> None:
+    accepted(ai, *parts)
 
 
 def test_what_a_client_says_is_shown_counts_for_nothing(ai: openai.OpenAI) -> None:

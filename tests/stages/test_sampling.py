@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import PermanentError
 from unfuse.stages import sampling
-from unfuse.stages.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, sample, weights
+from unfuse.stages.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
 
 PROMPT, MADE = [3, 5, 5, 8], [8, 9, 9, 9]
 GREEDY = Sampling(temperature=0)
@@ -264,3 +264,16 @@ def test_logits_that_are_no_numbers_are_an_error_and_no_token(bad: float) -> Non
         sample(torch.tensor([0.0, bad]), Sampling(), 0, [], [])
     with pytest.raises(PermanentError, match="no numbers"):
         sample(torch.full((4,), -torch.inf), GREEDY, 0, [], [])
+
+
+def test_no_end_comes_before_the_fewest_tokens_and_no_bad_word_is_completed() -> None:
+    how = replace(GREEDY, min_tokens=2, ends=(0,), bad_words=((3,), (1, 2)))
+    given = torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0])
+    assert [sample(given, how, 0, [], made).token for made in ([], [1], [1, 4], [4, 1])] == [2, 4, 0, 0]
+    assert banned(how, [1]) == {0, 2, 3} and banned(how, [1, 4]) == {3}
+
+
+def test_a_grammar_goes_before_what_must_not_come() -> None:
+    how = replace(GREEDY, min_tokens=2, ends=(0, 999))
+    assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x01").token == 0
+    assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x03").token == 1

@@ -91,9 +91,15 @@ def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapp
 
 
 def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a chat whose answer comes in parts."""
+    """The body of a chat whose answer comes in parts. Raises InvalidParameter for texts that are no Unicode."""
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-    return {**params, "messages": said, "stream": True}
+    body = {**params, "messages": said, "stream": True}
+    try:
+        msgspec.json.encode(body)
+    except UnicodeEncodeError as error:
+        message = "messages: half a surrogate pair is no text; read bytes as UTF-8 before you send them"
+        raise InvalidParameter(message, "messages") from error
+    return body
 
 
 def event_of(message: httpx2.ServerSentEvent) -> Event | None:

@@ -36,8 +36,9 @@ class Answer:
     @property
     def message(self) -> dict[str, Any]:
         """The answer so far, as the next messages have it."""
-        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        return {"role": "assistant", "content": self.text or None, **calls}
+        if self.tool_calls:
+            return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls}
+        return {"role": "assistant", "content": self.text}
 
 
 class Chat(Answer, Iterator[str]):

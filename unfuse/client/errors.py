@@ -18,6 +18,8 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
         message = f"{response.request.url} answered {response.status_code}: {' '.join(response.text.split())[:200]}"
         param, code = None, None
     match response.status_code:
+        case 400 if code == "context_length_exceeded":
+            return errors.ContextLengthExceeded(message, param)
         case 400 | 413 | 415:
             return errors.InvalidParameter(message, param)
         case 401 | 403:

@@ -30,6 +30,10 @@ class InvalidParameter(UnfuseError):
         self.param = param
 
 
+class ContextLengthExceeded(InvalidParameter):
+    """The messages and the answer have more tokens than the model takes together. Never retried."""
+
+
 class UnknownModel(InvalidParameter):
     """No model of that name is served. Never retried."""
 

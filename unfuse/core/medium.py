@@ -111,6 +111,13 @@ class Medium(msgspec.Struct, frozen=True):
     settle: Callable[[Any, Params, Mapping[str, Any]], Params]
     parameters: tuple[Parameter, ...]
     size: tuple[str, ...] = PIXELS
+    earlier: str = ""
+    """What ids of its requests began with before, which are still in queues and folders; "" if nothing else."""
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What ids of its requests begin with."""
+        return (self.prefix, self.earlier) if self.earlier else (self.prefix,)
 
     def made_by(self, limits: Mapping[str, float]) -> bool:
         """Whether a model with these limits makes this medium."""

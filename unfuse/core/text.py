@@ -57,22 +57,43 @@ class TextLoad(msgspec.Struct, frozen=True):
         return TextLoad(*map(sum, zip(mine, theirs, strict=True)))
 
 
+class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes of a token, whatever of them is text yet, and those of the `top` tokens, in their order.
+
+    So many tokens of the answer are `certain` with it: their text is shown, and no stop text takes it back.
+    """
+
+    data: bytes
+    top: tuple[bytes, ...]
+    certain: int
+
+
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A token that was drawn, and the text that became certain with it: none while a character is incomplete.
 
-    `logprob` is the natural logarithm of its probability; `top` has (id, text, logprob) of the most likely tokens, the
-    likeliest first. Both are there only if they were asked for.
+    `logprob` is the natural logarithm of its probability; `top` has (id, name, logprob) of the most likely tokens, the
+    likeliest first; `own` has the bytes of all these. All three are there only if they were asked for.
     """
 
     id: int
     text: str = ""
     logprob: float | None = None
     top: tuple[tuple[int, str, float], ...] = ()
+    own: TokenBytes | None = None
+
+
+def token_name(data: bytes) -> str:
+    """What a token is called: its text, with bytes that are no text on their own as `\\xf0`."""
+    return data.decode(errors="backslashreplace")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A whole answer: its text, why it ended ("stop" or "length"), and its tokens."""
+    """A whole answer: its text, why it ended ("stop" or "length"), and its tokens.
+
+    `stop_reason` is the text of `stop`, or the token of `stop_token_ids`, that ended it.
+    """
 
     text: str
     finish_reason: str
     pieces: list[Piece]
+    stop_reason: str | int | None = None

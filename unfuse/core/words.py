@@ -8,14 +8,17 @@ from typing import Any
 
 import msgspec
 
-from unfuse.core.errors import InvalidParameter
+from unfuse.core.chat_fields import IGNORED, REFUSED, TEMPLATE, check_modalities, check_stream_options
+from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.medium import DELIVERED, MAX_SEED, MIN_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, integer, number, text
 from unfuse.core.vision import SHOWN
 
 MAX_STOPS, MAX_STOP = 4, 1000  # the most stop strings, and characters of one
 
-MAX_BIASES = 1024
+MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 1024, 256, 256
+
+MAX_ASKED = (1 << 31) - 1  # the largest number of tokens that is read at all: more than any window has
 
 EXPECTED = 256  # tokens that an answer is predicted to have at most, since few are as long as they may be
 
@@ -25,30 +28,69 @@ class TextLimits(msgspec.Struct, frozen=True):
 
     max_tokens: int
     vocabulary: int
-    max_n: int = 16
+    max_n: int = 128
     max_prompt_chars: int = 4_000_000
 
 
 def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Params:
-    prompt = read["prompt_tokens"]
-    room, asked = limits.max_tokens - prompt, read.get("max_completion_tokens", read.get("max_tokens"))
-    if room < 1:
-        long = f"the messages have {prompt} tokens, and the model takes {limits.max_tokens} together with its answer"
-        raise InvalidParameter(f"{long}: shorten them", "messages")
-    if asked is not None and asked > room:
-        name = "max_completion_tokens" if "max_completion_tokens" in read else "max_tokens"
-        long = f"{name} {asked} and the {prompt} tokens of the messages are more than the model's {limits.max_tokens}"
-        raise InvalidParameter(f"{long}: at most {room} are left", name)
-    if "top_logprobs" in read and not read.get("logprobs"):
+    check_modalities(read.get("modalities", ["text"]))
+    prompt, most = read["prompt_tokens"], _most(limits, params, read)
+    if read.get("top_logprobs") and not read.get("logprobs"):
         raise InvalidParameter("top_logprobs says how many logprobs: send logprobs as true too", "top_logprobs")
-    settled: Params = {"prompt_tokens": prompt, "max_tokens": asked or room}
+    if "stream_options" in read:
+        check_stream_options(read["stream_options"], stream=bool(read.get("stream")))
+    settled: Params = {"prompt_tokens": prompt, "max_tokens": most}
     if shown := read.get(SHOWN):
         settled[SHOWN] = shown
-    settled["expected_tokens"] = min(asked or room, EXPECTED)
+    settled["expected_tokens"] = min(most, EXPECTED)
     settled["stop"] = json.dumps(_stops(read.get("stop", [])))
     settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
     settled["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
+    return settled | _ending(limits, read, most)
+
+
+def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
+    """How many tokens the answer may have. Raises ContextLengthExceeded where there is no room for them."""
+    prompt, window = read["prompt_tokens"], limits.max_tokens
+    asked, room = read.get("max_completion_tokens", read.get("max_tokens")), window - prompt
+    is_window = f"This model's maximum context length is {window} tokens."
+    if room < 1:
+        however = f"However, your messages resulted in {prompt} tokens, and the answer needs one at least."
+        raise ContextLengthExceeded(f"{is_window} {however} Please reduce the length of the messages.", "messages")
+    if asked is not None and asked > room:
+        however = (
+            f"However, you requested {prompt + asked} tokens ({prompt} in the messages, {asked} in the completion)"
+        )
+        advice = f"Please reduce the length of the messages, or ask for at most {room} tokens."
+        raise ContextLengthExceeded(f"{is_window} {however}. {advice}", "messages")
+    usual = params.get("max_tokens")
+    return int(asked or min(room, usual if isinstance(usual, int) else room))
+
+
+def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
+    """What else decides where an answer ends, and what it may not have; nothing of what was not asked for."""
+    settled: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
+    if least := read.get("min_tokens", 0):
+        if least > most:
+            raise InvalidParameter(f"min_tokens {least} must be at most the {most} tokens of the answer", "min_tokens")
+        settled["min_tokens"] = least
+    if "stop_token_ids" in read:
+        ids = read["stop_token_ids"]
+        if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS:
+            message = f"stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids"
+            raise InvalidParameter(message, "stop_token_ids")
+        whole = [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
+        settled["stop_token_ids"] = json.dumps(whole)
+    if words := read.get("bad_words"):
+        settled["bad_words"] = json.dumps(words)
     return settled
+
+
+def read_bad_words(value: object) -> list[str]:
+    """The words that an answer may not have. Raises InvalidParameter."""
+    if not isinstance(value, list) or len(value) > MAX_BAD_WORDS:
+        raise InvalidParameter(f"bad_words must be a list of at most {MAX_BAD_WORDS} texts", "bad_words")
+    return [text("bad_words", word, 1, MAX_STOP) for word in value]
 
 
 def _stops(value: object) -> list[str]:
@@ -68,15 +110,20 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
 
 
 TEXT = Medium(
-    "text", plural="texts", prefix="chat_", sign="max_tokens", least=1, limits=TextLimits, settle=_settle,
+    "text", plural="texts", prefix="chatcmpl-", earlier="chat_", sign="max_tokens", least=1, limits=TextLimits,
+    settle=_settle,
     parameters=(
         Parameter("messages", "any", use="request", required=True, flag=None,
             description="what was said so far, as objects of role and content"),
-        Parameter("max_completion_tokens", "integer", 1, "max_tokens", use="request", description="of the answer"),
-        Parameter("max_tokens", "integer", 1, "max_tokens", use="request", description="as max_completion_tokens"),
+        *TEMPLATE,
+        Parameter("max_completion_tokens", "integer", 1, MAX_ASKED, use="request", description="of the answer"),
+        Parameter("max_tokens", "integer", 1, MAX_ASKED, use="request", description="as max_completion_tokens"),
+        Parameter("min_tokens", "integer", 0, MAX_ASKED, use="request", flag=None,
+            description="so many come before anything ends the answer"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
         Parameter("top_p", "number", 0, 1, default=1.0, description="of the likeliest tokens that make up so much"),
-        Parameter("top_k", "integer", 0, 1_000_000, default=0, description="of so many likeliest tokens; 0: of all"),
+        Parameter("top_k", "integer", -1, 1_000_000, default=0,
+            description="of so many likeliest tokens; 0 or -1: of all"),
         Parameter("min_p", "number", 0, 1, default=0.0, description="of tokens this likely beside the likeliest"),
         Parameter("frequency_penalty", "number", -2, 2, default=0.0, description="against what was often said"),
         Parameter("presence_penalty", "number", -2, 2, default=0.0, description="against what was said"),
@@ -84,6 +131,12 @@ TEXT = Medium(
             description="against tokens of messages and answer; 1: none"),
         Parameter("logit_bias", "any", use="request", flag=None, description="numbers to add, by token"),
         Parameter("stop", "any", use="request", flag=None, description="texts before which the answer ends"),
+        Parameter("stop_token_ids", "any", use="request", flag=None, description="tokens that end the answer"),
+        Parameter("include_stop_str_in_output", "flag", use="request", flag=None,
+            description="show the text or token of `stop` or `stop_token_ids` that ended the answer"),
+        Parameter("ignore_eos", "flag", use="request", flag=None,
+            description="go on behind the model's own end of a text"),
+        Parameter("bad_words", "any", use="request", flag=None, description="texts that the answer may not have"),
         Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
         Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
         Parameter("response_format", "any", use="request", flag=None,
@@ -106,16 +159,16 @@ TEXT = Medium(
             description="of the first choice; if left out, or -1, it is drawn, and the answer has it"),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, description="how many choices"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
-        Parameter("stream_options", "any", use="nothing", description="include_usage: a last event has the usage"),
+        Parameter("stream_options", "any", use="nothing",
+            description="include_usage: a last event has the usage; continuous_usage_stats: so does each event"),
+        Parameter("modalities", "any", use="nothing", description="what is made: only text is"),
         *DELIVERED,
         *(
             Parameter(name, "any", use="nothing", description="of other servers' disaggregation; accepted and ignored")
             for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
         ),
-        *(
-            Parameter(name, "any", use="nothing", description="accepted and ignored")
-            for name in ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity")
-        ),
+        *(Parameter(name, "any", use="nothing", description="accepted and ignored") for name in IGNORED),
+        *(Parameter(name, "any", use="refused", flag=None, description=why) for name, why in REFUSED),
     ),
     size=(),
 )  # fmt: skip

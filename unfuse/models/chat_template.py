@@ -16,6 +16,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.models.history import TEXT_PARTS
 
 MAX_CHARACTERS = 32 * 1024 * 1024  # the longest prompt a template may make
 MAX_S = 5.0  # seconds of computing that it may take for that
@@ -68,7 +69,7 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source: str, characters: int = MAX_CHARACTERS, seconds: float = MAX_S) -> None:
-        self._characters, self._seconds = characters, seconds
+        self._characters, self._seconds, self.text = characters, seconds, text
         try:
             self._template = _Sandbox().from_string(text)
         except (TemplateError, RecursionError) as error:
@@ -79,7 +80,7 @@ class ChatTemplate:
         token = _deadline.set(time.thread_time() + self._seconds)
         made, length = [], 0
         try:
-            for part in self._template.generate(messages=messages, **variables):
+            for part in self._template.generate({**variables, "messages": messages}):
                 made.append(part)
                 length += len(part)
                 if length > self._characters:
@@ -134,15 +135,17 @@ def _content(content: Any, number: int, shows: Collection[str]) -> str | list[An
         kind = part.get("type") if isinstance(part, Mapping) else part
         if kind in shows:
             continue
-        if kind != "text":
+        if kind not in TEXT_PARTS:
             shown = str(kind)[:40]
             raise InvalidParameter(
                 f"messages[{number}].content: parts of type {shown} are not read, only text", "messages"
             )
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"messages[{number}].content: a part of type text needs a text", "messages")
-    texts = [part["text"] for part in parts if part["type"] == "text"]
-    return "".join(texts) if len(texts) == len(parts) else list(parts)
+    texts = [part["text"] for part in parts if part["type"] in TEXT_PARTS]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    return [{**part, "type": "text"} if part["type"] in TEXT_PARTS else part for part in parts]
 
 
 def _on() -> None:

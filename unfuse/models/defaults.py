@@ -6,10 +6,10 @@ import ast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, nearest_size
@@ -18,6 +18,7 @@ from unfuse.stages.base import need
 
 SERVING = "serving.json"
 
+Read = TypeVar("Read", bound=msgspec.Struct)
 Quality = Literal["low", "medium", "standard", "high", "hd"]
 
 
@@ -37,6 +38,17 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fps: int | UnsetType = UNSET
 
 
+class TextDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters a language model may have defaults for. `max_tokens`: of an answer whose request does not say it."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+    temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
+    top_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    top_k: Annotated[int, Meta(ge=-1)] | UnsetType = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | UnsetType = UNSET
+
+
 class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`serving.json` beside model_index.json: how its maker wants a model served. All parts may be partial.
 
@@ -50,13 +62,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, folder: Path) -> Serving:
         """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
-        file = folder / SERVING
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=Serving)
-        except FileNotFoundError:
-            return Serving()
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} is not valid: {error}") from error
+        return _read(folder, Serving)
 
     def over(self, standard: Params) -> Params:
         """These defaults, completed by the standard ones."""
@@ -87,6 +93,28 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if asked <= 0 or asked % needed:
                 raise ConfigError(f"{SERVING}: limit {name} must be a multiple of the model's {needed}, not {asked}")
         return msgspec.structs.replace(limits, max_pixels=min(limits.max_pixels, limits.max_size**2))
+
+
+class TextServing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`serving.json` of a language model. All parts may be partial."""
+
+    defaults: TextDefaults = TextDefaults()
+    limits: dict[str, int | float] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> TextServing:
+        """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
+        return _read(folder, TextServing)
+
+
+def _read(folder: Path, kind: type[Read]) -> Read:
+    file = folder / SERVING
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return kind()
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid: {error}") from error
 
 
 def fit(limits: Limits, defaults: Params) -> Params:

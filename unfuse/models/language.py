@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import convert
+from msgspec import convert, to_builtins
 from msgspec.structs import asdict, replace
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.core.vision import Vision
 from unfuse.core.words import TextLimits
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
-from unfuse.models.defaults import SERVING, Serving
+from unfuse.models.defaults import SERVING, TextServing
 from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import ENCODERS
 from unfuse.models.folder import WHOLE, ModelFolder
@@ -58,7 +58,8 @@ class LanguageFamily(Family):
             pipeline, vision = self.pipeline(model, dtypes), self.vision(model)
         if reason := refusal(config, sees=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
-        limits = _bounded(limits, Serving.read(model.home).limits)
+        serving = TextServing.read(model.home)
+        limits = _bounded(limits, serving.limits)
         weights = weights_ids(model, pipeline, "language")
         kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
         own = {"needs": {kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
@@ -71,7 +72,7 @@ class LanguageFamily(Family):
             family="language",
             pipeline=pipeline,
             limits=asdict(limits),
-            defaults=self._defaults(model),
+            defaults=self._defaults(model) | to_builtins(serving.defaults),
             weights=weights,
             dtypes=dtypes,
             created=model.created,

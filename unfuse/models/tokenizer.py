@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.reasoning import reasoning_of
 from unfuse.models.chat_template import ChatTemplate, Message, plain, text_alone
 from unfuse.models.gguf import REPAIR
+from unfuse.models.history import read_leniently, simplified
+from unfuse.models.special_text import SpecialText, texts_in, unused_characters
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
 from unfuse.models.tool_messages import with_calls
 
@@ -33,6 +36,7 @@ class ChatTokenizer:
         tokenizer.no_padding()
         ids = {name: id for name, token in named.items() if (id := tokenizer.token_to_id(token)) is not None}
         added = tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: token.special for token in added.values()}
         whole = [AddedToken(named[name], normalized=False) for name, id in ids.items() if id not in added]
         tokenizer.add_special_tokens(whole)
         self._tokenizer, self._named = tokenizer, named
@@ -65,38 +69,81 @@ class ChatTokenizer:
         except TypeError as error:
             raise InvalidParameter("messages: half a surrogate pair is no text", "messages") from error
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of words, each at the beginning of a text and behind a space, as vLLM has them of bad words."""
+        found = list[list[int]]()
+        for word in words:
+            first, behind = self.ids(word.lstrip()), self.ids(f" {word.lstrip()}")
+            found.append(first)
+            if behind[:1] != first[:1] and len(behind) == len(first):
+                found.append(behind)
+        return [ids for ids in found if ids]
+
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
-    ) -> list[int]:
-        """The ids of a chat, up to where the answer begins. The template writes all special tokens, the first, too.
-
-        Raises InvalidParameter for messages that are none, or that the model's template refuses.
-        """
-        return self.ids(self.text(messages, tools, **template_kwargs))
-
-    def text(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
         shows: Collection[str] = (),
-        **template_kwargs: Any,
-    ) -> str:
-        """A chat's text as `prompt` reads it, with parts of the types in `shows`. Raises InvalidParameter."""
+        edit: Callable[[str], str] = str,
+    ) -> list[int]:
+        """The ids of a chat, up to where the answer begins. The template writes all special tokens, the first, too.
+
+        Special tokens in the texts of messages are text. Parts of the types in `shows` are the template's to read, and
+        `edit` may change what it writes. With `continue_final_message` among the variables in `template_kwargs`, the
+        answer goes on where the last message ends.
+        Raises InvalidParameter for messages that are none, or that the model's template refuses.
+        """
+        template = self._template(tools)
+        given = {**(template_kwargs or {}), "messages": plain(messages, shows), "tools": tools}
+        continue_final_message = bool(given.pop("continue_final_message", False))
+        is_special = self._special_text.is_in(given)
+        mark = end = ""
+        if is_special or continue_final_message:
+            mark, end = unused_characters("".join((*texts_in(given), template.text, *self._added)), 2)
+        if continue_final_message:
+            given["messages"] = _ended(given["messages"], f"{end} ")
+        if is_special:
+            given = self._special_text.marked(given, mark)
+        usual = {**self._named, "documents": None, "add_generation_prompt": not continue_final_message}
+        text = _rendered(template, given.pop("messages"), usual | given)
+        if continue_final_message:
+            text = _up_to(text, end)
+        return self._special_text.ids(edit(text), mark) if is_special else self.ids(edit(text))
+
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidParameter("messages: this model has no chat template, so it cannot chat", "messages")
-        variables = {**self._named, "tools": tools, "documents": None, "add_generation_prompt": True, **template_kwargs}
-        return template.prompt(plain(messages, shows), variables)
+        return template
+
+    @cached_property
+    def _special_text(self) -> SpecialText:
+        """What keeps special tokens in texts of messages apart from those that templates write."""
+        special = {token for token, is_special in self._added.items() if is_special}
+        special |= {token for id in self.stops if (token := self._tokenizer.id_to_token(id)) in self._added}
+        written = "".join(_probe(template, self._named) for template in self._templates.values())
+        return SpecialText(self._tokenizer, special, {token for token in self._added if token in written} - special)
 
     def start_of_answer(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """What the template writes behind the messages, from where the answer goes on; "" where that is not known."""
-        texts = [text_alone(message) for message in messages]
+        """Return what stands before the answer in its own turn; "" where that is not known.
+
+        The template writes it, or it is the last message with `continue_final_message` in `template_kwargs`.
+        """
+        texts, given = plain([text_alone(message) for message in messages]), {**(template_kwargs or {})}
+        if given.pop("continue_final_message", False):
+            return str(texts[-1].get("content") or "")
+        template, variables = self._template(tools), {**self._named, "tools": tools, "documents": None}
         with suppress(InvalidParameter):
-            whole = self.text(texts, tools, **template_kwargs)
-            before = self.text(texts, tools, **{**template_kwargs, "add_generation_prompt": False})
+            whole = _rendered(template, texts, {**variables, "add_generation_prompt": True, **given})
+            before = _rendered(template, texts, {**variables, **given, "add_generation_prompt": False})
             if whole.startswith(before):
                 return whole[len(before) :]
         return ""
@@ -109,8 +156,15 @@ class ChatTokenizer:
     def told(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
-        """Messages, and tools as such where a template knows none, for `prompt`. Raises InvalidParameter."""
-        return with_calls(messages, tools, self._knows_tools), tools if self._knows_tools else None
+        """Messages, and tools as such where a template knows none, for `prompt`. Raises InvalidParameter.
+
+        The past is read leniently, and `developer` is `system` where the template does not name it.
+        """
+        if not self._templates:
+            return messages, tools
+        knows_developer = re.search("['\"]developer['\"]", self._template(tools).text) is not None
+        read = read_leniently(messages, knows_developer=knows_developer)
+        return with_calls(read, tools, self._knows_tools), tools if self._knows_tools else None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special ones; U+FFFD for bytes that are no UTF-8."""
@@ -125,6 +179,55 @@ class ChatTokenizer:
         token = self._tokenizer.id_to_token(id)
         piece = b"" if token is None else self._bytes(token)
         return piece[1:] if first and self._strips and piece[:1] == b" " else piece
+
+
+_TURNS = ("user", "assistant", "user")
+PROBES: tuple[tuple[str, ...], ...] = (("system", *_TURNS), _TURNS, ("user",))
+"""Roles of chats that show what a template writes between messages; some templates refuse the first ones."""
+
+
+def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
+    """What a template writes of a short chat; "" if it refuses each."""
+    for roles in PROBES:
+        with suppress(InvalidParameter):
+            chat = [{"role": role, "content": "0"} for role in roles]
+            return template.prompt(chat, {**named, "tools": None, "documents": None, "add_generation_prompt": True})
+    return ""
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    """What a template writes of messages, or of simpler ones where it refuses these. Raises InvalidParameter."""
+    try:
+        return template.prompt(messages, variables)
+    except InvalidParameter:
+        simpler = simplified(messages)
+        if simpler == messages:
+            raise
+        return template.prompt(simpler, variables)
+
+
+def _ended(messages: Sequence[Mapping[str, Any]], end: str) -> list[Mapping[str, Any]]:
+    """Messages, of which the last one ends with this text. Raises InvalidParameter where it has no text."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*before, {**last, "content": content + end}]
+    parts = list(content or ())
+    for place in range(len(parts) - 1, -1, -1):
+        if parts[place].get("type") == "text":
+            parts[place] = {**parts[place], "text": parts[place]["text"] + end}
+            return [*before, {**last, "content": parts}]
+    message = "continue_final_message goes on with the text of the last message, which has none"
+    raise InvalidParameter(message, "continue_final_message")
+
+
+def _up_to(text: str, end: str) -> str:
+    """The text before its last `end`, also where a template has trimmed the message. Raises InvalidParameter."""
+    before, found, behind = text.rpartition(end)
+    if not found:
+        message = "continue_final_message: the model's chat template does not write the last message as it is"
+        raise InvalidParameter(message, "continue_final_message")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _spelling(source: Path, tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:

@@ -75,6 +75,7 @@ VIDEO = thing({
 })  # fmt: skip
 MODEL = thing({
     "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
+    "root": TEXT, "max_model_len": perhaps(INTEGER), "input_modalities": array(TEXT),
     "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
     "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
     "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
@@ -130,10 +131,11 @@ _SAID = thing({"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusa
 CHOICE = thing({
     "index": INTEGER, "message": _SAID, "logprobs": perhaps(_LIKELY),
     "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+    "stop_reason": {"anyOf": [TEXT, INTEGER, {"type": "null"}]},
 })  # fmt: skip
 ANSWERED = thing({
     "id": TEXT, "object": {"const": "chat.completion"}, "created": INTEGER, "model": TEXT,
-    "choices": array(CHOICE), "usage": ANY, "seed": INTEGER,
+    "choices": array(CHOICE), "usage": ANY, "seed": INTEGER, "system_fingerprint": TEXT,
 })  # fmt: skip
 ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
 DRAWN = ACCEPTED | one(PICTURES)

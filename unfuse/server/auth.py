@@ -106,11 +106,11 @@ class Lasting:
 
 
 def _shown(headers: Headers) -> str:
-    """The key that a call shows; "" if it shows none."""
+    """The key that a call shows, as a bearer's or as `x-api-key`; "" if it shows none."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
+    return given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def _unknown() -> Refusal:
-    message = "send a key of this server as 'Authorization: Bearer KEY'"
+    message = "send a key of this server as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
     return Refusal(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import msgspec
 from anyio import to_thread
@@ -14,8 +15,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from unfuse import __version__
 from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
+from unfuse.core.chat_fields import template_kwargs
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.grammar import packed as pack_grammar
@@ -25,7 +28,8 @@ from unfuse.core.request import Record, RequestContext
 from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
 from unfuse.core.tools import Tools, grammar_of, read_tools
-from unfuse.core.vision import SHOWN, places_of
+from unfuse.core.vision import SHOWN, places_of, shown_of
+from unfuse.core.words import read_bad_words
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import sse
@@ -37,6 +41,7 @@ from unfuse.server.caller import answer_call
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, Served
+from unfuse.server.logprobs import GrowingLogprobs, logprobs_of
 from unfuse.server.parsers import Parsers, reading_of
 from unfuse.server.said import GrowingMessage, pieces, whole
 from unfuse.server.shown import read_shown
@@ -46,7 +51,16 @@ router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
+THOUGHT = "</think>"  # what ends the thoughts of a model
+
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
+
+
+class Usage(NamedTuple):
+    """Whether a stream ends with its usage, and whether each event has the usage so far."""
+
+    at_end: bool
+    each: bool
 
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
@@ -56,7 +70,8 @@ async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     read = partial(_prompt, gateway.parsers)
     call = Call(gateway, request, asker, given, TEXT, waits=True, read=read)
     options = given.get("stream_options")
-    usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    wanted = options if isinstance(options, dict) else {}
+    usage = Usage(bool(wanted.get("include_usage")), bool(wanted.get("continuous_usage_stats")))
     return await answer_call(
         call,
         lambda record: _events(gateway, record, usage, _told(request, record.context)),
@@ -75,24 +90,28 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
-    told = tokenizer.told(messages, tools.shown if tools else None)
+    told, kwargs = tokenizer.told(messages, tools.shown if tools else None), template_kwargs(fields)
     shown, places, uploads = "", list[tuple[int, str]](), dict[str, bytes]()
     if card.vision is None:
-        ids = tokenizer.prompt(*told)
+        ids = tokenizer.prompt(*told, kwargs)
     else:
-        ids, shown, uploads = read_shown(card.vision, tokenizer, *told)
+        ids, shown, uploads = read_shown(card.vision, tokenizer, *told, kwargs)
         places = places_of(card.vision, ids, shown)
+    ids = _truncated(ids, card, fields, shown)
+    derived: dict[str, object] = {"prompt_tokens": len(ids), SHOWN: shown}
+    if fields.get("bad_words") is not None:
+        derived["bad_words"] = tokenizer.spellings(read_bad_words(fields["bad_words"]))
     format = answer_format(fields)
     calls = parsers.format_of_calls(tokenizer.calls)
     grammars = _grammars(format, tools, calls, tokenizer)
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
-    start = partial(tokenizer.start_of_answer, *told)
+    start = partial(tokenizer.start_of_answer, *told, kwargs)
     reading = reading_of(tools, calls, reasoning, start, by_grammar=format is not None)
     return Prompt(
         packed(ids),
         beginnings(ids, places),
         uploads,
-        derived={"prompt_tokens": len(ids), SHOWN: shown},
+        derived=derived,
         params={READING: msgspec.json.encode(reading).decode()} if reading else {},
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
@@ -113,36 +132,54 @@ def _grammars(
     return tuple(packed)
 
 
-async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:
+def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown: str) -> list[int]:
+    """The last of the ids, as many as `truncate_prompt_tokens` says."""
+    most = fields.get("truncate_prompt_tokens")
+    if most is None:
+        return ids
+    if (most := int(most)) == -1:
+        limits, answer = TEXT.limits_of(card.limits), fields.get("max_completion_tokens") or fields.get("max_tokens")
+        most = limits.max_tokens - (answer if isinstance(answer, int) else 1)
+    if most < 1:
+        message = "truncate_prompt_tokens must be 1 or more, or -1 for as many as fit beside the answer"
+        raise InvalidParameter(message, "truncate_prompt_tokens")
+    if len(ids) > most and shown:
+        message = "truncate_prompt_tokens cannot cut messages that show pictures: leave out the older messages"
+        raise InvalidParameter(message, "truncate_prompt_tokens")
+    return ids[-most:]
+
+
+async def _events(gateway: Gateway, record: Record, usage: Usage, told: list[int]) -> AsyncIterator[bytes]:
     """Chunks with what is made of each choice, as it comes; then the usage, if that is asked for.
 
     Of each choice so many pieces were `told` before. The ids of events say how many are told by then.
     """
     context = record.context
+    chunk = partial(_chunk, usage)
     try:
         messages = [GrowingMessage(context, index) for index in range(len(told))]
+        logprobs = [GrowingLogprobs() for _ in told]
         for index, before in enumerate(told):
             if not before:
-                yield _chunk(context, told, index, {"role": "assistant", "content": ""})
-        known, told = (
-            told,
-            [0 if message.looks_back else before for message, before in zip(messages, told, strict=True)],
-        )
+                yield chunk(context, told, index, {"role": "assistant", "content": ""})
+        looks_back = context.params.get("logprobs") is not None or any(message.looks_back for message in messages)
+        known, told = told, [0] * len(told) if looks_back else [*told]
         async for index, piece in _pieces(gateway, context, told):
             told[index] += 1
-            delta = messages[index].add(piece.text)
-            if told[index] > known[index] and (delta or piece.logprob is not None):
-                yield _chunk(context, told, index, delta, logprobs=_logprobs([piece]))
+            delta, likely = messages[index].add(piece.text), logprobs[index].add(piece)
+            if told[index] > known[index] and (delta or likely):
+                yield chunk(context, told, index, delta, logprobs=likely)
         context = await gateway.completed(context.id)
         answers = await to_thread.run_sync(_answers, gateway.results, context)
         for index, answer in enumerate(answers):
             *more, delta = messages[index].finish(answer.finish_reason)
             for one in more:
-                yield _chunk(context, told, index, one)
-            yield _chunk(context, told, index, delta, messages[index].reason(answer.finish_reason))
-        if usage:
-            said = {"choices": [], "usage": _usage(context, answers)}
-            yield sse.event({**_head(context, "chat.completion.chunk"), **said})
+                yield chunk(context, told, index, one)
+            reason = messages[index].reason(answer.finish_reason)
+            yield chunk(context, told, index, delta, reason, stop_reason=answer.stop_reason)
+        if usage.at_end or usage.each:
+            total = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
+            yield sse.event({**_head(context, "chat.completion.chunk"), "choices": [], "usage": total})
         yield b"data: [DONE]\n\n"
     except UnfuseError as error:
         yield sse.event(envelope(refusal_of(error)))
@@ -186,21 +223,37 @@ async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) ->
 
 
 def _chunk(
+    usage: Usage,
     context: RequestContext,
     told: list[int],
     index: int,
     delta: dict[str, Any],
     ended: str | None = None,
     logprobs: Any = None,
+    stop_reason: str | int | None = None,
 ) -> bytes:
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
+    choice |= {"stop_reason": stop_reason} if ended else {}
     event = {**_head(context, "chat.completion.chunk"), "choices": [choice]}
+    if usage.at_end or usage.each:
+        event["usage"] = _usage(context, sum(told)) if usage.each else None
     return sse.event(event, id=",".join(map(str, told)))
 
 
 def _head(context: RequestContext, kind: str) -> dict[str, Any]:
-    model = context.asked or context.model
-    return {"id": context.id, "object": kind, "created": int(context.created_at), "model": model}
+    return {
+        "id": context.id,
+        "object": kind,
+        "created": int(context.created_at),
+        "model": context.asked or context.model,
+        "system_fingerprint": _fingerprint(context),
+    }
+
+
+def _fingerprint(context: RequestContext) -> str:
+    """What stands for weights, numbers and software: equal seeds make equal texts where it is equal."""
+    pools = sorted({stage.pool for stage in context.plan.stages if stage.final})
+    return "fp_" + blake2b("\n".join([__version__, *pools]).encode(), digest_size=6).hexdigest()
 
 
 def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
@@ -212,35 +265,41 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
     choices = []
     for index, answer in enumerate(answers):
         message, reason = whole(context, index, answer)
-        about = {"index": index, "logprobs": _logprobs(answer.pieces), "finish_reason": reason}
+        about = {"index": index, "logprobs": logprobs_of(answer.pieces), "finish_reason": reason}
+        about["stop_reason"] = answer.stop_reason
         choices.append({**about, "message": {"role": "assistant", "refusal": None, **message}})
-    told = {"choices": choices, "usage": _usage(context, answers), "seed": context.params["seed"]}
+    usage = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
+    told = {"choices": choices, "usage": usage, "seed": context.params["seed"]}
     return msgspec.json.encode({**_head(context, "chat.completion"), **told})
 
 
-def _usage(context: RequestContext, answers: list[Answer]) -> dict[str, Any]:
-    prompt, made = context.params["prompt_tokens"], sum(len(answer.pieces) for answer in answers)
+def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
+    """The usage of a chat that has `made` so many tokens; with `answers` that are whole, also of what kind they are."""
+    prompt = context.params["prompt_tokens"]
     assert isinstance(prompt, int)
-    return {
+    details = {"cached_tokens": CHUNK * context.spared}
+    if context.params.get(SHOWN):
+        shown = shown_of(context.params)
+        details["image_tokens"] = sum(one.tokens for one in shown if not one.images)
+        details["video_tokens"] = sum(one.tokens for one in shown if one.images)
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": CHUNK * context.spared},
+        "prompt_tokens_details": details,
     }
+    if answers:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(map(_thought, answers))}
+    return usage
 
 
-def _logprobs(pieces: list[Piece]) -> dict[str, Any] | None:
-    """How likely tokens were, if that was asked for."""
-    if not any(piece.logprob is not None for piece in pieces):
-        return None
-    return {
-        "content": [
-            {**_token(piece.text, piece.logprob), "top_logprobs": [_token(text, p) for _, text, p in piece.top]}
-            for piece in pieces
-        ],
-        "refusal": None,
-    }
-
-
-def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _thought(answer: Answer) -> int:
+    """How many tokens of an answer end with `</think>`; none of one that does not think."""
+    if THOUGHT not in answer.text:
+        return 0
+    end, length = answer.text.index(THOUGHT) + len(THOUGHT), 0
+    for count, piece in enumerate(answer.pieces, 1):
+        length += len(piece.text)
+        if length >= end:
+            return count
+    return len(answer.pieces)

@@ -81,15 +81,14 @@ def refusal_of(error: Exception) -> Refusal:
             return error
         case errors.UnknownModel():
             return Refusal(404, "model_not_found", str(error), error.param or "model")
+        case errors.ContextLengthExceeded():
+            return Refusal(400, "context_length_exceeded", str(error), error.param)
         case errors.InvalidParameter():
             return Refusal(400, "invalid_parameter", str(error), error.param)
         case errors.NotFound():
             return Refusal(404, "not_found", str(error))
-        case errors.ShuttingDown():
-            return Refusal(503, "stopping", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
         case errors.Overloaded():
-            code = "rate_limit_exceeded" if isinstance(error, errors.LimitReached) else "overloaded"
-            return Refusal(429, code, str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+            return _come_again(error)
         case errors.WeightsChanged():
             return Refusal(503, "weights_changed", str(error), headers={"x-should-retry": "false"})
         case HTTPException():
@@ -100,6 +99,15 @@ def refusal_of(error: Exception) -> Refusal:
             name = str(first["loc"][-1])
             return Refusal(400, "invalid_parameter", f"{name}: {first['msg']}", name)
     return _trouble(error)
+
+
+def _come_again(error: errors.Overloaded) -> Refusal:
+    """The refusal of a request that may be accepted later, with the seconds until then in `Retry-After`."""
+    headers = {"retry-after": str(max(1, ceil(error.retry_after)))}
+    if isinstance(error, errors.ShuttingDown):
+        return Refusal(503, "stopping", str(error), headers=headers)
+    code = "rate_limit_exceeded" if isinstance(error, errors.LimitReached) else "overloaded"
+    return Refusal(429, code, str(error), headers=headers)
 
 
 def _trouble(error: Exception) -> Refusal:

@@ -119,7 +119,7 @@ class Gateway(Observer):
             raise UnknownModel("no model that this key may use is served", "model")
         if not served:
             raise Refusal(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
-        if name is None and len(served) == 1:
+        if name is None and len({card.name for card in served.values()}) == 1:
             return next(iter(served.items()))
         if name is None:
             raise InvalidParameter(f"model is missing: send one of {known}", "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends
@@ -10,7 +11,7 @@ from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
-from unfuse.core.media import VIDEO
+from unfuse.core.media import TEXT, VIDEO
 from unfuse.scheduler.registry import Registry
 from unfuse.server.answers import MODEL, REMOVED, one, several
 from unfuse.server.auth import Known, admin_only
@@ -67,6 +68,13 @@ async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     return _model(name, served[name], await _loras(gateway), await registry.missing(), registry)
 
 
+def _reads(card: ModelCard) -> list[str]:
+    """What requests to a model may bring, in OpenAI's words."""
+    if card.vision:
+        return ["text", "image", "video"]
+    return ["text", "image"] if card.most_pictures else ["text"]
+
+
 async def _loras(gateway: Gateway) -> list[str]:
     return [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
 
@@ -81,6 +89,9 @@ def _model(
         "object": "model",
         "created": card.created,
         "owned_by": "unfuse",
+        "root": PurePath(card.name).name if card.name.startswith("/") else card.name,
+        "max_model_len": int(card.limits["max_tokens"]) if TEXT.made_by(card.limits) else None,
+        "input_modalities": _reads(card),
         "makes_video": VIDEO.made_by(card.limits),
         "takes_image": card.takes_image,
         "starts_from": card.starts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,7 +33,11 @@ Read = tuple[list[int], str, dict[str, bytes]]
 
 
 def read_shown(
-    vision: Vision, tokenizer: ChatTokenizer, messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None = None
+    vision: Vision,
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Read:
     """The ids of messages, what they show as JSON ("" for nothing), and the uploads of that. Takes long.
 
@@ -40,13 +45,13 @@ def read_shown(
     """
     reading = _Reading(vision)
     read = [reading.message(message, at) for at, message in enumerate(messages)]
-    text = tokenizer.text(read, tools, shows=SHOWS)
-    ids = vision.expanded(tokenizer.ids(_timed(vision, tokenizer, text, reading.moments)), reading.shown)
+    edit = partial(_timed, vision, tokenizer, reading.moments)
+    ids = vision.expanded(tokenizer.prompt(read, tools, template_kwargs, shows=SHOWS, edit=edit), reading.shown)
     shown = msgspec.json.encode(reading.shown).decode() if reading.shown else ""
     return ids, shown, reading.uploads
 
 
-def _timed(vision: Vision, tokenizer: ChatTokenizer, text: str, moments: Sequence[Sequence[float]]) -> str:
+def _timed(vision: Vision, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str) -> str:
     """The text with what says when each group of a video is, and a token for each, where the model is told so."""
     begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin, vision.video, vision.end))
     parts = text.split(begin + video + end)

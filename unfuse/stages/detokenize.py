@@ -52,6 +52,7 @@ class Stops:
     def __init__(self, strings: Sequence[str]) -> None:
         self._matches = [_Match(string) for string in strings if string]
         self._stopped = False
+        self.stopped_by = ""  # the string that the text ended with
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(what may be shown now, whether the text has stopped): what follows a stop is never shown."""
@@ -63,8 +64,13 @@ class Stops:
             ended = [match for match in self._matches if match.goes_on(char)]
             if ended:
                 self._stopped = True
-                return _cut(held, had, text, had + read - max(match.length for match in ended)), True
+                self.stopped_by = max(ended, key=lambda match: match.length).string
+                return _cut(held, had, text, had + read - len(self.stopped_by)), True
         return _cut(held, had, text, had + len(text) - self._held().length), False
+
+    def skip(self, text: str) -> str:
+        """What may be shown of text in which no string stops it: all of it."""
+        return text
 
     def finish(self, *, cut: bool = False) -> str:
         """What was held back, when no text follows, also because the text was `cut`."""

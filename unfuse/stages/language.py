@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import PROMPT, Constraint, Grammars, Growing, PromptStage, Sequences
-from unfuse.stages.words import Tokenizer, Words
+from unfuse.stages.words import Ending, Tokenizer, Words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,7 +193,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
         kv, given = self._sequences.begin(0), self._given(tensors, layout.tokens)
         assert given
-        done, words = self._sequences.put(kv, given), Words(self._tokenizer, [], 1)
+        done, words = self._sequences.put(kv, given), Words(self._tokenizer, Ending(), 1)
         state = Writing(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
         (made,) = self.step([state])
         self.let_go(state)
@@ -215,14 +215,15 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     def start(self, task: StageInput) -> Writing:
         """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
-        stops, most = json.loads(need(task.params, "stop", str)), need(task.params, "max_tokens", int)
-        words = Words(self._tokenizer, stops, most, reading_in(task.params.get(READING)))
+        most, reading = need(task.params, "max_tokens", int), reading_in(task.params.get(READING))
+        words = Words(self._tokenizer, ending(task.params), most, reading)
         ids = [*prompt]
         for data in task.recorded:
             piece: Piece = decode(data, Piece)
-            words.add(piece.id, piece.logprob, piece.top)
+            words.add(piece.id, piece.logprob, tuple((id, logprob) for id, _, logprob in piece.top))
             ids.append(piece.id)
-        sight, how, constraint = self._sequences.sight(prompt, task), sampling(task.params), self._constraint(task)
+        sight, constraint = self._sequences.sight(prompt, task), self._constraint(task)
+        how = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
         if isinstance(task.received, ReceivedKv):
             kv, done, given = task.received.kv, task.received.tokens, None
         else:
@@ -304,7 +305,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     def progress(self, state: Writing) -> tuple[int, int]:
         assert state.words
         made = len(state.ids) - state.prompt
-        over = state.words.ended or (made and state.ids[-1] in self._tokenizer.stops)
+        over = state.words.ended or (made and state.ids[-1] in state.words.ends)
         return made, made if over else state.words.most
 
     @override
@@ -313,13 +314,13 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
             return []
         assert state.words
         made = state.sampled
-        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in made.top)
-        return [encode(state.words.add(made.token, made.logprob, top))]
+        return [encode(state.words.add(made.token, made.logprob, made.top))]
 
     @override
     def finish(self, state: Writing) -> StageOutput:
         assert state.words
-        answer = Answer("".join(piece.text for piece in state.words.made), state.words.ended, state.words.made)
+        words = state.words
+        answer = Answer("".join(piece.text for piece in words.made), words.ended, words.made, words.stop_reason)
         return StageOutput(media=(Media("application/json", msgspec.json.encode(answer)),))
 
     @override
@@ -344,8 +345,25 @@ def _draw(state: Writing, logits: Tensor) -> Drawn:
 
 def sampling(params: Params) -> Sampling:
     """How a request's tokens are drawn."""
-    numbers = {name: need(params, name, float) for name in SAMPLED}
+    said: dict[str, Any] = {name: need(params, name, float) for name in SAMPLED}
+    said |= {"min_tokens": _least(params)}
+    said |= {"bad_words": tuple(map(tuple, json.loads(str(params.get("bad_words") or "[]"))))}
     biases = {int(token): bias for token, bias in json.loads(need(params, "logit_bias", str)).items()}
     shown = need(params, "logprobs", int) if params.get("logprobs") is not None else None
     seed, top_k = need(params, "seed", int), need(params, "top_k", int)
-    return Sampling(**numbers, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
+    return Sampling(**said, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
+
+
+def ending(params: Params) -> Ending:
+    """Where a request's answer ends."""
+    return Ending(
+        tuple(json.loads(need(params, "stop", str))),
+        frozenset(json.loads(str(params.get("stop_token_ids") or "[]"))),
+        bool(params.get("ignore_eos")),
+        _least(params),
+        bool(params.get("include_stop_str_in_output")),
+    )
+
+
+def _least(params: Params) -> int:
+    return need(params, "min_tokens", int) if params.get("min_tokens") else 0

@@ -27,6 +27,7 @@ class Sampling(msgspec.Struct, frozen=True):
     `temperature` 0 takes the likeliest token. `top_k` (0: all), `top_p` and `min_p` leave out unlikely ones.
     `logit_bias` is added by token. `repetition_penalty` is for tokens of prompt and text, `presence_penalty` for those
     of the text, `frequency_penalty` for each time they are there. `logprobs`: how many of the likeliest tokens to tell.
+    None of the tokens `ends` comes before `min_tokens` others, and no token that completes one of the `bad_words`.
     """
 
     temperature: float = 1.0
@@ -39,6 +40,9 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
     logprobs: int | None = None
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -72,6 +76,7 @@ def sample(
         raise PermanentError("the model gives no numbers for the next token: its weights may be damaged")
     if allowed is not None:
         scores = scores.masked_fill(~_marked(allowed, scores), float("-inf"))
+    scores = _without(scores, banned(how, made_ids))
     if how.temperature < GREEDY:
         token = int(scores.argmax())
     else:
@@ -84,6 +89,26 @@ def sample(
     best = logprobs.topk(min(how.logprobs, len(logprobs)))
     top = tuple(zip(best.indices.tolist(), best.values.clamp(min=UNLIKELY).tolist(), strict=True))
     return Sampled(token, max(UNLIKELY, float(logprobs[token])), top)
+
+
+def banned(how: Sampling, made_ids: Sequence[int]) -> set[int]:
+    """The tokens that may not come next."""
+    found = {*how.ends} if len(made_ids) < how.min_tokens else set[int]()
+    for *before, last in how.bad_words:
+        if not before or [*made_ids[-len(before) :]] == before:
+            found.add(last)
+    return found
+
+
+def _without(scores: Tensor, tokens: set[int]) -> Tensor:
+    """Scores that never draw these tokens; as they were where no other token is left, since a grammar goes first."""
+    import torch
+
+    known = [token for token in tokens if token < len(scores)]
+    if not known:
+        return scores
+    others = scores.index_fill(0, torch.tensor(known, device=scores.device), float("-inf"))
+    return others if bool(others.max() > float("-inf")) else scores
 
 
 def _marked(bits: bytes, scores: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from unfuse.core.reading import AnswerReader, Reading
-from unfuse.core.text import Piece
+from unfuse.core.text import Piece, TokenBytes, token_name
 from unfuse.core.tool_calls import Part
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
 
@@ -33,9 +35,18 @@ class StopsOfContent:
     def __init__(self, strings: Sequence[str], reading: Reading) -> None:
         self._strings, self._stops, self._reader = strings, Stops(strings), AnswerReader(reading)
 
+    @property
+    def stopped_by(self) -> str:
+        """The string that the content ended with; "" if something else ended the text, or nothing did."""
+        return self._stops.stopped_by
+
     def feed(self, text: str) -> tuple[str, bool]:
         """(what may be shown now, whether the text has stopped), with all marks."""
         return self._add(self._reader.feed(text))
+
+    def skip(self, text: str) -> str:
+        """What may be shown of text in which no string stops it, with all marks."""
+        return "".join(part.raw for part in self._reader.feed(text))
 
     def finish(self, *, cut: bool = False) -> str:
         """What was held back, when no text follows."""
@@ -56,24 +67,79 @@ class StopsOfContent:
         return shown, self._reader.over
 
 
-class Words:
-    """The text of an answer, as far as it may be shown; it ends with a token or a text that stops it."""
+class Ending(msgspec.Struct, frozen=True):
+    """Where an answer ends: before the first of the texts `stops`, or with a token of `stop_ids` or of the model's own.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], most: int, reading: Reading | None = None) -> None:
-        marks = tokenizer.mark_ids(reading.marks) if reading else {}
-        self._ends, self._detokenizer = tokenizer.stops, Detokenizer(tokenizer, marks)
-        self._stops = StopsOfContent(stops, reading) if reading else Stops(stops)
+    One that is to `ignore_eos` goes on behind the model's own. Nothing but its length ends an answer of fewer than
+    `least` tokens. With `include` the text or token of `stops` or `stop_ids` is shown.
+    """
+
+    stops: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    least: int = 0
+    include: bool = False
+
+
+class Words:
+    """The text of an answer, as far as it may be shown; it has `most` tokens, and ends as `ending` says."""
+
+    def __init__(self, tokenizer: Tokenizer, ending: Ending, most: int, reading: Reading | None = None) -> None:
+        self.ends = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
         self.most, self.made = most, list[Piece]()
         self.ended = ""  # why the answer is over: "stop" or "length"
+        self.stop_reason: str | int | None = None
+        self._tokenizer, self._ending = tokenizer, ending
+        self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks) if reading else {})
+        self._stops = StopsOfContent(ending.stops, reading) if reading else Stops(ending.stops)
+        self._starts = list[int]()  # of each token, how many characters of the text were certain before it
+        self._length, self._shown, self._certain = 0, 0, 0
 
-    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, str, float], ...]) -> Piece:
-        """Add a token."""
-        over = token in self._ends
-        text, stopped = ("", False) if over else self._stops.feed(self._detokenizer.add(token))
-        self.ended = "stop" if over or stopped else "length" if len(self.made) + 1 == self.most else ""
+    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Piece:
+        """Add a token, with its logprob and (id, logprob) of the likeliest ones, if these are asked for."""
+        over = token in self.ends
+        self._starts.append(self._length)
+        text, stopped = ("", False) if over and not self._shows(token) else self._feed(self._detokenizer.add(token))
+        self.ended = "stop" if over or stopped else "length" if len(self._starts) == self.most else ""
         if self.ended and not stopped:
-            more, stopped = self._stops.feed(self._detokenizer.finish())
+            more, stopped = self._feed(self._detokenizer.finish())
             text += more + ("" if stopped else self._stops.finish(cut=self.ended == "length"))
             self.ended = "stop" if stopped else self.ended
-        self.made.append(Piece(token, text, logprob, top))
+        if stopped:
+            self.stop_reason = self._stops.stopped_by or None
+            text += self._stops.stopped_by if self._ending.include else ""
+        elif over and token in self._ending.stop_ids and token not in self._tokenizer.stops:
+            self.stop_reason = token
+        self._shown += len(text)
+        self.made.append(self._piece(token, text, logprob, top, over=over, stopped=stopped))
         return self.made[-1]
+
+    def _shows(self, token: int) -> bool:
+        return self._ending.include and token in self._ending.stop_ids
+
+    def _feed(self, text: str) -> tuple[str, bool]:
+        """What may be shown of more text, and whether it has stopped; texts do not stop before the fewest tokens."""
+        self._length += len(text)
+        if len(self._starts) <= self._ending.least:
+            return self._stops.skip(text), False
+        return self._stops.feed(text)
+
+    def _piece(
+        self,
+        token: int,
+        text: str,
+        logprob: float | None,
+        top: tuple[tuple[int, float], ...],
+        *,
+        over: bool,
+        stopped: bool,
+    ) -> Piece:
+        if logprob is None:
+            return Piece(token, text)
+        if self.ended and (not stopped or self._ending.include):
+            self._certain = len(self._starts) - (over and not self._shows(token))
+        while self._certain < len(self._starts) and self._starts[self._certain] < self._shown:
+            self._certain += 1
+        data = tuple(self._tokenizer.piece(id) for id, _ in top)
+        named = tuple((id, token_name(of), likely) for (id, likely), of in zip(top, data, strict=True))
+        return Piece(token, text, logprob, named, TokenBytes(self._tokenizer.piece(token), data, self._certain))

@@ -26,7 +26,8 @@ from unfuse.stores.disk import DiskBlobs
 ATTACHED = "attached-"
 PART = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
-REQUEST_ID = re.compile(rf"({'|'.join(medium.prefix for medium in MEDIA)})[0-9a-f]{{32}}")
+PREFIXES = tuple(prefix for medium in MEDIA for prefix in medium.prefixes)
+REQUEST_ID = re.compile(rf"({'|'.join(PREFIXES)})[0-9a-f]{{32}}")
 
 LEAST_ROOM = 1 << 20  # a disk with less free bytes than this, about a picture, counts as full
 MARK = "results.mark"  # the file in a folder of results by whose content machines see that it is one and the same

@@ -1,0 +1,151 @@
+"""Messages of a chat's past, read leniently: a client cannot mend what a model or a tool has written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SHOWN_PARTS = ("image_url", "video_url", "video", "image")
+"""Types of content parts that show something. They are read, or refused, as in new messages."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that are text: of chat completions, and of the Responses API."""
+
+
+def read_leniently(messages: Sequence[Any], *, knows_developer: bool) -> list[Any]:
+    """Return the messages as templates can read them. What is no message stays as it is.
+
+    `knows_developer` says whether the template has a branch for the role `developer`; else it becomes `system`.
+    """
+    return [_read(message, knows_developer) for message in messages]
+
+
+def _read(message: Any, knows_developer: bool) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    match message.get("role"):
+        case "developer" if not knows_developer:
+            return {**message, "role": "system"}
+        case "assistant":
+            return _assistant(message)
+        case "tool" | "function":
+            return {**message, "role": "tool", "content": _result(message.get("content"))}
+    return message
+
+
+def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer: with text where it has none, and with calls whose arguments are objects."""
+    read = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
+    calls = message.get("tool_calls")
+    if not calls and isinstance(message.get("function_call"), Mapping):
+        calls = [{"type": "function", "function": message["function_call"]}]
+    if isinstance(calls, list):
+        calls = [call for one in calls if (call := _call(one)) is not None]
+    if calls:
+        read["tool_calls"] = calls
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [part for one in content if (part := _part(one)) is not None]
+    elif isinstance(content, str):
+        content = _whole(content)
+    if not content and isinstance(message.get("refusal"), str):
+        content = _whole(message["refusal"])
+    if content is None and not calls:
+        content = ""
+    return {**read, "content": content}
+
+
+def _part(part: Any) -> dict[str, Any] | None:
+    """A part of an answer's content; None for one that is not read, such as reasoning."""
+    if isinstance(part, str):
+        return {"type": "text", "text": _whole(part)}
+    if not isinstance(part, Mapping):
+        return None
+    kind = part.get("type")
+    if kind in SHOWN_PARTS:
+        return dict(part)
+    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in TEXT_PARTS else None
+    return {"type": "text", "text": _whole(text)} if isinstance(text, str) else None
+
+
+def _result(content: Any) -> Any:
+    """What a tool returned: text, parts, or an object, which is written as JSON."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return _whole(content)
+    if isinstance(content, list):
+        return [{"type": "text", "text": _whole(part)} if isinstance(part, str) else part for part in content]
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _call(call: Any) -> dict[str, Any] | None:
+    """A call with arguments that are an object; None for what names no function."""
+    if not isinstance(call, Mapping):
+        return None
+    function, custom = call.get("function"), call.get("custom")
+    if isinstance(custom, Mapping):
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    about = {key: value for key, value in call.items() if key != "custom"}
+    arguments = _arguments(function.get("arguments"))
+    return {**about, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _arguments(arguments: Any) -> dict[str, Any]:
+    """The arguments of a call; none where they were cut, or are no object."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _whole(text: str) -> str:
+    """The text, with U+FFFD for halves of surrogate pairs: a stream that was cut leaves such."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def simplified(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages for a template that takes one call at a time, and no two answers in a row.
+
+    An answer with several calls becomes several, each with the result of its call behind it. Answers without calls that
+    follow each other become one.
+    """
+    found = list[Mapping[str, Any]]()
+    left = [*messages]
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls") or []
+        if len(calls) > 1:
+            results = list(itertools.takewhile(lambda one: one.get("role") == "tool", left))
+            del left[: len(results)]
+            found += _one_by_one(message, calls, results)
+        elif found and _joins(found[-1]) and _joins(message):
+            content = "\n\n".join(part for part in (found[-1]["content"], message["content"]) if part)
+            found[-1] = {**found[-1], "content": content}
+        else:
+            found.append(message)
+    return found
+
+
+def _joins(message: Mapping[str, Any]) -> bool:
+    is_text = isinstance(message.get("content"), str) and not message.get("tool_calls")
+    return message.get("role") == "assistant" and is_text
+
+
+def _one_by_one(
+    message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Each call as an answer of its own, with its results; those of no call come last."""
+    found, left = list[Mapping[str, Any]](), [*results]
+    for place, call in enumerate(calls):
+        found.append({**message, "tool_calls": [call], **({"content": ""} if place else {})})
+        own = [one for one in left if one.get("tool_call_id") == call.get("id")]
+        found += own
+        left = [one for one in left if one not in own]
+    return found + left
