@@ -181,6 +181,22 @@ def _shard(model: ModelFolder) -> Path:
     return component
 
 
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_any_byte_of_any_shard_counts_also_behind_a_link(shard: int, link: bool, model: ModelFolder) -> None:
+    file = _shard(model) / SHARD.format(shard)
+    if link:
+        file.rename(model.path / "elsewhere")
+        file.symlink_to(model.path / "elsewhere")
+    before = model.identity("vae")
+
+    _flip(file.resolve(), -3)
+
+    assert model.identity("vae") != before
+    assert [path.resolve() for path in model.files("vae").values()].count(file.resolve()) == 1
+
+
 def test_shards_named_by_an_index_must_all_be_there(model: ModelFolder) -> None:
     component = _shard(model)
     assert [file.name for file in model.weights("vae")] == [SHARD.format(1), SHARD.format(2)]

@@ -15,10 +15,13 @@ from hypothesis import given, settings, strategies as st
 from tests.models.gguf_files import QUANTISED, write_gguf
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.errors import ConfigError
+from unfuse.core.messages import ChangedFile
+from unfuse.core.plan import Choice
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.models.gguf import QUANTISED as TYPES
 from unfuse.models.gguf_model import CHUNK, GgufModel, files_of
+from unfuse.worker.weight_files import WeightFiles, states_of
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -138,6 +141,27 @@ def test_copies_are_one_model_and_a_changed_one_is_another(
     data[-1000] ^= 1
     copy.write_bytes(data)
     assert GgufModel(copy).identity("model") != GgufModel(file).identity("model")
+
+
+@pytest.mark.row("K1")
+def test_a_worker_notices_that_the_file_it_has_loaded_is_replaced(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copy(file, tmp_path / "copy.gguf"))
+    card, states = card_of("m", copy), states_of(copy)
+    files = WeightFiles([("m", str(copy), "auto")], [card], Choice(), states)
+    assert not files.look()
+
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    (tmp_path / "new").write_bytes(data)
+    (tmp_path / "new").replace(copy)
+    files.look()
+    monkeypatch.setattr("unfuse.worker.weight_files.time.time", lambda: copy.stat().st_ctime + 60)
+    files.compare()
+
+    assert files.look()
+    assert files.changed == dict.fromkeys(card.pools().values(), ChangedFile("copy.gguf", compared=True))
 
 
 def test_what_lies_beside_the_file_counts(file: Path, tmp_path: Path) -> None:
