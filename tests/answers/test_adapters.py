@@ -95,6 +95,7 @@ def files(folder: Folder) -> Mapping[str, tuple[str, Tensors, str]]:
         "wan-half": ("wan", {f"{WAN}.self_attn.q.lora_A.weight": ones[None]}, f"{WAN}.self_attn.q.lora_A.weight"),
         "wan-int": ("wan", {one: tensor.to(torch.int8) for one, tensor in whole.items()}, "as integers (I8)"),
         "wan-zeros": ("wan", {**whole, f"{WAN}.norm3.diff": 0 * ones, f"{WAN}.norm3.diff_b": 0 * ones}, ""),
+        "wan-biases": ("wan", {**whole, **{f"{WAN}.self_attn.{one}.diff_b": ones * (one == "q") for one in "qk"}}, ""),
         "wan-bias": ("wan", {**whole, f"{WAN}.self_attn.q.diff_b": ones}, ""),
         "wan-older": ("wan", pair("transformer.blocks.0.attn1.to_q", wan, down="lora.down", up="lora.up"), ""),
         "wan-processor": (
@@ -160,13 +161,49 @@ def test_what_would_be_dropped_is_refused_by_its_name(name: str, server: Server,
 def test_what_is_applied_makes_the_pixels_of_the_undivided_pipeline(
     server: Server, folder: Folder, adapters: Path, tmp_path: Path
 ) -> None:
-    """Given files by diffusers' older names, and one whose differences are zero, when they are asked for, then pictures
-    are those of diffusers with the same pairs."""
-    names = ["wan-older", "wan-processor", "wan-zeros"]
+    """Given files by diffusers' older names, one whose differences are zero, and one with a bias for each layer, when
+    they are asked for, then pictures are those of diffusers with the same pairs. One with a bias for some layers is as
+    if the others were zero."""
+    names = ["wan-older", "wan-processor", "wan-zeros", "wan-biases"]
     standard = {"prompt": "a cat", "seed": 5, "num_frames": 1, **SERVING}
     cases = [{**standard, "loras": [[str(adapters / f"{name}.safetensors"), 1.0]]} for name in names]
     plain, *expected = [frames[0] for frames in undivided(folder("wan"), tmp_path, [standard, *cases])]
 
     made = [picture(server, folder, "wan", lora=name) for name in names]
     assert made == expected
+    assert picture(server, folder, "wan", lora="wan-bias") == made[-1]
     assert picture(server, folder, "wan") == plain not in made
+    assert len({*made}) == len(names)
+
+
+@pytest.mark.nightly
+@pytest.mark.row("P04", "P40")
+def test_other_families_read_older_names_and_refuse_dora(
+    served: Callable[..., Server], folder: Folder, tmp_path: Path
+) -> None:
+    kinds = ("sdxl", "sd3", "z-image", "flux")
+    place = tmp_path / "loras"
+    place.mkdir()
+    (weights,) = (folder("sdxl") / "unet").glob("*.safetensors")
+    block = next(key.removesuffix(".weight") for key in load_file(weights) if key.endswith("attn1.to_q.weight"))
+    layers = dict.fromkeys(("sd3", "flux"), "transformer_blocks.0.attn.to_q") | {"z-image": Z, "sdxl": block}
+    for kind in kinds:
+        part = "unet" if kind == "sdxl" else "transformer"
+        width = width_of(folder(kind), part, layers[kind])[0]
+        own = pair(f"{part}.{layers[kind]}", width, down="lora.down", up="lora.up")
+        save_file(own, place / f"{kind}.safetensors")
+        if kind == "sdxl":
+            named = f"lora_unet_{block.replace('.', '_')}"
+            dora = {**kohya(named, width), f"{named}.dora_scale": torch.ones(width)}
+            save_file(dora, place / "dora.safetensors")
+    server = served(*map(folder, kinds), "--loras", place, "--workers", "all=1")
+
+    for kind in kinds:
+        case = {"prompt": "a cat", "seed": 5, **SERVING, "loras": [[str(place / f"{kind}.safetensors"), 1.0]]}
+        if kind == "sdxl":
+            case.pop("max_sequence_length")
+        ((expected,),) = undivided(folder(kind), tmp_path, [case])
+        assert picture(server, folder, kind, lora=kind) == expected, kind
+    with pytest.raises(HTTPError) as refused:
+        picture(server, folder, "sdxl", lora="dora")
+    assert f"{named}.dora_scale (DoRA)" in refused.value.read().decode()

@@ -308,7 +308,7 @@ class PipelineAdapters(Adapters):
 
     @override
     def _ways(self) -> dict[str, Any]:
-        parts, how = self._parts(), {"return_lora_metadata": True}
+        parts, how = self._parts(), {"return_alphas": True, "return_lora_metadata": True}
         return how | ({"unet_config": parts[UNET].config} if UNET in parts and "text_encoder_2" in parts else {})
 
     @override
