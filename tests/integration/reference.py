@@ -20,6 +20,12 @@ from diffusers.utils import load_image  # noqa: E402
 from PIL import Image, ImageOps  # noqa: E402
 
 
+def on_white(picture: Image.Image) -> Image.Image:
+    """What is transparent is white, as transformers' processors have it; diffusers would show what is hidden there."""
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+
+
 def load(folder: str, loras: str) -> DiffusionPipeline:
     pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
@@ -53,7 +59,7 @@ def main() -> None:
         pipeline = pipelines[asked]
         for name in case.keys() & {"image", "last_image"}:
             files = case[name] if isinstance(case[name], list) else [case[name]]
-            case[name] = [load_image(file) for file in files] if files[1:] else load_image(files[0])
+            case[name] = [load_image(file, on_white) for file in files] if files[1:] else load_image(files[0], on_white)
         if "strength" in case:
             pipeline = redrawing(pipeline, case)
             known = inspect.signature(pipeline.__call__).parameters

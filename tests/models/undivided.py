@@ -52,6 +52,12 @@ from PIL import Image, ImageOps  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 
+def on_white(picture: Image.Image) -> Image.Image:
+    """What is transparent is white, as transformers' processors have it; diffusers would show what is hidden there."""
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
+
+
 def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
     """All in one dtype, but for a VAE that is named."""
     whole, _, vae = dtype.partition(",vae=")
@@ -110,12 +116,12 @@ def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarr
     known = inspect.signature(pipe.__call__).parameters
     arguments = {name: value for name, value in params.items() if name in known}
     if "image" in arguments:
-        arguments["image"] = load_image(str(root / arguments["image"]))
+        arguments["image"] = load_image(str(root / arguments["image"]), on_white)
     if "image_2" in params:
         names = [name for name in params if name.startswith("image")]
-        arguments["image"] = [load_image(str(root / params[name])) for name in names]
+        arguments["image"] = [load_image(str(root / params[name]), on_white) for name in names]
     if "last_frame" in params:
-        arguments["last_image"] = load_image(str(root / params["last_frame"]))
+        arguments["last_image"] = load_image(str(root / params["last_frame"]), on_white)
     if "strength" in params:  # some do not stretch a picture
         arguments["image"] = arguments["image"].resize((params["width"], params["height"]), Image.Resampling.LANCZOS)
     if "mask" in params:
