@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -15,11 +16,14 @@ MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
+_building = Lock()
+"""Held while msgspec learns a type: a second thread that decoded with what is half learned would crash the process."""
 
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
+    with _building:
+        return msgspec.msgpack.Decoder(kind)
 
 
 def encode(message: object) -> bytes:
