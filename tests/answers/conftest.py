@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.answers import scripts
 from tests.answers.sampled import build
 from tests.once import once
 from tools import tiny, tiny_whole
+from tools.scripted_model import make_scripted_model
 from tools.server import Server, serving
 
 MAX_SERVERS = 2
@@ -62,6 +64,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def sampled(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """Return the folder of a model with another noise scheduler, or a safety checker, by its name in `sampled.py`."""
     return lambda name: build(name, folder, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def scripted(served: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """Return a server of the scripted models in `scripts`, each under its name there."""
+    folder = tmp_path_factory.mktemp("scripted")
+    models = [
+        make_scripted_model(
+            folder / name, texts, scripts.TEMPLATES[name],
+            specials=scripts.SPECIALS.get(name, ()), marks=scripts.MARKS.get(name, ()),
+        )
+        for name, texts in scripts.SCRIPTS.items()
+    ]  # fmt: skip
+    names = [word for name in scripts.SCRIPTS for word in ("--served-model-name", name)]
+    return served(*models, *names, "--kv", "8MiB", "--workers", "all=1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,74 +11,14 @@ import openai
 import pytest
 
 from tests.answers.conftest import Serve
-from tests.answers.scripts import (
-    CALL,
-    CALLS,
-    CODER,
-    DEEPSEEK,
-    END,
-    ENDS,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    PYTHONIC,
-    SEP,
-    TOOLS,
-)  # fmt: skip
+from tests.answers.scripts import SCRIPTS, TOOLS
 from tools.scripted_model import make_scripted_model
 from tools.server import Server
 
-F = '{"name": "f", "arguments": {"a": 1}}'
-TAGGED = f"<tool_call>\n{F}\n</tool_call>"
-BARE = '{"name": "f", "parameters": {"a": 1}}'
-ANSWER = '{"name": "Bob", "parameters": {"x": 9}}'
-CODED = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-DEEP = (
-    f'{CALLS}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ENDS}'
-)
-
-SCRIPTS = {
-    "pq": {
-        "one": TAGGED,
-        "two": f'{TAGGED}\n<tool_call>\n{{"name": "g", "arguments": {{}}}}\n</tool_call>',
-        "mark in text": '<tool_call>{"name":"f","arguments":{"a":"x</tool_call>y"}}</tool_call>',
-        "text": '<tool_call>\n{"id": "x", "name": "f", "arguments": "{\\"a\\": 1}"}\n</tool_call>',
-        "unknown": '<tool_call>{"name": "h", "arguments": {}}</tool_call> is how',
-        "said": f"Let me see.\n{TAGGED}",
-    },
-    "pl": {
-        "typed": '{"type": "function", "name": "f", "parameters": {"a": 1}}',
-        "two": f'{BARE}; {{"name": "g", "parameters": {{}}}}',
-        "tag": f"<|python_tag|>{BARE}",
-        "answer": ANSWER,
-    },
-    "coder": {"one": CODED, "two": f"Well.\n{CODED}\n<tool_call>\n<function=g>\n</function>\n</tool_call>"},
-    "deep": {"two": f"I have to call.\n</think>\n\n{DEEP}", "cut": f"Hm.</think>{DEEP}"},
-    "mistral": {"two": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-                "named": '[TOOL_CALLS]f{"a": 1}'},
-    "py": {"two": "[f(a=1), g()]", "list": "[1, 2, 3]"},
-}  # fmt: skip
-TEMPLATES = {"pq": HERMES, "pl": LLAMA, "coder": CODER, "deep": DEEPSEEK, "mistral": MISTRAL, "py": PYTHONIC}
-SPECIALS = {
-    "pl": ["<|python_tag|>"],
-    "deep": [CALLS, CALL, SEP, END, ENDS, "<think>", "</think>"],
-    "mistral": ["[TOOL_CALLS]"],
-}
 BOTH = [("f", {"a": 1}), ("g", {})]
 
 
-@pytest.fixture(scope="module")
-def server(served: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    folder = tmp_path_factory.mktemp("models")
-    models = [
-        make_scripted_model(folder / name, scripts, TEMPLATES[name], specials=SPECIALS.get(name, ()))
-        for name, scripts in SCRIPTS.items()
-    ]
-    names = [word for name in SCRIPTS for word in ("--served-model-name", name)]
-    return served(*models, *names, "--kv", "8MiB", "--workers", "all=1")
-
-
-def ask(server: Server, model: str, script: str, **about: Any) -> Any:
+def ask(scripted: Server, model: str, script: str, **about: Any) -> Any:
     """The only choice of an answer to a message that names a script."""
     body = {
         "model": model,
@@ -87,7 +27,7 @@ def ask(server: Server, model: str, script: str, **about: Any) -> Any:
         "temperature": 0,
         **about,
     }
-    return server.post("/v1/chat/completions", body)["choices"][0]
+    return scripted.post("/v1/chat/completions", body)["choices"][0]
 
 
 def calls_of(choice: Any) -> list[tuple[str, Any]]:
@@ -95,11 +35,11 @@ def calls_of(choice: Any) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
-def refusal(server: Server, **body: Any) -> dict[str, Any]:
+def refusal(scripted: Server, **body: Any) -> dict[str, Any]:
     """The error of a chat that is refused with 400."""
     said = {"model": "pq", "messages": [{"role": "user", "content": "one"}], "max_tokens": 5, **body}
     with pytest.raises(HTTPError) as refused:
-        server.post("/v1/chat/completions", said)
+        scripted.post("/v1/chat/completions", said)
     assert refused.value.code == 400
     error: dict[str, Any] = json.load(refused.value)["error"]
     return error
@@ -126,15 +66,15 @@ def refusal(server: Server, **body: Any) -> dict[str, Any]:
     ],
 )
 def test_calls_are_found_in_the_format_of_each_model(
-    server: Server, model: str, script: str, content: str | None, calls: list[tuple[str, Any]]
+    scripted: Server, model: str, script: str, content: str | None, calls: list[tuple[str, Any]]
 ) -> None:
     """Whole, in a stream, and the first alone where only one may be made."""
-    choice = ask(server, model, script)
+    choice = ask(scripted, model, script)
     assert (choice["message"]["content"], calls_of(choice)) == (content, calls)
     assert choice["finish_reason"] == "tool_calls"
-    assert calls_of(ask(server, model, script, parallel_tool_calls=False)) == calls[:1]
+    assert calls_of(ask(scripted, model, script, parallel_tool_calls=False)) == calls[:1]
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
         messages: Any = [{"role": "user", "content": script}]
         stream = client.chat.completions.create(
             model=model,
@@ -161,43 +101,43 @@ def test_calls_are_found_in_the_format_of_each_model(
 
 @pytest.mark.row("C16")
 @pytest.mark.parametrize(("model", "script"), [("pl", "answer"), ("pq", "unknown"), ("py", "list")])
-def test_what_names_no_offered_function_is_content(server: Server, model: str, script: str) -> None:
-    choice = ask(server, model, script)
+def test_what_names_no_offered_function_is_content(scripted: Server, model: str, script: str) -> None:
+    choice = ask(scripted, model, script)
     assert choice["message"]["content"] == SCRIPTS[model][script]
     assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.row("C17")
 @pytest.mark.parametrize("model", ["pq", "pl", "coder", "mistral", "py"])
-def test_a_forced_call_that_is_cut_is_no_content(server: Server, model: str) -> None:
+def test_a_forced_call_that_is_cut_is_no_content(scripted: Server, model: str) -> None:
     for tokens in (3, 14):
-        choice = ask(server, model, "", tool_choice="required", max_tokens=tokens)
+        choice = ask(scripted, model, "", tool_choice="required", max_tokens=tokens)
         assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "length")
         assert all(call["function"]["name"] in "fg" for call in choice["message"].get("tool_calls", []))
-    cut = ask(server, "pq", "one", max_tokens=6)
+    cut = ask(scripted, "pq", "one", max_tokens=6)
     assert (cut["message"]["content"], cut["finish_reason"]) == ("", "length")
 
 
 @pytest.mark.row("C20")
-def test_stop_texts_end_content_and_no_call(server: Server) -> None:
+def test_stop_texts_end_content_and_no_call(scripted: Server) -> None:
     for about in ({}, {"tool_choice": "required", "parallel_tool_calls": False}):
-        choice = ask(server, "pq", "one", stop=["\n", "name"], **about)
+        choice = ask(scripted, "pq", "one", stop=["\n", "name"], **about)
         assert (calls_of(choice), choice["finish_reason"]) == (BOTH[:1], "tool_calls")
-    choice = ask(server, "pq", "said", stop=["see"])
+    choice = ask(scripted, "pq", "said", stop=["see"])
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Let me ", "stop")
 
 
 @pytest.mark.row("C13")
-def test_an_answer_ends_behind_the_only_call(server: Server) -> None:
+def test_an_answer_ends_behind_the_only_call(scripted: Server) -> None:
     body = {"model": "pq", "messages": [{"role": "user", "content": "two"}], "tools": TOOLS}
-    both = server.post("/v1/chat/completions", body)
-    one = server.post("/v1/chat/completions", {**body, "parallel_tool_calls": False})
+    both = scripted.post("/v1/chat/completions", body)
+    one = scripted.post("/v1/chat/completions", {**body, "parallel_tool_calls": False})
     assert one["usage"]["completion_tokens"] < both["usage"]["completion_tokens"]
 
 
 @pytest.mark.row("C10")
-def test_arguments_come_in_pieces(server: Server) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def test_arguments_come_in_pieces(scripted: Server) -> None:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
         messages: Any = [{"role": "user", "content": "one"}]
         stream = client.chat.completions.create(
             model="pq",
@@ -210,58 +150,62 @@ def test_arguments_come_in_pieces(server: Server) -> None:
 
 
 @pytest.mark.row("K4")
-def test_each_form_of_tool_choice_is_kept_to(server: Server) -> None:
+def test_each_form_of_tool_choice_is_kept_to(scripted: Server) -> None:
     allowed = {"mode": "auto", "tools": [TOOLS[0]]}
-    assert calls_of(ask(server, "pq", "one", tool_choice="none")) == []
+    assert calls_of(ask(scripted, "pq", "one", tool_choice="none")) == []
     assert (
-        calls_of(ask(server, "pq", "two", tool_choice={"type": "allowed_tools", "allowed_tools": allowed})) == BOTH[:1]
+        calls_of(ask(scripted, "pq", "two", tool_choice={"type": "allowed_tools", "allowed_tools": allowed}))
+        == BOTH[:1]
     )
     must: list[Any] = [
         {"type": "function", "function": {"name": "f"}},
         {"type": "allowed_tools", "allowed_tools": {**allowed, "mode": "required"}},
     ]
     for choice in must:
-        ((name, arguments),) = calls_of(ask(server, "py", "", tool_choice=choice, parallel_tool_calls=False))
+        ((name, arguments),) = calls_of(ask(scripted, "py", "", tool_choice=choice, parallel_tool_calls=False))
         assert name == "f" and isinstance(arguments["a"], int)
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.row("C32", "C34", "K3")
 @pytest.mark.parametrize(
-    "parameters",
+    ("choice", "about", "parameters"),
     [
-        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
-        {"type": "object", "properties": {"a": {"not": {"const": 3}}}, "uniqueItems": True},
-        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "pattern": "^(?!x)"}}},
-        {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema"}}},
+        ("required", {}, {"type": "object", "propertyNames": {"type": "string"}}),
+        (NAMED, {}, {"type": "object", "properties": {"a": {"not": {"const": 3}}}, "uniqueItems": True}),
+        ("required", {"strict": None}, {"type": "object", "properties": {"a": {"$ref": "https://example.com/schema"}}}),
+        (NAMED, {"strict": False}, {"type": "object", "properties": {"b": {"type": "string", "pattern": "^(?!x)"}}}),
     ],
 )
-def test_functions_are_not_strict_unless_they_say_so(server: Server, parameters: dict[str, Any]) -> None:
-    named = {"type": "function", "function": {"name": "f"}}
-    for choice, about in (("required", {}), (named, {"strict": None}), ("required", {"strict": False})):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, **about}}]
-        asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 80}
-        made = ask(server, "pq", "one", **asked)
-        assert made["message"]["tool_calls"][0]["function"]["name"] == "f"
+def test_functions_are_not_strict_unless_they_say_so(
+    scripted: Server, choice: Any, about: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, **about}}]
+    asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 80}
+    made = ask(scripted, "pq", "one", **asked)
+    assert made["message"]["tool_calls"][0]["function"]["name"] == "f"
     strict = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
-    error = refusal(server, tools=strict, tool_choice="required")
+    error = refusal(scripted, tools=strict, tool_choice="required")
     assert error["param"] == "tools" and "cannot be held to" in error["message"]
 
 
 @pytest.mark.row("C43", "N3")
-def test_tools_of_other_kinds_and_older_names_are_refused_by_name(server: Server) -> None:
+def test_tools_of_other_kinds_and_older_names_are_refused_by_name(scripted: Server) -> None:
     custom = {"type": "custom", "custom": {"name": "shell", "description": "Runs a command."}}
-    error = refusal(server, tools=[*TOOLS, custom])
+    error = refusal(scripted, tools=[*TOOLS, custom])
     assert error["param"] == "tools" and "tools[2] is of type custom" in error["message"]
-    error = refusal(server, functions=[{"name": "f", "parameters": {}}], function_call="auto")
+    error = refusal(scripted, functions=[{"name": "f", "parameters": {}}], function_call="auto")
     assert error["param"] == "functions" and "send tools" in error["message"]
-    error = refusal(server, function_call="auto")
+    error = refusal(scripted, function_call="auto")
     assert error["param"] == "function_call" and "tool_choice" in error["message"]
 
 
 @pytest.mark.row("N2")
-def test_a_template_is_given_what_a_tool_does_not_say(server: Server) -> None:
+def test_a_template_is_given_what_a_tool_does_not_say(scripted: Server) -> None:
     for about in ({}, {"description": None}, {"parameters": None}, {"description": "Does."}):
-        choice = ask(server, "pq", "one", tools=[{"type": "function", "function": {"name": "f", **about}}])
+        choice = ask(scripted, "pq", "one", tools=[{"type": "function", "function": {"name": "f", **about}}])
         assert calls_of(choice) == BOTH[:1]
 
 
@@ -270,8 +214,8 @@ def test_a_template_is_given_what_a_tool_does_not_say(server: Server) -> None:
     "name",
     ["grammar", "tool_calls", "prompt_tokens", "shown", "reading", "expected_tokens"],
 )
-def test_what_a_server_derives_is_an_unknown_parameter(server: Server, name: str) -> None:
-    error = refusal(server, **{name: 'root ::= "yes"'})
+def test_what_a_server_derives_is_an_unknown_parameter(scripted: Server, name: str) -> None:
+    error = refusal(scripted, **{name: 'root ::= "yes"'})
     assert error["param"] == name and "unknown parameter" in error["message"]
 
 
@@ -281,5 +225,5 @@ def test_an_operator_may_choose_the_parsers(served: Serve, tmp_path: Path) -> No
     server = served(model, "--tool-call-parser", "pythonic", "--reasoning-parser", "deepseek_r1", "--kv", "8MiB")
     choice = ask(server, str(model), "think")
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Yes.", "Hm.")
-    choice = ask(server, str(model), "py", chat_template_kwargs=None)
+    choice = ask(server, str(model), "py")
     assert choice["message"]["reasoning_content"] == "[f(a=1)]"
