@@ -112,7 +112,7 @@ def test_a_key_used_for_two_bodies_is_a_conflict_at_once(client: openai.OpenAI) 
 def test_a_call_whose_reply_was_lost_is_repeated_under_its_key(
     served: Served, headers: dict[str, str], requests: int
 ) -> None:
-    """Given a client that times out while the picture is made, and repeats itself, then with a key it is one request."""
+    """Given a client that times out and repeats itself while the picture is made, with a key it is one request."""
     before = len(served.run(served.queue.list(Filter(), limit=1000)))
     with served.held(), openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", timeout=0.3, max_retries=1) as client:
         with pytest.raises(openai.APITimeoutError):
