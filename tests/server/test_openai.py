@@ -108,13 +108,16 @@ def test_a_key_used_for_two_bodies_is_a_conflict_at_once(client: openai.OpenAI) 
         client.images.generate(model=MODEL, prompt="a blue circle", extra_headers=headers)
 
 
-def test_a_call_whose_reply_was_lost_is_answered_by_its_first_request(served: Served) -> None:
-    """The client times out while the picture is made, and repeats itself; there is one request all the same."""
+@pytest.mark.parametrize(("headers", "requests"), [({"idempotency-key": "patience"}, 1), ({}, 2)])
+def test_a_call_whose_reply_was_lost_is_repeated_under_its_key(
+    served: Served, headers: dict[str, str], requests: int
+) -> None:
+    """Given a client that times out and repeats itself while the picture is made, with a key it is one request."""
     before = len(served.run(served.queue.list(Filter(), limit=1000)))
     with served.held(), openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", timeout=0.3, max_retries=1) as client:
         with pytest.raises(openai.APITimeoutError):
-            client.images.generate(model=MODEL, prompt="a patient circle")
-        assert len(served.run(served.queue.list(Filter(), limit=1000))) == before + 1
+            client.images.generate(model=MODEL, prompt="a patient circle", extra_headers=headers)
+        assert len(served.run(served.queue.list(Filter(), limit=1000))) == before + requests
 
 
 def test_refusals_have_their_classes(tmp_path: Path) -> None:
