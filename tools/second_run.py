@@ -26,7 +26,7 @@ BASE_VARIABLE = "LANDING_BASE"
 
 MAIN_BRANCHES = ("origin/HEAD", "origin/main")
 
-LANDING_S = 24 * 60 * 60
+LANDING_S = 12 * 60 * 60
 """On the main branch, commits up to this many seconds older than the newest one belong to its landing."""
 
 MAX_TESTS = 50
@@ -210,7 +210,7 @@ def landing_base(root: Path) -> tuple[str, str]:
     """Return the commit before this landing; or "", and why it is unknown.
 
     It is the one that LANDING_BASE names. Else, on a branch, it is where the branch left the main branch of `origin`.
-    Else, on the main branch or without one, it is the last commit that is a day older than the newest.
+    Else, on the main branch or without one, it is the last commit that is half a day older than the newest.
     """
     if named := os.environ.get(BASE_VARIABLE):
         found = git(root, "rev-parse", "--verify", "--quiet", f"{named}^{{commit}}")
@@ -224,7 +224,7 @@ def landing_base(root: Path) -> tuple[str, str]:
             return left, ""
     before = int(git(root, "show", "--no-patch", "--format=%ct", "HEAD")) - LANDING_S
     older = git(root, "rev-list", "--first-parent", "--max-count=1", f"--before={before}", "HEAD")
-    return older, "" if older else "the history here is shorter than a day"
+    return older, "" if older else "the history here is shorter than half a day"
 
 
 def changed_files(root: Path, base: str) -> set[Path]:

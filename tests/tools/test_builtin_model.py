@@ -19,7 +19,9 @@ def pipeline() -> WanPipeline:
     return WanPipeline.from_pretrained(FOLDER)
 
 
-@pytest.mark.parametrize("kind", FLOORS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "single" else pytest.param(kind, marks=pytest.mark.nightly) for kind in FLOORS]
+)
 def test_pictures_and_clips_show_what_was_asked(kind: str, pipeline: WanPipeline) -> None:
     captions = random_captions(kind, 20, seed=77)
 

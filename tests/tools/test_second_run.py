@@ -239,9 +239,9 @@ def test_a_branch_begins_where_it_left_the_main_branch(project: Project, tmp_pat
     assert changed_files(clone, base) == {clone / "tests" / "test_topic.py"}
 
 
-def test_on_the_main_branch_a_landing_is_a_day_long(project: Project) -> None:
-    base = project.commit("2020-01-30T23:59:59Z")
-    project.commit("2020-01-31T00:00:01Z")
+def test_on_the_main_branch_a_landing_is_half_a_day_long(project: Project) -> None:
+    base = project.commit("2020-01-31T11:59:59Z")
+    project.commit("2020-01-31T12:00:01Z")
     project.commit("2020-02-01T00:00:00Z")
     assert landing_base(project.root) == (base, "")
 

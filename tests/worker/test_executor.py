@@ -52,7 +52,7 @@ def fork_server() -> Iterator[socket.socket]:
         yield asked
 
 
-@pytest.fixture(params=["spawned", "forked"])
+@pytest.fixture(params=[pytest.param("spawned", marks=pytest.mark.nightly), "forked"])
 def forks(request: pytest.FixtureRequest) -> socket.socket | None:
     """The fork server where compute processes are forked."""
     return request.getfixturevalue("fork_server") if request.param == "forked" else None
