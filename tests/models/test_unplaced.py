@@ -72,6 +72,10 @@ def test_older_files_with_position_ids_load(copied: Copied) -> None:
     load(changed(copied("flux"), "text_encoder", older), "text_encode")
 
 
+def test_what_makers_publish_and_nothing_computes_with_may_be_there(copied: Copied) -> None:
+    load(changed(copied("wan-single"), "transformer", added("norm_final.weight")), "denoise")
+
+
 def test_a_file_of_all_parts_of_a_model_may_hold_more_than_its_denoiser(copied: Copied) -> None:
     def whole(tensors: dict[str, torch.Tensor]) -> None:
         for key in [*tensors]:

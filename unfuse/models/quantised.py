@@ -69,10 +69,10 @@ def codes(tensors: Mapping[str, tuple[str, int]]) -> str:
     """Why tensors of these types and names are quantised weights, in words; "" if they are not."""
     instead = "give it in its original precision, as torchao quantises it, or as GGUF"
     for name, (dtype, _) in tensors.items():
-        last = name.rpartition(".")[2]
+        layer, _, last = name.rpartition(".")
         if last in SCALES or ".quant_state" in name:
             return f"is quantised (it has {name[:160]}) in a way that is not served: {instead}"
-        if dtype.startswith(CODES) and last not in BUFFERS:
+        if dtype.startswith(CODES) and layer and last not in BUFFERS:
             return f"is quantised ({name[:160]} is of type {dtype}) in a way that is not served: {instead}"
     return ""
 

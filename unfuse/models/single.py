@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 PARTS = "diffusion_pytorch_model*", "*model.*.safetensors", "model-0*", "adapter_model*", "pytorch_lora_weights*"
 """What files are called that libraries save beside others: one of them alone is not all of a component."""
 
-WITHIN = "model.diffusion_model."  # what names of a denoiser begin with, in a file of all parts of a model
+WITHIN = (
+    "model.diffusion_model.", "model_ema.", "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.",
+    "text_encoders.",
+)  # fmt: skip
+"""What names of a part begin with, in a file of all parts of a model."""
+
+UNCOMPUTED = (
+    "norm_final.weight", "per_channel_statistics.", "logvar.", "pos_embedder.", "accum_", "_extra_state",
+    "y_embedder.y_embedding", "embeddings_connector",
+)  # fmt: skip
+"""Parts of names of tensors that makers publish and no forward reads: counters of training, numbers that are in the
+configuration, and what belongs to another component. Diffusers' conversions leave these out on purpose."""
 
 
 def single_of(files: Collection[str], *usual: str) -> str:
@@ -55,8 +66,8 @@ def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[st
 def _unused(kind: Any, model: Any, file: Path) -> list[str]:
     """The tensors of a file that diffusers drops or finds no place for, by the file's names.
 
-    Diffusers' conversion is done once more, of tensors without numbers. A file that also has a model's other parts,
-    whose denoiser's names begin with WITHIN, may have more than the denoiser.
+    Diffusers' conversion is done once more, of tensors without numbers. A file of all parts of a model may have more
+    than this one.
     """
     import torch
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -74,9 +85,15 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
         except (RuntimeError, NotImplementedError):  # it would compare numbers
             return []
     used = sources_of([tensor for name, tensor in empty.items() if name in own])
-    within = any(name.startswith(WITHIN) for name in shapes)
-    left = [name for name in shapes if name not in used and (name.startswith(WITHIN) or not within)]
+    parts = {_part(name) for name in used}
+    left = [name for name in shapes if name not in used and _part(name) in parts]
+    left = [name for name in left if not any(part in name for part in UNCOMPUTED)]
     return [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
+
+
+def _part(name: str) -> str:
+    """What the name of a tensor begins with in a file of all parts of a model; "" in others."""
+    return next((part for part in WITHIN if name.startswith(part)), "")
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -197,6 +197,7 @@ class Adapters:
         from safetensors import SafetensorError
 
         file = self._loras.file(name, id)
+        self._remove(id)  # what a load has left that ran out of memory
         try:
             with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
                 wanted = self._checked(name, file)
