@@ -54,7 +54,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
         (["-o", "out.mp4", "--fps", "121"], "fps must be 1 to 120, not 121"),
         (
             ["-o", "out.png", "--quality", "best"],
-            "quality must be one of auto, low, medium, standard, high, hd, not 'best'",
+            "quality must be one of auto, low, medium, standard, high, hd, xhigh, max, not 'best'",
         ),
         (["--negative", "half a pair: \ud800"], "negative_prompt holds half of a surrogate pair"),
         (["--size", "big"], "size must be auto or WIDTHxHEIGHT in pixels (64x64), not 'big'"),
@@ -103,9 +103,9 @@ def test_a_video_that_cannot_be_made_is_exit_2(
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--size WxH", "Width and height in pixels."),
+        ("--size WxH", "Width and height in pixels; auto: the model's own, in the shape of the picture to start from."),
         ("--steps", "Denoising steps. [1 to the model's max_steps]"),
-        ("--seed", "Seed of the first picture; if left out it is drawn, and the answer has it."),
+        ("--seed", "Seed of the first picture; if left out, or -1, it is drawn, and the answer has it."),
         ("--guidance", "How strongly to follow the prompt. [0 to the model's max_guidance]"),
         ("--negative", "What the picture should not show."),
         ("--frames", "Length of a video, in frames."),
@@ -113,7 +113,7 @@ def test_a_video_that_cannot_be_made_is_exit_2(
         ("--lora", "Adapter to use, by its name in --loras, and how strong it is; several are added up."),
         ("--lora-scale", "How strong adapters without a scale are; 1 if left out. [-10 to 10]"),
         ("-n", "How many pictures; each further one has the next seed. [1 to the model's max_n] [default: 1]"),
-        ("--quality", "[auto, low, medium, standard, high, hd] [default: auto]"),
+        ("--quality", "[auto, low, medium, standard, high, hd, xhigh, max] [default: auto]"),
     ],
 )
 def test_what_may_be_asked_for_has_a_flag_with_its_words_and_bounds(unfuse: Run, flag: str, words: str) -> None:

@@ -243,7 +243,7 @@ VIDEO = Medium(
         Parameter("num_frames", "integer", 1, MAX_FRAMES, use="request",
             description="length of a video, in frames", flag="--frames"),
         Parameter("seconds", "number", MIN_S, MAX_S, use="request",
-            description="length of a video, in seconds; rounded up to one that the model can make"),
+            description="length of a video, in seconds; rounded up to one that the model can make; num_frames wins"),
     ),
 )  # fmt: skip
 """With output_format png, every frame is a file of its own, without loss."""

@@ -143,7 +143,8 @@ class Call:
             uploads[name] = await to_thread.run_sync(read, limiter=gateway.decoding)
             params[name] = hashlib.sha256(uploads[name]).hexdigest()
         if UPLOAD in pictures:
-            params |= size_from(card, fields, params, size_of(uploads[UPLOAD]))
+            size = await to_thread.run_sync(size_of, uploads[UPLOAD], limiter=gateway.decoding)
+            params |= size_from(card, fields, params, size)
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         made = makes(card, self.given, params, n, delivery)
         wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)
