@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from unfuse.core.call_formats import FORMATS
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.grammar import MAX_CHARS, Grammar, digest, packed
 from unfuse.core.structured_outputs import FORMAT, answer_format
 from unfuse.core.tools import grammar_of, read_tools
+from unfuse.models.answer_formats import CALL_FORMATS as FORMATS
 
 TAGGED, BARE = FORMATS["hermes"], FORMATS["llama3_json"]
 

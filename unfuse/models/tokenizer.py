@@ -11,9 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from unfuse.core.call_formats import format_of
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.reasoning import reasoning_of
+from unfuse.models.answer_formats import format_of, reasoning_of
 from unfuse.models.chat_template import ChatTemplate, Message, plain, text_alone
 from unfuse.models.gguf import REPAIR
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf

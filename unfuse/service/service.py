@@ -73,7 +73,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     in `run_dir`. `worker_flags` are what the workers it starts are told beside how to compute, by flag;
     `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
     there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
-    remembers what stages take. Workers are started elsewhere by the `launcher`, else here.
+    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. `parsers` read answers.
     """
 
     serve: Serve
@@ -99,6 +99,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     costs: Path | None
     lease_ttl: float
     standard: Params
+    parsers: Parsers = Parsers()
     launcher: OpenLauncher | None
 
 
@@ -155,7 +156,7 @@ class Service:
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
                 prices=options.prices, fetching=fetching, joining=crews,
-                parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
+                parsers=options.parsers,
             )  # fmt: skip
             server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
