@@ -185,7 +185,7 @@ def test_who_may_call_a_strict_function_is_held_to_it_once_it_calls() -> None:
     tools = read_tools(said)
     found = grammar_of(None, tools, TAGGED)
     assert tools and found and '[lazy]: TEXT "<tool_call>"' in found.text
-    assert grammar_of(None, tools, BARE) is None and grammar_of(None, tools.not_strict, TAGGED) is None
+    assert grammar_of(None, tools, BARE) is None and grammar_of(None, tools, FORMATS["mistral"]) is None
 
 
 def test_a_format_and_tools_are_either() -> None:

@@ -8,21 +8,21 @@ from unfuse.core.reasoning import ReasoningFormat
 _BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```")
 
-_HERMES = CallFormat(
+HERMES = CallFormat(
     "hermes", "json", ("<tool_call>",), ("</tool_call>",),
     open="<tool_call>\n", between="\n</tool_call>\n<tool_call>\n", close="\n</tool_call>",
 )  # fmt: skip
-_BARE = CallFormat(
+BARE = CallFormat(
     "llama3_json", "json", ("<|python_tag|>",), bare="{[", head='{"name": "NAME", "parameters": ',
 )  # fmt: skip
 
 CALL_FORMATS = {
     one.name: one
     for one in (
-        _HERMES,
-        _BARE,
+        HERMES,
+        BARE,
         CallFormat(
-            "qwen3_coder", "tags", ("<tool_call>", "<function="), ("</function>", "</tool_call>"), written=_HERMES,
+            "qwen3_coder", "tags", ("<tool_call>", "<function="), ("</function>", "</tool_call>"), written=HERMES,
         ),
         CallFormat(
             "deepseek_v3", "named", _BEGINS, _ENDS, inner=(SEPARATOR,),
@@ -34,8 +34,8 @@ CALL_FORMATS = {
             open=_BEGINS[0] + _BEGINS[1], head="NAME<｜tool▁sep｜>", tail="",
             between=_ENDS[0] + _BEGINS[1], close=_ENDS[0] + _ENDS[1],
         ),
-        CallFormat("mistral", "listed", ("[TOOL_CALLS]",), inner=("[CALL_ID]", "[ARGS]"), written=_BARE),
-        CallFormat("pythonic", "python", ("<|python_start|>",), ("<|python_end|>",), bare="[", written=_BARE),
+        CallFormat("mistral", "listed", ("[TOOL_CALLS]",), inner=("[CALL_ID]", "[ARGS]"), written=BARE),
+        CallFormat("pythonic", "python", ("<|python_start|>",), ("<|python_end|>",), bare="[", written=BARE),
     )
 }  # fmt: skip
 

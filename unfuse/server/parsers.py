@@ -11,7 +11,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.reading import Reading
 from unfuse.core.reasoning import ReasoningFormat, opened
 from unfuse.core.tools import Tools
-from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.models.answer_formats import BARE, CALL_FORMATS, REASONING_FORMATS
+from unfuse.models.tokenizer import ChatTokenizer
 
 AUTO, NONE = "auto", "none"
 
@@ -41,6 +42,14 @@ class Parsers(msgspec.Struct, frozen=True):
 def _require(flag: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         raise ConfigError(f"{flag} {name}: there is no such parser; choose one of {', '.join(known)}")
+
+
+def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> CallFormat:
+    """A format of calls that a grammar can write: as bare objects where it has special tokens, which are no text."""
+    how = format.as_written
+    text = how.open + how.head + how.between + how.close
+    special = (mark for id, mark in tokenizer.mark_ids(how.marks).items() if id in tokenizer.specials)
+    return msgspec.structs.replace(format, written=BARE) if any(mark in text for mark in special) else format
 
 
 def reading_of(
