@@ -80,10 +80,12 @@ def test_a_format_holds_from_the_end_of_reasoning(
 
 
 def test_a_call_that_must_be_made_follows_reasoning(scripted: Server) -> None:
+    """Also where the marks of calls are special tokens, which no grammar can write."""
     asked = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
-    reasoning, content, choice = ask(scripted, "think", "answer", **asked)
-    assert (reasoning, content) == ("Let me see.\n\nYes.", None)
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    for model, thought in (("think", "Let me see.\n\nYes."), ("deep", "So it is.")):
+        reasoning, content, choice = ask(scripted, model, "answer", **asked)
+        assert (reasoning, content) == (thought, None)
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
 
 
 def test_templates_are_given_earlier_reasoning(scripted: Server) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from unfuse.core.call_formats import FORMATS
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.grammar import MAX_CHARS, Grammar, digest, packed
 from unfuse.core.structured_outputs import FORMAT, answer_format
 from unfuse.core.tools import grammar_of, read_tools
+from unfuse.models.answer_formats import CALL_FORMATS as FORMATS
 
 TAGGED, BARE = FORMATS["hermes"], FORMATS["llama3_json"]
 
@@ -185,7 +185,7 @@ def test_who_may_call_a_strict_function_is_held_to_it_once_it_calls() -> None:
     tools = read_tools(said)
     found = grammar_of(None, tools, TAGGED)
     assert tools and found and '[lazy]: TEXT "<tool_call>"' in found.text
-    assert grammar_of(None, tools, BARE) is None and grammar_of(None, tools.not_strict, TAGGED) is None
+    assert grammar_of(None, tools, BARE) is None and grammar_of(None, tools, FORMATS["mistral"]) is None
 
 
 def test_a_format_and_tools_are_either() -> None:

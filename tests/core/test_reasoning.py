@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from unfuse.core.call_formats import FORMATS, ToolCallParser
 from unfuse.core.reading import AnswerReader, Reading, reading_in
-from unfuse.core.reasoning import REASONING, ReasoningParser, opened, reasoning_of
+from unfuse.core.reasoning import opened
 from unfuse.core.tool_calls import Part
+from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS as REASONING, reasoning_of
 
-QWEN3, R1 = REASONING["qwen3"], REASONING["deepseek_r1"]
+HERMES, QWEN3, R1 = CALL_FORMATS["hermes"], REASONING["qwen3"], REASONING["deepseek_r1"]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def read(text: str, cuts: list[int] | None = None, *, cut: bool = False, **about: object) -> list[Part]:
     """The parts of a text that comes in pieces."""
-    reader = AnswerReader(Reading(**{"reasoning": "qwen3", **about}))  # type: ignore[arg-type]
+    reader = AnswerReader(Reading(**{"reasoning": QWEN3, **about}))  # type: ignore[arg-type]
     ends = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts or [])})
     parts = [part for start, end in pairwise(ends) for part in reader.feed(text[start:end])]
     return parts + reader.finish(cut=cut)
@@ -60,7 +59,7 @@ def test_what_is_cut_has_no_marks() -> None:
 
 
 def test_calls_follow_reasoning_and_are_not_in_it() -> None:
-    parts = read(f"<think>I write {CALL}</think>{CALL}", calls="hermes", functions={"f": {}})
+    parts = read(f"<think>I write {CALL}</think>{CALL}", calls=HERMES, functions={"f": {}})
     assert told(parts) == (f"I write {CALL}", "")
     assert [part.text for part in parts if part.kind in ("call", "arguments")] == ["f", "{}"]
 
@@ -71,14 +70,14 @@ PIECES = ["<think>", "</think>", "<", "</", "think>", " ", "\n", "Hm.", CALL, "<
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES)).map("".join), st.lists(st.integers(0, 200)), st.booleans(), st.booleans())
 def test_where_a_text_is_cut_makes_no_difference(text: str, cuts: list[int], opened: bool, cut: bool) -> None:
-    about = {"calls": "hermes", "functions": {"f": {}}, "opened": opened}
+    about = {"calls": HERMES, "functions": {"f": {}}, "opened": opened}
     whole, parts = read(text, cut=cut, **about), read(text, cuts, cut=cut, **about)
     assert told(parts) == told(whole)
     assert "".join(part.raw for part in parts) == text
 
 
 def test_reasoning_comes_while_it_is_written() -> None:
-    reader = AnswerReader(Reading(reasoning="qwen3"))
+    reader = AnswerReader(Reading(reasoning=QWEN3))
     assert [part.text for part in reader.feed("<think>\nLet me ") if part.kind == "reasoning"] == ["Let me"]
     assert [part.text for part in reader.feed("see </th")] == [" see"]
 
@@ -99,12 +98,7 @@ def test_a_prompt_may_end_within_reasoning() -> None:
     assert opened(R1, "assistant\n") and not opened(R1, "assistant\n<think>\n\n</think>\n\n")
 
 
-def test_operators_may_choose_every_format() -> None:
-    assert {"auto", *FORMATS} == set(get_args(ToolCallParser))
-    assert {"auto", "none", *REASONING} == set(get_args(ReasoningParser))
-
-
 def test_marks_of_all_formats_are_known() -> None:
-    reading = Reading(calls="deepseek_v3", reasoning="qwen3")
+    reading = Reading(calls=CALL_FORMATS["deepseek_v3"], reasoning=QWEN3)
     assert {"<think>", "</think>", "<｜tool▁sep｜>"} <= set(reading.marks)
     assert reading_in(None) is None

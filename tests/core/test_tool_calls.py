@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from unfuse.core.call_formats import FORMATS, format_of
 from unfuse.core.tool_calls import CallReader, Part
+from unfuse.models.answer_formats import CALL_FORMATS as FORMATS, format_of
 
 FUNCTIONS = {"f": {"a": "integer", "b": "string", "c": "array", "d": "boolean", "e": "string|null"}, "g": {}}
 JSON = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1, "]}"]}}'

@@ -21,11 +21,11 @@ from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS
 CARD = ModelCard(
     "m", "m", "language", Pipeline(()), {"max_tokens": 100, "vocabulary": 50}, {"temperature": 0.6}, {}, {}
 )
-SAID: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "prompt_tokens": 40}
+SAID: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def asked(**more: object) -> dict[str, Any]:
-    return check(CARD, {**SAID, **more}, TEXT)[0]
+def asked(*, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
+    return check(CARD, {**SAID, **more}, TEXT, derived={"prompt_tokens": prompt_tokens})[0]
 
 
 def test_an_answer_may_take_what_the_messages_leave() -> None:
@@ -137,7 +137,7 @@ def test_template_kwargs_are_what_a_template_may_get() -> None:
 
 def test_messages_must_be_there() -> None:
     with pytest.raises(InvalidParameter, match="messages"):
-        check(CARD, {"prompt_tokens": 3}, TEXT)
+        check(CARD, {}, TEXT)
 
 
 @given(st.lists(st.text(min_size=1, max_size=9), max_size=MAX_STOPS), st.integers(0, 20))
@@ -151,3 +151,14 @@ def test_ids_tell_the_medium() -> None:
     assert medium_of(new_request_id(TEXT)) is TEXT
     assert medium_of(f"chat_{'0' * 32}") is TEXT, "ids of earlier versions"
     assert medium_for({"prompt": "a circle", "n": 2}) is IMAGE
+
+
+@pytest.mark.parametrize("name", ["prompt_tokens", "shown", "grammar", "tool_calls", "reading"])
+def test_what_is_derived_no_client_can_send(name: str) -> None:
+    with pytest.raises(InvalidParameter, match="unknown parameter") as refused:
+        asked_by(name)
+    assert refused.value.param == name
+
+
+def asked_by(name: str) -> None:
+    check(CARD, {**SAID, name: 3}, TEXT, derived={"prompt_tokens": 40})

@@ -14,13 +14,13 @@ import pytest
 
 from tools.server import until
 from tools.tiny_language import make_language_model
-from unfuse.core.call_formats import FORMATS
 from unfuse.core.errors import TransientError
 from unfuse.core.grammar import Grammar, packed
 from unfuse.core.schemas import schema_text
 from unfuse.core.tool_calls import CallReader
 from unfuse.core.tools import grammar_of, read_tools
 from unfuse.models import grammars
+from unfuse.models.answer_formats import CALL_FORMATS as FORMATS
 from unfuse.models.grammars import BrokenGrammar, Constraint, Grammars
 from unfuse.models.tokenizer import ChatTokenizer
 

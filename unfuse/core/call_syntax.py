@@ -103,12 +103,12 @@ class Syntaxes:
         """Read a call behind this start of it."""
         self._tagged = None
         match self._format.syntax:
-            case "xml":
+            case "tags":
                 yield from self._tags(start)
-            case "deepseek":
+            case "named":
                 yield from self._named_arguments()
-            case "mistral":
-                yield from self._mistral(start)
+            case "listed":
+                yield from self._listed(start)
             case "python":
                 yield from self._python(start)
             case "json":
@@ -267,7 +267,7 @@ class Syntaxes:
         return word
 
     def _named_arguments(self) -> Parsing:
-        """DeepSeek's: a name and a mark, or a type, a mark and the name on a line; then JSON, perhaps in a fence."""
+        """A name and a mark, or a type, a mark and the name on a line; then JSON, perhaps in a fence."""
         head = yield from self._until(SEPARATOR, stops="")
         name = head.strip().removeprefix(self._format.starts[1]).strip()
         if name == "function":
@@ -278,7 +278,7 @@ class Syntaxes:
             char = yield from self._space()
         yield from self._arguments_of(name, char)
 
-    def _mistral(self, start: str) -> Parsing:
+    def _listed(self, start: str) -> Parsing:
         """A list of objects, or a name, perhaps an id, and arguments."""
         char = start if start == "{" else (yield from self._space())
         if char == "[":
@@ -309,7 +309,7 @@ class Syntaxes:
         yield from self._arguments(char, name or " ")
 
     def _tags(self, start: str) -> Parsing:
-        """Qwen3-Coder's: a tag for the function, in it one for each parameter. JSON in the outer tag is read too."""
+        """A tag for the function, in it one for each parameter. JSON in the outer tag is read too."""
         if start == "<tool_call>":
             char = yield from self._space()
             if char in "{[":

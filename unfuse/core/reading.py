@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from unfuse.core.call_formats import FORMATS
-from unfuse.core.reasoning import REASONING, ReasoningReader
+from unfuse.core.call_formats import CallFormat
+from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
 from unfuse.core.tool_calls import CallReader, Part
 
 READING = "reading"
@@ -15,22 +15,22 @@ READING = "reading"
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is read out of an answer.
 
-    `calls` and `reasoning` are names of formats ("": none is read). `functions` may be called, and have the types of
+    `calls` and `reasoning` are formats (None: none is read). `functions` may be called, and have the types of
     their parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
     """
 
-    calls: str = ""
+    calls: CallFormat | None = None
     functions: dict[str, dict[str, str]] = {}
     several: bool = True
     forced: bool = False
-    reasoning: str = ""
+    reasoning: ReasoningFormat | None = None
     opened: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that may be special tokens of the model, and have to be read."""
-        calls = FORMATS[self.calls].marks if self.calls else ()
-        reasoning = (REASONING[self.reasoning].begin, REASONING[self.reasoning].end) if self.reasoning else ()
+        calls = self.calls.marks if self.calls else ()
+        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return (*calls, *reasoning)
 
 
@@ -43,12 +43,11 @@ class AnswerReader:
     """Reads an answer that comes in pieces, however it is cut."""
 
     def __init__(self, reading: Reading) -> None:
-        found = REASONING.get(reading.reasoning)
-        self.reasoning = ReasoningReader(found, reading.opened) if found else None
-        format = FORMATS.get(reading.calls)
-        self._calls = (
-            CallReader(format, reading.functions, several=reading.several, forced=reading.forced) if format else None
-        )
+        self.reasoning = ReasoningReader(reading.reasoning, reading.opened) if reading.reasoning else None
+        self._calls: CallReader | None = None
+        if reading.calls:
+            about = {"several": reading.several, "forced": reading.forced}
+            self._calls = CallReader(reading.calls, reading.functions, **about)
 
     @property
     def over(self) -> bool:

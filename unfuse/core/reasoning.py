@@ -8,36 +8,14 @@ import msgspec
 
 from unfuse.core.tool_calls import LEAST, Part
 
-ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "glm45", "mistral", "seed_oss"]
-"""What an operator may choose: a format, that of the model's chat template, or that reasoning is not told apart."""
 
-
-class ReasoningFormat(msgspec.Struct, frozen=True):
+class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The marks around reasoning, by vLLM's name of the reasoning parser. `always`: it begins without the first one."""
 
     name: str
     begin: str = "<think>"
     end: str = "</think>"
     always: bool = False
-
-
-REASONING = {
-    one.name: one
-    for one in (
-        ReasoningFormat("qwen3"),
-        ReasoningFormat("deepseek_r1", always=True),
-        ReasoningFormat("glm45"),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
-    )
-}
-"""By name."""
-
-
-def reasoning_of(template: str) -> ReasoningFormat | None:
-    """The format in which a model with this chat template reasons, or None."""
-    found = (REASONING[name] for name in ("seed_oss", "mistral", "qwen3"))
-    return next((one for one in found if one.begin in template or one.end in template), None)
 
 
 def opened(format: ReasoningFormat, start: str) -> bool:

@@ -152,7 +152,7 @@ class CallReader:
 
     def _goes_on(self, rest: str) -> bool:
         """Whether this may be one more object of a list, or of calls that are bare."""
-        listed = self._format.syntax in ("json", "mistral") and rest[0] == "{"
+        listed = self._format.syntax in ("json", "listed") and rest[0] == "{"
         return listed or rest[0] in self._format.bare
 
     def _begin(self, before: str, start: str) -> None:

@@ -48,12 +48,6 @@ class Tools(msgspec.Struct, frozen=True):
         return {function["name"]: types_of(function.get("parameters")) for function in self.callable}
 
     @property
-    def not_strict(self) -> Tools:
-        """The same, none of which is strict."""
-        functions = ({**one, "function": {**one["function"], "strict": False}} for one in self.functions)
-        return replace(self, functions=tuple(functions))
-
-    @property
     def shown(self) -> list[dict[str, Any]]:
         """All functions as chat templates read them: with a description and parameters, if they have none."""
         return [{**tool, "function": _complete(tool["function"])} for tool in self.functions]
@@ -156,7 +150,7 @@ def grammar_of(
         return _lark("start: calls", *_calls(tools, how.as_written, relaxed))
     if answer is None:
         strict = any(function.get("strict") is True for function in tools.callable)
-        return _lark(*_free(how), *_calls(tools, how, relaxed)) if strict and how.open else None
+        return _lark(*_free(how), *_calls(tools, how, relaxed)) if strict and how.open and not how.written else None
     if answer.kind != "json_schema":
         message = f"{answer.param} of type {answer.kind} leaves no room for calls: send tool_choice none too"
         raise InvalidParameter(message, answer.param)

@@ -12,9 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from unfuse.core.call_formats import format_of
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.reasoning import reasoning_of
+from unfuse.models.answer_formats import format_of, reasoning_of
 from unfuse.models.chat_template import ChatTemplate, Message, plain, text_alone
 from unfuse.models.gguf import REPAIR
 from unfuse.models.history import read_leniently, simplified

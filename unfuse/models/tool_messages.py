@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unfuse.core.call_formats import FORMATS
 from unfuse.core.errors import InvalidParameter
+from unfuse.models.answer_formats import CALL_FORMATS
 
-OURS = FORMATS["hermes"]  # how calls are written where a template does not say
+OURS = CALL_FORMATS["hermes"]  # how calls are written where a template does not say
 
 ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>

@@ -42,7 +42,7 @@ from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.logprobs import GrowingLogprobs, logprobs_of
-from unfuse.server.parsers import Parsers, reading_of
+from unfuse.server.parsers import Parsers, reading_of, without_special_tokens
 from unfuse.server.said import GrowingMessage, pieces, whole
 from unfuse.server.shown import read_shown
 from unfuse.stores.results import ResultStore
@@ -102,7 +102,7 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     if fields.get("bad_words") is not None:
         derived["bad_words"] = tokenizer.spellings(read_bad_words(fields["bad_words"]))
     format = answer_format(fields)
-    calls = parsers.format_of_calls(tokenizer.calls)
+    calls = without_special_tokens(parsers.format_of_calls(tokenizer.calls), tokenizer)
     grammars = _grammars(format, tools, calls, tokenizer)
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
     start = partial(tokenizer.start_of_answer, *told, kwargs)
@@ -122,8 +122,6 @@ def _grammars(
     format: AnswerFormat | None, tools: Tools | None, calls: CallFormat, tokenizer: ChatTokenizer
 ) -> tuple[bytes, ...]:
     """Packed grammars of the answer, each looser than the last; none if it may be any text."""
-    if tools and tools.choice == "auto" and tokenizer.specials & tokenizer.mark_ids(calls.marks).keys():
-        tools = tools.not_strict  # a grammar of text keeps the model from writing special tokens
     found = [grammar_of(format, tools, calls, relaxed) for relaxed in (False, True)]
     param = "tools" if tools else format.param if format else FORMAT
     packed = [pack_grammar(grammar, param) for grammar in dict.fromkeys(found) if grammar is not None]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from unfuse.core.call_formats import FORMATS, CallFormat
+from unfuse.core.call_formats import CallFormat
+from unfuse.core.errors import ConfigError
 from unfuse.core.reading import Reading
-from unfuse.core.reasoning import REASONING, ReasoningFormat, opened
+from unfuse.core.reasoning import ReasoningFormat, opened
 from unfuse.core.tools import Tools
+from unfuse.models.answer_formats import BARE, CALL_FORMATS, REASONING_FORMATS
+from unfuse.models.tokenizer import ChatTokenizer
 
 AUTO, NONE = "auto", "none"
 
@@ -20,13 +23,33 @@ class Parsers(msgspec.Struct, frozen=True):
     tool_call: str = AUTO
     reasoning: str = AUTO
 
+    @classmethod
+    def chosen(cls, tool_call: str, reasoning: str) -> Parsers:
+        """Those of these names. Raises ConfigError for an unknown one."""
+        _require("--tool-call-parser", tool_call, (AUTO, *CALL_FORMATS))
+        _require("--reasoning-parser", reasoning, (AUTO, NONE, *REASONING_FORMATS))
+        return cls(tool_call, reasoning)
+
     def format_of_calls(self, usual: CallFormat) -> CallFormat:
         """The format of tool calls, where the template has the `usual` one."""
-        return usual if self.tool_call == AUTO else FORMATS[self.tool_call]
+        return usual if self.tool_call == AUTO else CALL_FORMATS[self.tool_call]
 
     def format_of_reasoning(self, usual: ReasoningFormat | None) -> ReasoningFormat | None:
         """The format of reasoning, where the template has the `usual` one; None if it is not parsed."""
-        return usual if self.reasoning == AUTO else REASONING.get(self.reasoning)
+        return usual if self.reasoning == AUTO else REASONING_FORMATS.get(self.reasoning)
+
+
+def _require(flag: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"{flag} {name}: there is no such parser; choose one of {', '.join(known)}")
+
+
+def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> CallFormat:
+    """A format of calls that a grammar can write: as bare objects where it has special tokens, which are no text."""
+    how = format.as_written
+    text = how.open + how.head + how.between + how.close
+    special = (mark for id, mark in tokenizer.mark_ids(how.marks).items() if id in tokenizer.specials)
+    return msgspec.structs.replace(format, written=BARE) if any(mark in text for mark in special) else format
 
 
 def reading_of(
@@ -45,9 +68,8 @@ def reading_of(
     reading = Reading()
     if tools:
         forced = tools.choice == "required"
-        name = calls.as_written.name if by_grammar or forced else calls.name
-        reading = Reading(name, tools.types, tools.several, forced)
+        format = calls.as_written if by_grammar or forced else calls
+        reading = Reading(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
     if reasoning:
-        begins = opened(reasoning, start())
-        reading = msgspec.structs.replace(reading, reasoning=reasoning.name, opened=begins)
+        reading = msgspec.structs.replace(reading, reasoning=reasoning, opened=opened(reasoning, start()))
     return reading

@@ -7,9 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.call_formats import ToolCallParser
 from unfuse.core.compute import ComputeOptions, Hold
-from unfuse.core.reasoning import ReasoningParser
 from unfuse.queues.base import Limits
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.order import Order
@@ -179,10 +177,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "less than this share; requests may say otherwise. 0 skips nothing.",
         ge=0, le=1,
     )] = 0.0  # fmt: skip
-    tool_call_parser: Annotated[ToolCallParser, says(
+    tool_call_parser: Annotated[str, says(
         "How calls of tools are found in what a model writes, by vLLM's names; auto goes by its chat template."
     )] = "auto"  # fmt: skip
-    reasoning_parser: Annotated[ReasoningParser, says(
+    reasoning_parser: Annotated[str, says(
         "How reasoning is told from the answer, by vLLM's names; auto goes by the chat template, none leaves it in."
     )] = "auto"  # fmt: skip
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0

@@ -14,6 +14,7 @@ from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
 from unfuse.server.keys import Keys
 from unfuse.server.links import parse_public_url
+from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
@@ -55,6 +56,7 @@ def options(loaded: Loaded) -> ServeOptions:
         costs=Path(settings.data_dir, COSTS),
         lease_ttl=settings.lease.ttl_s,
         standard=standard(settings),
+        parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
     )
 
 

@@ -75,6 +75,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
     remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin
     with the `public_url`, if there is one.
+    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. `parsers` read answers.
     """
 
     serve: Serve
@@ -102,6 +103,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     standard: Params
     launcher: OpenLauncher | None
     public_url: str = ""
+    parsers: Parsers = Parsers()
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -159,7 +161,7 @@ class Service:
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
                 prices=options.prices, fetching=fetching, joining=crews, public_url=options.public_url,
-                parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
+                parsers=options.parsers,
             )  # fmt: skip
             server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unfuse.core.reading import Reading
-from unfuse.core.reasoning import REASONING, ReasoningReader
+from unfuse.core.reasoning import ReasoningReader
 from unfuse.stages.detokenize import Detokenizer
 from unfuse.stages.sequences import Constraint
 from unfuse.stages.words import Tokenizer
@@ -18,7 +18,8 @@ class BehindReasoning:
     """
 
     def __init__(self, constraint: Constraint, reading: Reading, tokenizer: Tokenizer) -> None:
-        format = REASONING[reading.reasoning]
+        format = reading.reasoning
+        assert format
         self._constraint = constraint
         self._reader = ReasoningReader(format, reading.opened)
         self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks))

@@ -1,0 +1,41 @@
+"""Parsers of answers: chosen by name, or by the model's chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.reading import Reading
+from unfuse.core.tools import Tools, read_tools
+from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.server.parsers import Parsers, reading_of
+
+HERMES, MISTRAL, QWEN3 = CALL_FORMATS["hermes"], CALL_FORMATS["mistral"], REASONING_FORMATS["qwen3"]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+def tools(**about: object) -> Tools | None:
+    return read_tools({"tools": [TOOL], **about})
+
+
+def test_a_chosen_parser_goes_before_that_of_the_template() -> None:
+    auto, chosen = Parsers(), Parsers.chosen("pythonic", "none")
+    assert auto.format_of_calls(HERMES) is HERMES and auto.format_of_reasoning(QWEN3) is QWEN3
+    assert chosen.format_of_calls(HERMES).name == "pythonic" and chosen.format_of_reasoning(QWEN3) is None
+    for tool_call, reasoning in (("openai", "auto"), ("auto", "openai")):
+        with pytest.raises(ConfigError, match="choose one of auto"):
+            Parsers.chosen(tool_call, reasoning)
+
+
+def test_plain_text_is_not_read() -> None:
+    assert reading_of(None, HERMES, None, str) is None
+
+
+def test_what_is_read_follows_from_tools_and_reasoning() -> None:
+    assert reading_of(tools(), HERMES, None, str) == Reading(HERMES, {"f": {"a": "integer"}})
+    forced = reading_of(tools(tool_choice="required", parallel_tool_calls=False), MISTRAL, None, str)
+    assert (
+        forced and forced.calls and (forced.calls.name, forced.forced, forced.several) == ("llama3_json", True, False)
+    )
+    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n") == Reading(reasoning=QWEN3, opened=True)
+    assert reading_of(None, HERMES, QWEN3, lambda: "assistant\n") == Reading(reasoning=QWEN3)

@@ -1,0 +1,71 @@
+"""Messages of chats as clients get them: the deltas of a stream together are the message of an answer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from unfuse.core.reading import READING, Reading
+from unfuse.core.text import Answer
+from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.server.said import GrowingMessage, whole
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
+
+
+def context(**about: Any) -> Any:
+    reading = Reading(CALL_FORMATS["hermes"], {"f": {}}, reasoning=REASONING_FORMATS["qwen3"], **about)
+    return SimpleNamespace(id="chat_1", params={READING: msgspec.json.encode(reading).decode()})
+
+
+def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
+    """What a client is told of a text that comes in pieces of a size."""
+    message = GrowingMessage(context(), 0)
+    ends = [*range(0, len(text), size), len(text)]
+    return [message.add(text[start:end]) for start, end in pairwise(ends)] + message.finish(ended)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 30, 500])
+def test_deltas_together_are_the_message(size: int) -> None:
+    message, reason = whole(context(), 0, Answer(BOTH, "stop", []))
+    told = deltas(BOTH, size)
+    assert reason == "tool_calls" and message["content"] == "I call.\n" and message["reasoning_content"] == "Hm."
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in told) == message[name]
+
+    calls = dict[int, dict[str, Any]]()
+    for delta in told:
+        indexes = [call["index"] for call in delta.get("tool_calls", [])]
+        assert len(set(indexes)) == len(indexes)
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                calls[call["index"]] = {"id": call["id"], "type": "function", "function": {**call["function"]}}
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    assert [calls[0], calls[1]] == message["tool_calls"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+def test_a_call_begins_without_arguments_and_then_they_come_as_they_are_written() -> None:
+    told = [delta["tool_calls"][0] for delta in deltas(CALL, 1) if delta.get("tool_calls")]
+    assert told[0]["function"] == {"name": "f", "arguments": ""} and told[0]["type"] == "function"
+    assert [call["function"]["arguments"] for call in told[1:]][-2:] == ["1", "}"]
+
+
+def test_a_call_that_was_cut_ends_for_its_length() -> None:
+    message, reason = whole(context(), 0, Answer('<tool_call>{"name": "f", "arguments": {"a"', "length", []))
+    assert reason == "length" and message["content"] is None
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a"'}
+    message, _ = whole(context(), 0, Answer('<tool_call>{"name":', "length", []))
+    assert message == {"content": ""}
+
+
+def test_plain_text_is_content() -> None:
+    plain: Any = SimpleNamespace(id="chat_1", params={})
+    assert whole(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
+    assert not GrowingMessage(plain, 0).looks_back
