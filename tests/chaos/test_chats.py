@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
@@ -13,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -112,7 +112,7 @@ def shown(number: int) -> dict[str, Any]:
     for picture in {number % PICTURES, number % 3}:
         file = io.BytesIO()
         Image.new("RGB", (64 + 32 * picture, 64), (30 * picture, 90, 200)).save(file, "PNG")
-        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
         parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     return {**asked(number), "messages": [{"role": "user", "content": parts}]}
 
@@ -137,7 +137,8 @@ def read(gateways: Sequence[Gateway], body: dict[str, Any], key: str) -> tuple[s
                         assert "error" not in event, event
                         id = event["id"]
                         told = event["choices"][0]["logprobs"]
-                        saw += [(one["token"], one["logprob"]) for one in (told or {"content": []})["content"]]
+                        content = (told or {"content": []})["content"]
+                        saw += [(b64encode(bytes(one["bytes"])).decode(), one["logprob"]) for one in content]
         except urllib.error.HTTPError as error:
             assert error.code in (429, 503), error.read()
         except (OSError, HTTPException):
@@ -176,7 +177,7 @@ def drilled(system: System, bodies: Sequence[dict[str, Any]], kills: int, seed: 
     for chats in rounds:
         for (id, saw), quiet in zip(chats, calm, strict=True):
             answer = json.loads(kept_of(system, id))
-            assert saw == [(text, logprob) for _, text, logprob, _ in answer["pieces"]]
+            assert saw == [(own[0], logprob) for _, _, logprob, _, own in answer["pieces"]]
             assert not exact or saw == quiet
     shown: list[Any] = (system.gateways[0].get("/v1/requests?limit=1000") or {})["data"]
     assert {one["status"] for one in shown} == {"completed"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +127,6 @@ def test_in_a_batched_pool_what_clients_saw_is_what_is_kept(folder: Path, tmp_pa
             assert attempts(server, id) > 1
             answer = json.loads(server.result(id))
             assert len(saw) == ASKED["max_tokens"]
-            assert [(told["token"], told["logprob"]) for told in saw] == [
-                (text, logprob) for _, text, logprob, _ in answer["pieces"]
+            assert [(told["bytes"], told["logprob"]) for told in saw] == [
+                ([*b64decode(own[0])], logprob) for _, _, logprob, _, own in answer["pieces"]
             ]
