@@ -96,7 +96,8 @@ def own(seed: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("spread", "equal"), [
-    ("ulysses:2", False), ("cfg:2", True), pytest.param("ring:3", False, marks=pytest.mark.nightly),
+    pytest.param("ulysses:2", False, marks=pytest.mark.nightly), ("cfg:2", True),
+    pytest.param("ring:3", False, marks=pytest.mark.nightly),
     ("ulysses:2+cfg:2", False),
 ])  # fmt: skip
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
