@@ -100,7 +100,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float
     standard: Params
     launcher: OpenLauncher | None
-    public_url: str = ""
+    public_url: str
 
 
 def plan(options: ServeOptions) -> Plan:
