@@ -24,8 +24,8 @@ CARD = ModelCard(
 SAID: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def asked(*, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
-    return check(CARD, {**SAID, **more}, TEXT, derived={"prompt_tokens": prompt_tokens})[0]
+def asked(card: ModelCard = CARD, *, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
+    return check(card, {**SAID, **more}, TEXT, derived={"prompt_tokens": prompt_tokens})[0]
 
 
 def test_an_answer_may_take_what_the_messages_leave() -> None:
@@ -109,9 +109,9 @@ def test_what_does_not_fit_is_told_as_openai_does(more: dict[str, object], howev
 @pytest.mark.row("C5:default_max_tokens")
 def test_the_model_may_say_how_long_answers_are() -> None:
     card = replace(CARD, defaults={"max_tokens": 30})
-    assert check(card, SAID, TEXT)[0]["max_tokens"] == 30
-    assert check(card, {**SAID, "max_tokens": 50}, TEXT)[0]["max_tokens"] == 50
-    assert check(card, {**SAID, "prompt_tokens": 90}, TEXT)[0]["max_tokens"] == 10
+    assert asked(card)["max_tokens"] == 30
+    assert asked(card, max_tokens=50)["max_tokens"] == 50
+    assert asked(card, prompt_tokens=90)["max_tokens"] == 10
 
 
 def test_what_ends_an_answer_is_there_only_if_asked_for() -> None:

@@ -102,8 +102,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl: float
     standard: Params
     launcher: OpenLauncher | None
-    public_url: str = ""
-    parsers: Parsers = Parsers()
+    public_url: str
+    parsers: Parsers
 
 
 def plan(options: ServeOptions) -> Plan:
