@@ -23,8 +23,9 @@ from bench.report import ratio, show, spread
 from tools.tiny_language import make_language_model
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError
-from unfuse.core.grammar import GRAMMAR, Grammar, digest, packed as pack_grammar, schema_text
+from unfuse.core.grammar import GRAMMAR, Grammar, digest, packed as pack_grammar
 from unfuse.core.media import TEXT
+from unfuse.core.schemas import schema_text
 from unfuse.core.text import packed
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
@@ -46,7 +47,7 @@ SCHEMA = {
 
 
 def grammar(number: int = 0) -> bytes:
-    said = schema_text({**SCHEMA, "title": f"number {number}"}, None, "bench")
+    said = schema_text({**SCHEMA, "title": f"number {number}"}, True, "bench")
     return pack_grammar(Grammar("json_schema", said), "bench")
 
 
@@ -69,10 +70,11 @@ class Texts:
 
     def start(self, seed: int, held: bytes | None = None) -> Writing:
         ids = self._tokenizer.prompt([{"role": "user", "content": "Tell me of a person, as JSON."}])
-        asked: dict[str, Any] = {"messages": [], "prompt_tokens": len(ids), "seed": seed, "max_tokens": 400}
+        asked: dict[str, Any] = {"messages": [], "seed": seed, "max_tokens": 400}
         asked |= {"logit_bias": {str(stop): -100 for stop in self._tokenizer.stops}}
         uploads = {"prompt": packed(ids)} | ({GRAMMAR: held} if held else {})
-        params, _ = check(self._card, asked | ({GRAMMAR: digest(held)} if held else {}), TEXT)
+        params, _ = check(self._card, asked, TEXT, derived={"prompt_tokens": len(ids)})
+        params |= {GRAMMAR: digest(held)} if held else {}
         state = self.stage.start(StageInput(params, {}, uploads))
         while held and self.stage.waits(state):
             time.sleep(0.01)

@@ -62,8 +62,8 @@ class Even:
 
 
 def held(model: Model, words: int, **asked: Any) -> StageInput:
-    given = task(model.card, model.ids(words), max_tokens=MOST, **{GRAMMAR: "0", "temperature": 1, **asked})
-    return replace(given, uploads={**given.uploads, GRAMMAR: JSON})
+    given = task(model.card, model.ids(words), max_tokens=MOST, **{"temperature": 1, **asked})
+    return replace(given, params={**given.params, GRAMMAR: "0"}, uploads={**given.uploads, GRAMMAR: JSON})
 
 
 def with_grammars(model: Model, grammars: Any, tokens: int = 4096, batching: str = "batched") -> Decode:

@@ -72,8 +72,9 @@ class Model:
 
 
 def task(card: ModelCard, ids: list[int], tensors: Mapping[str, Any] | None = None, **asked: Any) -> StageInput:
-    given = {"messages": [], "prompt_tokens": len(ids), "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
-    return StageInput(check(card, given, TEXT)[0], tensors or {}, {"prompt": packed(ids)})
+    given = {"messages": [], "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
+    params, _ = check(card, given, TEXT, derived={"prompt_tokens": len(ids)})
+    return StageInput(params, tensors or {}, {"prompt": packed(ids)})
 
 
 def prefilled(prefill: Prefill, given: StageInput) -> Mapping[str, Any]:

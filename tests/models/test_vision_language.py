@@ -48,8 +48,9 @@ class Chat:
         assert self.card.vision
         self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
         self.begins = beginnings(self.ids, places_of(self.card.vision, self.ids, self.shown))
-        given = {"messages": messages, "prompt_tokens": len(self.ids), "shown": self.shown, "temperature": 0}
-        self.params, _ = check(self.card, {**given, "max_tokens": MOST, "seed": 1, **asked}, TEXT)
+        given = {"messages": messages, "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
+        derived = {"prompt_tokens": len(self.ids), "shown": self.shown}
+        self.params, _ = check(self.card, given, TEXT, derived=derived)
         self.plan = compile_plan(self.card.pipeline, self.card.pools(), self.params, [{"index": 0}], ())
 
     def stages(self, batching: Any = "batched") -> dict[str, Any]:

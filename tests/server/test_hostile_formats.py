@@ -120,7 +120,8 @@ def test_so_are_messages_with_calls(port: int, calls: Any, content: Any, role: s
 
 def test_a_client_names_no_grammar_of_another(port: int) -> None:
     """What the gateway makes of a request is not taken from it."""
-    assert asked(port, grammar="0" * 32, tool_calls="tagged")[0] == 202
+    for name in ("grammar", "tool_calls", "reading"):
+        assert asked(port, **{name: "0" * 32})[:2] == (400, name)
 
 
 def test_megabytes_of_a_schema_are_refused(port: int) -> None:

@@ -194,13 +194,13 @@ def test_tokens_that_stand_for_pictures_are_text_in_texts(ai: openai.OpenAI, par
     accepted(ai, *parts)
 
 
-def test_what_a_client_says_is_shown_counts_for_nothing(ai: openai.OpenAI) -> None:
-    answer = ai.chat.completions.with_raw_response.create(
-        model="tiny", messages=[{"role": "user", "content": "fox"}], extra_headers={"prefer": "respond-async"},
-        extra_body={"shown": '[{"shown": "a"}]', "prompt_tokens": 1},
-    )  # fmt: skip
-    params = json.loads(answer.content)["params"]
-    assert "shown" not in params and params["prompt_tokens"] > 1
+def test_what_a_client_says_is_shown_is_refused(ai: openai.OpenAI) -> None:
+    for name, value in (("shown", '[{"shown": "a"}]'), ("prompt_tokens", 1)):
+        with pytest.raises(openai.BadRequestError, match="unknown parameter") as refused:
+            ai.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "fox"}], extra_body={name: value}
+            )
+        assert refused.value.param == name
 
 
 def test_pixels_are_bounded_in_all_before_they_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tools.scripted_model import END, make_scripted_model
 
+pytestmark = pytest.mark.slow
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é 😀 aaaa aaaa"}}\n</tool_call>'
 
 

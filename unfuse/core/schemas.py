@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ UNSURE = {
     "unevaluatedItems", "contentMediaType", "contentEncoding", "contentSchema", "multipleOf", "$dynamicRef",
 }  # fmt: skip
 """Keywords that a grammar may not be able to hold an answer to."""
+
+TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 BY_NAME = ("properties", "$defs", "definitions")
 BELOW = ("items", "additionalProperties", "additionalItems")
@@ -76,14 +80,14 @@ def types_of(schema: object) -> dict[str, str]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return {}
-    return {str(name): "|".join(sorted(_types(about))) for name, about in properties.items()}
+    return {name: "|".join(sorted(_types(about))) for name, about in properties.items() if not _SURROGATES.search(name)}
 
 
 def _types(schema: object, depth: int = 4) -> set[str]:
     if not isinstance(schema, dict) or depth == 0:
         return set()
     said = schema.get("type")
-    found = {one for one in (said if isinstance(said, list) else [said]) if isinstance(one, str)}
+    found = {one for one in TYPES if one in (said if isinstance(said, list) else [said])}
     if isinstance(values := schema.get("enum"), list) and not found:
         found |= {"string"} if all(isinstance(value, str) for value in values) else set()
     for key in ("anyOf", "oneOf"):
