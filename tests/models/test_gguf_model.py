@@ -129,11 +129,12 @@ def test_the_card_is_that_of_the_folder_but_for_what_is_in_the_file(file: Path, 
     assert not set(mine.pools().values()) & set(theirs.pools().values())
 
 
-@pytest.mark.parametrize("piece", [16 << 20, 1000])
+@pytest.mark.parametrize("whole", [64 << 20, 1000])
 def test_copies_are_one_model_and_a_changed_one_is_another(
-    piece: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.models.fingerprints.PIECE_BYTES", piece)
+    monkeypatch.setattr("unfuse.models.fingerprints.WHOLE_BYTES", whole)
+    monkeypatch.setattr("unfuse.models.fingerprints.PIECE_BYTES", 1000)
     copy = Path(shutil.copy(file, tmp_path / "renamed.gguf"))
     assert GgufModel(copy).identity("model") == GgufModel(file).identity("model")
 

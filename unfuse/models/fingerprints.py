@@ -29,6 +29,9 @@ THREADS = 4
 
 REMEMBERED_FROM = 1 << 20  # bytes; hashing a smaller file costs less than remembering it
 MAX_ENTRIES = 4096  # fingerprints in the file, the latest
+WHOLE_BYTES = 64 << 20
+"""Files up to this size are in longer hashes with their content, as in earlier versions: pools keep their names."""
+
 LOGGED_FROM = 1 << 30  # bytes; hashing a smaller file takes no time that a person notices
 
 COARSE_S = 2.0
@@ -103,6 +106,18 @@ class Fingerprints:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): download or save the model again") from error
         raise ConfigError(f"{path} changes while it is read: wait until it is written, then start again")
+
+    def content(self, path: Path) -> bytes:
+        """Return what stands for a file in a longer hash: all bytes of a small file, the fingerprint of another one.
+
+        Raises ConfigError as `of` does.
+        """
+        try:
+            if path.stat().st_size <= WHOLE_BYTES:
+                return path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): download or save the model again") from error
+        return self.of(path).encode()
 
     def _find(self, entry: str, state: FileState) -> str:
         """Return the remembered fingerprint of a file in that state; "" if there is none."""

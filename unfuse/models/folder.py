@@ -232,7 +232,8 @@ class ModelFolder:
         digest = xxhash.xxh3_128()
         for component in components:
             for name, file in self._files(component).items():
-                digest.update(f"{name}\0{file.size}\0{self._content_id(f'{self.at(component)}{name}', file)}".encode())
+                digest.update(f"{name}\0{file.size}\0".encode())
+                digest.update(self._content(f"{self.at(component)}{name}", file))
         return digest.hexdigest()
 
     def files(self, component: str) -> dict[str, Path]:
@@ -289,17 +290,17 @@ class ModelFolder:
         named = {file: name for file, link in linked.items() if self._is_blob(file, name := Path(link).name)}
         return {file.name: HubFile(file.stat().st_size, named.get(file, "")) for file in present}
 
-    def _content_id(self, path: str, file: HubFile) -> str:
-        """The hub's name of a file's content, or a fingerprint of one that somebody has put in the place of the hub's.
+    def _content(self, path: str, file: HubFile) -> bytes:
+        """What stands for a file's content: the hub's name for it, also of a file that is not a link to the hub's.
 
         A copy of what the hub lists has the name that is listed.
         """
         here, listed = self.path / path, file.lfs_sha256 or file.blob_id
         if not listed:
-            return FINGERPRINTS.of(here)
+            return FINGERPRINTS.content(here)
         if self._is_blob(here, listed) or not here.exists():
-            return listed
-        return FINGERPRINTS.of(here, "sha256" if file.lfs_sha256 else "git")
+            return listed.encode()
+        return FINGERPRINTS.of(here, "sha256" if file.lfs_sha256 else "git").encode()
 
     def _is_blob(self, file: Path, name: str) -> bool:
         """Whether a file of a snapshot is a link to what the hub's library keeps under that name of its content."""

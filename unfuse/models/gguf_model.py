@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import xxhash
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
@@ -92,7 +93,9 @@ class GgufModel(ModelFolder):
     @override
     def identity(self, *components: str) -> str:
         """A fingerprint of all bytes, whatever the file is called."""
-        return FINGERPRINTS.of(self.path)
+        digest = xxhash.xxh3_128(f"{self.path.stat().st_size}\0".encode())
+        digest.update(FINGERPRINTS.content(self.path))
+        return digest.hexdigest()
 
     @override
     def files(self, component: str) -> dict[str, Path]:
