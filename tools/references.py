@@ -14,6 +14,7 @@ from unfuse.cli.main import exit_code
 from unfuse.core.media import IMAGE, MEDIA, VIDEO
 from unfuse.core.parameters import Parameter
 from unfuse.core.registry import resolve
+from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.models import FAMILIES
 from unfuse.models.defaults import call_defaults
 from unfuse.scheduler.draft import CODES
@@ -63,7 +64,8 @@ Clients raise the error that an answer was made from, as far as they know it; th
 """
 
 STATUSES = {
-    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "handed_back": 500, "expired": 504, "cancelled": 409
+    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "handed_back": 500, "expired": 504, "cancelled": 409,
+    MODERATION_BLOCKED: 400,
 }  # fmt: skip
 """What a call gets that waited for a request which has no result."""
 
@@ -102,6 +104,10 @@ ADVICE = {
         "[parameters](reference-parameters.md)."
     ),
     "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
+    MODERATION_BLOCKED: (
+        "The model's safety checker flagged all that was made: change the prompt, or try another seed. Where it "
+        "flagged some of several pictures, these alone are marked as `flagged`."
+    ),
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "model_not_found": "`GET /v1/models`, or `unfuse models`, lists what is served.",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.answers.sampled import build
 from tests.once import once
 from tools import tiny, tiny_whole
 from tools.server import Server, serving
@@ -50,11 +51,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """Return the folder of a tiny model of that kind, built once in a test run. Copy it before you change it."""
 
-    def build(kind: str) -> Path:
+    def made(kind: str) -> Path:
         make = tiny.build if kind in tiny.KINDS else tiny_whole.build
         return once(f"tiny-{kind}", tmp_path_factory, lambda unfinished: make(kind, unfinished) and None)
 
-    return build
+    return made
+
+
+@pytest.fixture(scope="session")
+def sampled(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Return the folder of a model with another noise scheduler, or a safety checker, by its name in `sampled.py`."""
+    return lambda name: build(name, folder, tmp_path_factory)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

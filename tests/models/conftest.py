@@ -86,8 +86,8 @@ def guided_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> 
 ODD = "  Ünïcode &amp;amp; “quotes”…\u3000ﬁne\u200b ☃️ naÃ¯ve\n\ttabs\x1c "
 LONG = "a very long prompt that goes on and on, far behind what the model can read, and then goes on"
 WORDS = "a blue star on black"
-HALF = "bfloat16"
-WHOLE_HALF = "bfloat16,vae=bfloat16"
+HALF = "bfloat16,vae=float32"
+WHOLE_HALF = "bfloat16"
 
 OF_SHAPES: dict[str, Any] = {"width": 128, "height": 128, "max_sequence_length": 16, "guidance_scale": 3.0}
 JOB_OF_SHAPES = wan_params(1, WORDS, **OF_SHAPES)
@@ -119,7 +119,7 @@ JOBS = [
     Job("picture-one-frame", "wan-image", image_params(4, num_frames=1)),
     Job("picture-transparent", "wan-image", image_params(5, image="glass.webp", height=48)),
     Job("picture-half", "wan-image", image_params(6, negative_prompt="no"), HALF),
-    Job("picture-whole-half", "wan-image", image_params(6), "bfloat16,vae=bfloat16"),
+    Job("picture-whole-half", "wan-image", image_params(6), WHOLE_HALF),
     Job("picture-euler", "wan-image-euler", image_params(7, num_frames=9, guidance_scale=2.5)),
     Job("picture-euler-half", "wan-image-euler", image_params(8, image="wall.jpg"), HALF),
     Job("frames-video", "wan-image-last", image_params(last_frame="wall.jpg")),

@@ -17,6 +17,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.models.folder import ModelFolder
+from unfuse.models.whole import FAMILY as WHOLE
 from unfuse.stages.base import Stage, StageInput
 
 
@@ -99,12 +100,14 @@ def test_weights_of_another_class_are_refused(
         load(folder, stage)
 
 
-def test_a_noise_scheduler_that_draws_for_itself_is_refused(copied: Callable[[str], Path]) -> None:
+def test_a_noise_scheduler_that_draws_for_itself_is_left_to_its_pipeline(copied: Callable[[str], Path]) -> None:
     folder = copied("wan-euler")
     c.edit(folder / "scheduler" / "scheduler_config.json", stochastic_sampling=True)
+    classes = {"scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler")}
 
-    with pytest.raises(ConfigError, match="stochastic_sampling has no seed of its own"):
-        load(folder, "denoise")
+    assert find(folder) is WHOLE
+    with pytest.raises(ConfigError, match="draws noise between steps, which only an undivided pipeline does"):
+        Loader(ModelFolder(folder), classes, Runtime("cpu", {}), None).noise_scheduler()
 
 
 @pytest.mark.parametrize("kind", ["wan", "wan-image", "flux"])

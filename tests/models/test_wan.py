@@ -74,13 +74,15 @@ def test_the_built_in_model_serves_what_its_serving_json_says() -> None:
     assert said["limits"].items() <= card.limits.items()
 
 
-@pytest.mark.parametrize(("wanted", "others"), [("auto", "float32"), ("float16", "float16")])
-def test_dtypes_are_by_component_and_the_vae_stays_exact(wanted: str, others: str, copy: Path) -> None:
+@pytest.mark.parametrize(("wanted", "vae", "others"), [
+    ("auto", "float32", "float32"), ("float16", "float16", "float16"), ("float16,vae=float32", "float32", "float16"),
+])  # fmt: skip
+def test_one_dtype_is_for_all_components_that_are_not_named(wanted: str, vae: str, others: str, copy: Path) -> None:
     c.serve(copy)
 
     dtypes = find(copy).card("mine", copy, wanted).dtypes
 
-    assert dtypes.pop("vae") == "float32"
+    assert dtypes.pop("vae") == vae
     assert set(dtypes.values()) == {others}
 
 
@@ -138,7 +140,7 @@ def test_pools_of_equal_components_are_shared_between_models(other: str, undivid
 
 @pytest.mark.parametrize(("changes", "sentence"), [
     ({"boundary_ratio": 0.875}, "gives component transformer_2 as [None, None]; served is"),
-    ({"scheduler": ["diffusers", "DDPMScheduler"]}, "served is diffusers UniPCMultistepScheduler or FlowMatchEuler"),
+    ({"scheduler": ["diffusers", "OwnScheduler"]}, "served is diffusers UniPCMultistepScheduler or DPMSolver"),
     ({"text_encoder": ["os", "system"]}, "gives component text_encoder as ['os', 'system']; served is transformers"),
     ({"vae": [None, None]}, "gives component vae as [None, None]; served is diffusers AutoencoderKLWan"),
 ])  # fmt: skip

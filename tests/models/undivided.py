@@ -53,9 +53,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 
 def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
-    """All in one dtype but the VAE, which is float32 unless named: as its makers advise, and as unfuse has it."""
+    """All in one dtype, but for a VAE that is named."""
     whole, _, vae = dtype.partition(",vae=")
-    dtypes = {"default": getattr(torch, whole), "vae": getattr(torch, vae or "float32")}
+    dtypes = {"default": getattr(torch, whole), "vae": getattr(torch, vae or whole)}
     if files := [*folder.glob("transformer/tuned*")]:
         transformer = single(*files, dtypes["default"])
         pipe = WanPipeline.from_pretrained(folder, torch_dtype=dtypes, transformer=transformer)
@@ -75,7 +75,8 @@ def redrawing(pipe: DiffusionPipeline, masked: bool) -> DiffusionPipeline:
     kind = AutoPipelineForInpainting if masked else AutoPipelineForImage2Image
     redraws, given = kind.from_pipe(pipe), []
     redraws.set_progress_bar_config(disable=True)
-    pipe.vae.register_to_config(force_upcast=False)  # it would leave the VAE in the dtype of the transformer
+    if pipe.vae.dtype != (pipe.unet if hasattr(pipe, "unet") else pipe.transformer).dtype:
+        pipe.vae.register_to_config(force_upcast=False)  # it would leave the VAE in the dtype of the transformer
     prepare, encode = redraws.image_processor.preprocess, pipe.vae.encode
 
     def prepared(*arguments, **named):

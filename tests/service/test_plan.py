@@ -60,7 +60,7 @@ def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in
         (model.folder / "model_index.json").read_text())["transformer"][1], 2 * transformer.parameters)  # fmt: skip
     (file,) = (model.folder / "transformer").glob("*.safetensors")
     assert 4 * transformer.parameters < file.stat().st_size < transformer.files
-    assert vae.memory == 4 * vae.parameters
+    assert vae.memory == 2 * vae.parameters
     assert (tokenizer.memory, tokenizer.files > 0) == (0, True)
 
 
@@ -103,7 +103,8 @@ def test_auto_is_float32_on_a_cpu() -> None:
         (wanted(place="encoder=cpu"), ("float32", "bfloat16", "float32")),
         (wanted(place="denoiser=cpu,denoiser=cuda:0", device="cpu"), ("float32", "bfloat16", "float32")),
         (wanted("vae=bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
-        (wanted("float16"), ("float16", "float16", "float32")),
+        (wanted("float16"), ("float16", "float16", "float16")),
+        (wanted("float16,vae=float32"), ("float16", "float16", "float32")),
         (wanted("float32,transformer=float16"), ("float32", "float16", "float32")),
     ],
 )

@@ -140,8 +140,8 @@ def accepted(response: httpx2.Response) -> httpx2.Response:
 
 
 def indexes_of(view: Mapping[str, Any]) -> list[int]:
-    """The places of the results that a request object names."""
-    return [int(file["url"].rpartition("/")[2]) for file in view["result"]]
+    """The places of the results that a request object names, but for those that a safety checker flagged."""
+    return [int(file["url"].rpartition("/")[2]) for file in view["result"] if not file.get("flagged")]
 
 
 def is_over(view: Mapping[str, Any]) -> bool:

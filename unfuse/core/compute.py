@@ -30,7 +30,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "those of a worker's ranks."
     )] = "auto"  # fmt: skip
     dtype: Annotated[str, Meta(
-        description="Type of the weights: one for all, or by component (transformer=bfloat16,vae=float32). auto is "
+        description="Type of the weights: one for all, or by component (bfloat16,vae=float32). auto is "
         "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
     )] = "auto"  # fmt: skip
     parallel: Annotated[str, Meta(

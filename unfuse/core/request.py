@@ -59,6 +59,13 @@ class Timings(msgspec.Struct, frozen=True):
     devices: int = 1
 
 
+FLAGGED_TYPE = "application/problem+json"
+"""The content type of a file that stands for a picture or video which the model's safety checker withheld."""
+
+MODERATION_BLOCKED = "moderation_blocked"
+"""The error code of a request all of whose pictures were withheld, as OpenAI calls it."""
+
+
 class ResultFile(msgspec.Struct, frozen=True):
     """One picture or video in the result store. `index` counts those of the request from 0, and sorts them there."""
 
@@ -66,6 +73,11 @@ class ResultFile(msgspec.Struct, frozen=True):
     content_type: str
     bytes: int
     sha256: str
+
+    @property
+    def flagged(self) -> bool:
+        """Whether a safety checker withheld the picture or video: the file says so in its place."""
+        return self.content_type == FLAGGED_TYPE
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import cut_of, encoder_spreads
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.gguf_model import GgufModel
+from unfuse.models.noise_schedulers import READ_ERRORS, draws_noise, is_split, unreadable_field
 from unfuse.models.quantised import check, packed_bytes
 from unfuse.models.shared import Mapped, held, load_together, moved
 from unfuse.models.single import load_single
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from unfuse.stages.denoise import Denoiser
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
+
+EXTRAS = ("scipy", "torchsde")  # packages that single noise schedulers need, and unfuse does not install
 
 Report = Callable[[str, float, int], None]  # called for each loaded component: name, seconds, bytes of memory
 
@@ -133,6 +136,8 @@ class DiffusersFamily(Family):
     @override
     def takes(self, folder: ModelFolder) -> bool:
         try:
+            if not is_split(folder, self.classes):
+                return False
             whole = self.else_whole and all((folder.path / part).exists() for part in self.components(folder))
             return not whole or bool(self.standard(folder))
         except ConfigError:
@@ -349,10 +354,13 @@ class Loader:
         return vae
 
     def noise_scheduler(self) -> Any:
-        """The noise scheduler. Raises ConfigError for one that would draw noise between steps."""
+        """The noise scheduler of a split model. Raises ConfigError for one that would draw noise between steps."""
         scheduler = self.plain("scheduler")
-        if scheduler.config.get("stochastic_sampling"):
-            raise ConfigError(f"model {self.folder.path}: a scheduler with stochastic_sampling has no seed of its own")
+        if draws_noise(scheduler.config):
+            raise ConfigError(
+                f"model {self.folder.path}: its noise scheduler draws noise between steps, which only an undivided "
+                "pipeline does from the request's seed"
+            )
         return scheduler
 
     def plain(self, component: str) -> Any:
@@ -381,7 +389,9 @@ class Loader:
 
         library, name = self._classes[component]
         import_module(f"{library.partition('.')[0]}.utils.logging").disable_progress_bar()
-        whole = getattr(import_module(library), name)
+        whole = getattr(import_module(library), name, None)
+        if whole is None:
+            raise ConfigError(f"component {component} of {self.folder.path} is a {name}, which {library} does not have")
         kind = part(whole) if part else whole
         path = path or self.folder.path / self.folder.at(component)
         try:
@@ -390,9 +400,23 @@ class Loader:
             if (single := self.folder.single(component)) and path.is_relative_to(self.folder.path):
                 return load_single(kind, path / single, options["dtype"])
             return kind.from_pretrained(str(path), local_files_only=True, **options)
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, ImportError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"component {component} in {path} cannot be loaded as {name}: {reason}") from error
+        except (*READ_ERRORS, SafetensorError) as error:
+            raise ConfigError(self._unreadable(component, path, whole, error)) from error
+
+    def _unreadable(self, component: str, path: Path, kind: Any, error: Exception) -> str:
+        """Why a component cannot be loaded, and of one without weights which field of which file is to blame."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        sentence = f"component {component} in {path} cannot be loaded as {self.class_of(component)}"
+        if isinstance(error, ImportError):
+            lacking = "" if "pip install" in reason else next((f": pip install {n}" for n in EXTRAS if n in reason), "")
+            return f"{sentence}: {reason.rstrip('.')}{lacking}"
+        if self.folder.weight_names(component) or not hasattr(kind, "config_name"):
+            return f"{sentence}: {reason}"
+        config = self.folder.config(component)
+        if field := unreadable_field(kind, config):
+            value = msgspec.json.encode(config[field]).decode()[:80]
+            sentence += f": {kind.config_name} says {field} is {value}, correct that field"
+        return f"{sentence}: {reason[:200]}"
 
     def _tell(self, component: str, began: float, size: int) -> None:
         if self._report is not None:

@@ -29,11 +29,10 @@ def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
 def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
     """The dtype of each component by `--dtype`; "auto" is float32, which is what diffusers loads when told nothing.
 
-    A VAE is float32 unless it is named, as its makers advise: half precision shows in the picture.
+    One dtype for all means every component, as `torch_dtype` of a diffusers script does.
     Raises ConfigError for an unknown dtype or component.
     """
     rest, named = parse_dtypes(spec)
     if unknown := sorted(set(named) - set(components)):
         raise ConfigError(f"--dtype {spec}: no component is called {unknown[0]!r}; known are {', '.join(components)}")
-    usual = {name: DTYPES[0] if rest == "auto" or name.startswith("vae") else rest for name in components}
-    return usual | named
+    return dict.fromkeys(components, DTYPES[0] if rest == "auto" else rest) | named

@@ -6,12 +6,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, Unsuitable
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
 from unfuse.models.folder import ModelFolder
+from unfuse.models.noise_schedulers import READ_ERRORS
 from unfuse.models.text import true_cfg_scale
 from unfuse.stages.base import need
 
@@ -135,6 +136,9 @@ class FlowDenoiser:
     """What guides: the true guidance scale, of models that were not distilled with one."""
     reads: Mapping[str, Any] = {}
     """Types of parameters that it reads beside a size."""
+    sets_begin = True
+    """Whether the pipeline tells its noise scheduler to begin at step 0. One that is not told looks its first timestep
+    up, and takes the second of two equal ones."""
 
     def __init__(
         self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]], component: str = "transformer"
@@ -180,10 +184,14 @@ class FlowDenoiser:
         return latents
 
     def _fresh(self, latents: Tensor, **given: Any) -> NoiseScheduler:
-        """A new noise scheduler of the same configuration, with these timesteps."""
+        """A new noise scheduler of the same configuration, with these timesteps. Raises Unsuitable if it refuses."""
         fresh = type(self._scheduler).from_config(self._scheduler.config)
-        fresh.set_timesteps(device=latents.device, **given)
-        fresh.set_begin_index(0)
+        try:
+            fresh.set_timesteps(device=latents.device, **given)
+        except READ_ERRORS as error:
+            raise Unsuitable(f"the model's noise scheduler cannot make these steps: {error}") from error
+        if self.sets_begin:
+            fresh.set_begin_index(0)
         found: NoiseScheduler = fresh
         return found
 

@@ -24,6 +24,8 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, VideoShape, need_channels
 from unfuse.models.folder import ModelFolder
+from unfuse.models.frame_rates import frame_rate
+from unfuse.models.noise_schedulers import EULER
 from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from unfuse.stages.denoise import NoiseScheduler
 
 PIXEL_MULTIPLE = 16  # HunyuanVideoPipeline refuses other sizes, whatever the VAE
-FPS = 24  # what the published model was trained at
 HIDDEN = -3  # which of Llama's hidden states is the prompt's: two layers are left out
 
 
@@ -144,7 +145,7 @@ class HunyuanVideo(DiffusersFamily):
         "tokenizer_2": ("transformers", CLIP_TOKENIZERS),
         "text_encoder_2": ("transformers", ("CLIPTextModel",)),
         "transformer": ("diffusers", ("HunyuanVideoTransformer3DModel",)),
-        "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
+        "scheduler": ("diffusers", (EULER, "UniPCMultistepScheduler")),
         "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
     }
     text_encoders = {"text_encode": LlamaText, "text_encode_2": partial(ClipText, end="_2")}
@@ -171,7 +172,7 @@ class HunyuanVideo(DiffusersFamily):
     @override
     def standard(self, folder: ModelFolder) -> Params:
         """There is no negative prompt unless one is given, not even an empty one."""
-        return {"fps": FPS, "negative_prompt": None}
+        return {"fps": frame_rate(folder.kind, folder.index(), {}), "negative_prompt": None}
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:

@@ -27,6 +27,7 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, VideoShape, need_channels
 from unfuse.models.folder import ModelFolder
+from unfuse.models.frame_rates import frame_rate
 from unfuse.models.text import T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIXEL_MULTIPLE = 32  # LTXPipeline refuses other sizes, whatever the VAE
-FPS = 25  # the pipeline's frame rate
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Ltx(DiffusersFamily):
     @override
     def standard(self, folder: ModelFolder) -> Params:
         Shape.of(folder)
-        return {"fps": FPS, "negative_prompt": None}
+        return {"fps": frame_rate(folder.kind, folder.index(), {}), "negative_prompt": None}
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:

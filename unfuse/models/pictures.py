@@ -78,10 +78,16 @@ class GridPictureVae:
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As a video of one frame."""
-        config, dtype = self._vae.config, self._vae.dtype
+        config, dtype = self._vae.config, self.dtype
         grid = latents.to(self._device, dtype if self._cast_first else None) / config.scaling_factor
         shifted: Tensor = grid if config.shift_factor is None else grid + config.shift_factor
         return shifted.to(dtype).unsqueeze(2)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it decodes."""
+        found: torch.dtype = self._vae.dtype
+        return found
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of the one frame of each."""

@@ -49,10 +49,14 @@ class OneVae(Loader):
 
 
 class PictureVae:
-    """The VAE; an ImageEncoder of pictures that are stretched to the size that is asked for."""
+    """The VAE; an ImageEncoder of pictures that are stretched to the size that is asked for.
 
-    def __init__(self, loader: Loader) -> None:
+    One that `upcasts` encodes in float32 where its configuration says `force_upcast`.
+    """
+
+    def __init__(self, loader: Loader, upcasts: bool = False) -> None:
         self._vae, self._device = loader.vae(), loader.device
+        self._upcasts = upcasts and bool(self._vae.config.get("force_upcast"))
 
     def verify(self, params: Params) -> None:
         """It reads a size."""
@@ -64,10 +68,15 @@ class PictureVae:
 
         size = {side: need(params, side, int) for side in ("height", "width")}
         pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures), **size)
-        pixels = pixels.to(self._device, self._vae.dtype)
+        dtype = self._vae.dtype
+        pixels = pixels.to(self._device, dtype)
         if "z_dim" in self._vae.config:
             pixels = pixels.unsqueeze(2)
+        if self._upcasts:
+            pixels = pixels.float()
+            self._vae.float()
         moments = self._vae.encode(pixels).latent_dist.parameters
+        self._vae.to(dtype)
         return {"moments": moments.reshape(*moments.shape[:2], *moments.shape[-2:])}
 
 
@@ -78,6 +87,7 @@ class Redrawing(DiffusersFamily):
     """What such a request may bring; in diffusers each has a pipeline of its own, whose strength is usual for it."""
     packs = False  # whether the transformer sees latents as patches
     whole_steps = False  # whether a step that the strength spares in part is not made
+    upcasts = False  # whether the pipeline lets the VAE encode in float32 where its configuration says so
     repeats = False  # whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures
 
     @override
@@ -85,7 +95,7 @@ class Redrawing(DiffusersFamily):
         card = super().card(name, folder, dtype)
         if not self.starts:
             return card
-        packing, width = Packing.of(ModelFolder(folder)), DTYPES[card.dtypes["vae"]]
+        packing, width = Packing.of(ModelFolder(folder)), DTYPES["float32" if self.upcasts else card.dtypes["vae"]]
         room = (2 * packing.channels * width + DTYPES["float32"]) / packing.scale**2
         encode = replace(REDRAW_ENCODE, room=Room(2 * ALIGNMENT, room))
 
@@ -112,7 +122,7 @@ class Redrawing(DiffusersFamily):
         if kind in (REDRAW_ENCODE.kind, VAE_DECODE.kind):
             loader = OneVae(loader)
         if kind == REDRAW_ENCODE.kind:
-            return RedrawEncode(PictureVae(loader))
+            return RedrawEncode(PictureVae(loader, self.upcasts))
         stage = super().stage(kind, loader)
         if isinstance(stage, Denoise) and self.starts:
             packing, config = Packing.of(loader.folder), loader.folder.config("vae")

@@ -26,12 +26,13 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import Packing, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip
+from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, GridPictureVae, ProjectedClip
 from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
 from unfuse.stages.base import Stage, need
 from unfuse.stages.guidance import AWAY
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 PIXEL_MULTIPLE = 8  # the pipeline refuses other sizes, whatever the VAE
@@ -100,6 +101,30 @@ class SdxlDenoiser(GridDenoiser):
         )
 
 
+class SdxlVae(GridPictureVae):
+    """The VAE; a VaeDecoder. In float16 it decodes in float32 where its configuration says `force_upcast`."""
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__(loader)
+        self._cast_first = self._vae.dtype.itemsize == 2 and self.dtype.itemsize == 4
+
+    @property
+    @override
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        overflows = self._vae.dtype == torch.float16 and self._vae.config.force_upcast
+        return torch.float32 if overflows else super().dtype
+
+    @override
+    def decode(self, grid: Tensor) -> Tensor:
+        before = self._vae.dtype
+        self._vae.to(grid.dtype)
+        pixels = super().decode(grid)
+        self._vae.to(before)
+        return pixels
+
+
 class Sdxl(GridFamily):
     """The stages of a StableDiffusionXLPipeline folder."""
 
@@ -121,7 +146,8 @@ class Sdxl(GridFamily):
     denoiser = SdxlDenoiser
     shape = Shape.of
     starts = ("image", "mask")
-    whole_steps = repeats = True
+    vae = SdxlVae
+    whole_steps = repeats = upcasts = True
     adapts = "unet"
 
     @override

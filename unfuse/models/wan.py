@@ -25,6 +25,8 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, VideoShape, need_channels, norm
 from unfuse.models.folder import ModelFolder
+from unfuse.models.frame_rates import frame_rate
+from unfuse.models.noise_schedulers import EULER, MULTISTEP
 from unfuse.models.text import T5_TOKENIZERS, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIXEL_MULTIPLE = 16  # WanPipeline refuses other sizes, whatever the VAE
-FPS, EXPANDED_FPS = 16, 24  # what published models were trained at: without a timestep for each token, and with
 TEXT = "WanPipeline"  # the class of models that are given no picture
 
 LATENT_BYTES = DTYPES["float32"]
@@ -155,6 +156,7 @@ class WanDenoiser(FlowDenoiser):
         super().__init__(loader, shape.latents)
         self._low = None if shape.boundary is None else loader.model("transformer_2")
         self.transformers += (self._low,) if self._low else ()
+        self.sets_begin = loader.folder.kind == TEXT
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
         seen = (1, 2, None, shape.image_dim) if shape.ends else (1, None, shape.image_dim)
@@ -279,7 +281,7 @@ class Wan(DiffusersFamily):
         "tokenizer": ("transformers", T5_TOKENIZERS),
         "text_encoder": ("transformers", ("UMT5EncoderModel",)),
         "transformer": ("diffusers", ("WanTransformer3DModel",)),
-        "scheduler": ("diffusers", ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")),
+        "scheduler": ("diffusers", (*MULTISTEP, EULER)),
         "vae": ("diffusers", ("AutoencoderKLWan",)),
     }
     text_encoders = {"text_encode": partial(WanText, guidance=guidance_scale)}
@@ -315,7 +317,7 @@ class Wan(DiffusersFamily):
     def standard(self, folder: ModelFolder) -> Params:
         shape = Shape.of(folder)
         second: Params = {} if shape.boundary is None else {SECOND: None}
-        return {"fps": EXPANDED_FPS if shape.expand else FPS, "negative_prompt": "", **second}
+        return {"fps": frame_rate(folder.kind, folder.index(), {}), "negative_prompt": "", **second}
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:

@@ -19,12 +19,14 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import LAST_FRAME, REFERENCES, UPLOAD, Limits
-from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.core.plan import Params, Pipeline, StageSpec, Value
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.declared import VIDEO, Declared, declared, has_pipelines
 from unfuse.models.defaults import Defaults, Serving
 from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.folder import ModelFolder
+from unfuse.models.frame_rates import frame_rate
+from unfuse.models.noise_schedulers import misfit
 from unfuse.models.source import source_of
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import WHOLE
@@ -59,7 +61,7 @@ ASKED = {
 """Parameters of requests that are refused where a call does not take these."""
 
 MAIN = ("transformer", "unet", "prior", "decoder")  # what tells models apart; the first names a pool
-SIDE, RATE, STEPS = 512, 16, 50  # where neither the call nor the configurations say what is usual
+SIDE, GUESSED_RATE, STEPS = 512, 16, 50  # where neither the call nor the configurations say what is usual
 LENGTHS = 4  # a video may be so many times as long as is usual for it
 
 
@@ -96,7 +98,7 @@ class WholeFamily(Family):
             last_frame="may" if LAST in found.takes else "",
             takes_lora=found.loras and not any(map(model.quantisation, components)),
             lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
-            undivided=f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it",
+            undivided=_undivided(model, found, serving),
         )
 
     @override
@@ -128,7 +130,7 @@ class WholeFamily(Family):
         model = ModelFolder(folder)
         getattr(import_module("diffusers"), _declared(model).name)
         for library, name in self.components(model).values():
-            getattr(import_module(library), name)
+            getattr(import_module(library), name, None)
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         """Library and class of each component. Raises ConfigError for classes of anybody else, which are never run."""
@@ -144,6 +146,14 @@ class WholeFamily(Family):
         return found
 
 
+def _undivided(model: ModelFolder, found: Declared, serving: Serving) -> str:
+    """Why the model has one stage, and that the rate of its videos is a guess if it is one."""
+    said = f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it"
+    if found.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, found):
+        return said
+    return f"{said}; that its videos have {GUESSED_RATE} frames a second is a guess: set defaults.fps in serving.json"
+
+
 PREVIEWS = ("preview_every", "partial_images")  # what latents become is for a pipeline alone to say
 
 
@@ -156,7 +166,9 @@ def _declared(model: ModelFolder) -> Declared:
             f"model {model.path} is a {str(kind)[:80]}, which is no pipeline that the installed diffusers has, and no "
             "code that comes with a model is run"
         )
-    beyond = [name for name in found.needs if name not in TAKES] + [name for name in BEYOND if name in found.takes]
+    beside = ("image_embeds",) if UPLOAD in found.takes else ()
+    beyond = [name for name in found.needs if name not in (*TAKES, *beside)]
+    beyond += [name for name in BEYOND if name in found.takes and name not in beside]
     if not found.medium:
         reason = "makes neither pictures nor silent videos"
     elif "prompt" not in found.takes or "generator" not in found.takes:
@@ -173,7 +185,7 @@ def _standard(model: ModelFolder, found: Declared) -> Params:
     known = {name: value for name, value in found.takes.items() if name in Defaults.__struct_fields__}
     standard = {name: value for name, value in known.items() if value is not None or name == "negative_prompt"}
     (height, width), parts = _usual_size(model), model.components()
-    rate = next((found.takes[name] for name in RATES if found.takes.get(name) is not None), RATE)
+    rate = _frame_rate(model, found) or GUESSED_RATE
     frames = model.config("transformer").get("sample_frames") if found.medium == VIDEO and "transformer" in parts else 1
     usual: Params = {
         "height": height,
@@ -183,6 +195,13 @@ def _standard(model: ModelFolder, found: Declared) -> Params:
         "fps": rate,
     }
     return usual | standard
+
+
+def _frame_rate(model: ModelFolder, found: Declared) -> Value:
+    """Frames a second: the call's default, else what is known of the class. None where nothing is known."""
+    asked = next((found.takes[name] for name in RATES if found.takes.get(name) is not None), None)
+    transformer = model.config("transformer") if "transformer" in model.components() else {}
+    return asked or frame_rate(found.name, model.index(), transformer)
 
 
 def _usual_size(model: ModelFolder) -> tuple[int, int]:
@@ -241,6 +260,8 @@ def _pipeline(loader: Loader, name: str) -> Any:
     given = {key: value for key, value in index.items() if key in known and key not in parts and not _is_none(value)}
     given |= {key: None for key, value in index.items() if key in known and _is_none(value)}
     pipeline = kind(**given, **{part: component(part, loader) for part in parts if part in known})
+    if reason := misfit(pipeline):
+        raise ConfigError(f"model {loader.folder.path}: {reason}: diffusers cannot run it either")
     for one in (pipeline, *vars(pipeline).values()):
         if isinstance(one, diffusers.DiffusionPipeline):
             one.set_progress_bar_config(disable=True)

@@ -18,7 +18,7 @@ from unfuse.core.event import Event
 from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import Change, ErrorInfo, RequestContext, Running, StageState
+from unfuse.core.request import MODERATION_BLOCKED, Change, ErrorInfo, RequestContext, Running, StageState
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.storable import EXACT
 from unfuse.scheduler import waking
@@ -26,6 +26,7 @@ from unfuse.scheduler.draft import Draft
 
 BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # why a task may be handed back at will
+ALL_FLAGGED = "the model's safety checker flagged everything that was made: change the prompt, or try another seed"
 GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
 BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
@@ -94,7 +95,9 @@ def completed(context: RequestContext, done: Done, worker: str, wall: float, run
     draft.publish("stage_completed", claim.stage)
     result = tuple(sorted((*context.result, *done.results), key=lambda file: file.index))
     if all(draft.stages[stage.name].status == "done" for stage in context.plan.stages if stage.final):
-        return draft.end("completed", claim, result=result)
+        if all(file.flagged for file in result):
+            draft.error = ErrorInfo(MODERATION_BLOCKED, ALL_FLAGGED, claim.stage)
+        return draft.end("failed" if draft.error else "completed", claim, result=result)
     draft.queue_ready()
     return draft.change(claim, result=result)
 

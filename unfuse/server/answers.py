@@ -61,7 +61,7 @@ REQUEST = thing({
     "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
     "created_at": UNIX, "started_at": perhaps(UNIX), "completed_at": perhaps(UNIX), "attempts": INTEGER,
     "stages": array(STAGE),
-    "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES})),
+    "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
     "error": perhaps(ERROR), "metadata": table(TEXT),
     "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
 })  # fmt: skip
@@ -94,7 +94,8 @@ POOL = thing({
 })  # fmt: skip
 PICTURES = thing({
     "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
-    "data": array(thing({"seed": INTEGER}, b64_json=TEXT, url=TEXT)), "output_format": TEXT, "usage": table(ANY),
+    "data": array(thing({"seed": INTEGER}, b64_json=perhaps(TEXT), url=TEXT, flagged=FLAG)),
+    "output_format": TEXT, "usage": table(ANY),
 })  # fmt: skip
 
 _HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}

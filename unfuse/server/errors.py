@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse.core import errors
+from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.server.answers import TEXT, Answers, Schema, perhaps, thing
 
 log = structlog.get_logger(__name__)
@@ -50,6 +51,7 @@ def envelope(error: Refusal) -> dict[str, object]:
     """The body of an error reply."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
     kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
+    kind = "image_generation_user_error" if error.code == MODERATION_BLOCKED else kind
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 

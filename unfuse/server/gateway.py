@@ -17,7 +17,7 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
 from unfuse.core.plan import Params
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -231,7 +231,8 @@ class Gateway(Observer):
             raise stopping
         why = context.error.message if context.error else f"the request was {context.status}"
         code = context.error.code if context.error else context.status
-        status = {"cancelled": 409, "expired": 504}.get(context.status, 400 if code == "invalid_parameter" else 500)
+        by_client = code in ("invalid_parameter", MODERATION_BLOCKED)
+        status = {"cancelled": 409, "expired": 504}.get(context.status, 400 if by_client else 500)
         raise Refusal(status, code, f"{id}: {why}", headers={"x-should-retry": "false"})
 
 

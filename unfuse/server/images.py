@@ -40,6 +40,10 @@ _USAGE = {
 """Pictures are not counted in tokens, but the `openai` client's type requires these fields."""
 
 
+_FLAGGED = {"b64_json": None, "flagged": True}
+"""What stands for a picture that the model's safety checker flagged, where others of its request are delivered."""
+
+
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing, unless the server says so."""
@@ -80,8 +84,12 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
         context = await gateway.completed(request)
         form = {"output_format": context.params["output_format"], "usage": _USAGE}
         for file in context.result:
+            said = form | _seed(context, file)
+            if file.flagged:
+                yield _event(f"{kind}.completed", context, b"", said | _FLAGGED)
+                continue
             data = await to_thread.run_sync(gateway.results.read, request, file.index)
-            yield _event(f"{kind}.completed", context, data, form | _seed(context, file))
+            yield _event(f"{kind}.completed", context, data, said)
     except UnfuseError as error:
         yield sse.event(envelope(refusal_of(error)))
 
@@ -106,7 +114,9 @@ def _reply(results: ResultStore, context: RequestContext, base_url: str | None) 
     data = []
     for file in context.result:
         picture = _seed(context, file)
-        if base_url is None:
+        if file.flagged:
+            picture |= _FLAGGED
+        elif base_url is None:
             picture["b64_json"] = base64.b64encode(results.read(context.id, file.index)).decode()
         else:
             picture["url"] = result_url(context, file.index, base_url)

@@ -48,6 +48,7 @@ def request_object(
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
         "result": [
             {"url": result_url(context, file.index, base_url), "content_type": file.content_type, "bytes": file.bytes}
+            | ({"flagged": True} if file.flagged else {})
             for file in context.result
         ],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},

@@ -207,7 +207,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
 
 
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
-    """The dtype of each component by `--dtype`, where "auto" is bfloat16 for what runs on GPUs, but for a VAE.
+    """The dtype of each component by `--dtype`. "auto" is bfloat16 on GPUs, but float32 for VAEs and on CPUs.
 
     The result must be the same in the gateway and in workers, because they must agree on pools.
     """
@@ -217,8 +217,9 @@ def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict
         for stage in card.pipeline.stages if stage.role in on_gpu
         for component in stage.components
     }  # fmt: skip
-    half, full = (choose_dtypes(rest if rest != "auto" else dtype, card.dtypes) for dtype in ("bfloat16", "float32"))
-    return {name: named.get(name) or (half if name in fast else full)[name] for name in card.dtypes}
+    automatic = {name: "bfloat16" if name in fast and not name.startswith("vae") else "float32" for name in card.dtypes}
+    usual = automatic if rest == "auto" else dict.fromkeys(card.dtypes, rest)
+    return {name: named.get(name, usual[name]) for name in card.dtypes}
 
 
 def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:

@@ -25,10 +25,17 @@ from typing_extensions import override
 from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
+from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.adapters import Adapters
-from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
+
+FLAGS = ("nsfw_content_detected", "nsfw_detected")
+"""Fields by which outputs of pipelines say which pictures their safety checker made black."""
+
+FLAGGED = b'{"title": "the safety checker of the model flagged this picture", "type": "about:blank"}'
+"""The file in the place of a picture that was flagged."""
 
 REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
 """What a pipeline raises for parameters that it does not take."""
@@ -83,6 +90,46 @@ class Call:
         self._heard.put(error)
 
 
+class RandomState:
+    """torch's global random state of one call, from its request's seed.
+
+    What a pipeline draws without a generator comes from the global state: the noise of some noise schedulers, or a
+    sample of what a VAE says of a picture. Calls take turns between their steps, so each keeps a state of its own. The
+    call draws what a script draws that calls `torch.manual_seed(seed)` before it.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed, self._cuda = seed, [device] if device.type == "cuda" else []
+        self._inside: list[torch.Tensor] = []
+        self._outside: list[torch.Tensor] = []
+
+    def enter(self) -> None:
+        """Make this call's state the global one."""
+        self._outside = self._read()
+        if self._inside:
+            self._write(self._inside)
+            return
+        torch.default_generator.manual_seed(self._seed)
+        for device in self._cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(self._seed)
+
+    def leave(self) -> None:
+        """Keep this call's state, and restore the one from before it was entered."""
+        if self._outside:
+            self._inside = self._read()
+            self._write(self._outside)
+            self._outside = []
+
+    def _read(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cuda)]
+
+    def _write(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for one, state in zip(self._cuda, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, one)
+
+
 @dataclass
 class Running:
     """A request in its call, so many steps of which are done."""
@@ -109,6 +156,9 @@ class Whole(SteppedStage[Running]):
     ) -> None:  # fmt: skip
         self._pipeline, self._takes, self._loras, self._max_pixels = pipeline, takes, loras, max_pixels
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
+        self._device = device
+        models: list[Any] = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
+        self._dtypes = [(model, model.dtype) for model in models if hasattr(model, "dtype")]
         self._generator_device = device if draws_there else torch.device("cpu")
 
     @override
@@ -156,8 +206,13 @@ class Whole(SteppedStage[Running]):
 
     @override
     def finish(self, state: Running) -> StageOutput:
-        """Raises PermanentError for values that are not finite, and for what is not as it was asked for."""
+        """The files, or one that says that the safety checker flagged what was made.
+
+        Raises PermanentError for values that are not finite, and for what is not as it was asked for.
+        """
         output = state.call.result
+        if any(np.ravel(getattr(output, name, None) or ()).any() for name in FLAGS):
+            return StageOutput(media=(Media(FLAGGED_TYPE, FLAGGED),))
         made = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
         if made is None:
             raise PermanentError(f"the pipeline made a {type(output).__name__}, which has no pictures and no video")
@@ -174,14 +229,24 @@ class Whole(SteppedStage[Running]):
                 self._loras.use(state.params)
             state.call.go_on()
         except REFUSALS as error:
-            return Unsuitable(f"the pipeline does not take this: {' '.join(str(error).split())}")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            return Unsuitable(f"the pipeline does not take this: {reason}")
+        except AttributeError as error:
+            if not hasattr(error.obj, "set_timesteps"):
+                return error
+            return Unsuitable(f"the pipeline does not go with the model's noise scheduler: {error}")
         except Exception as error:  # the others of the batch go on
             return error
         return state
 
     def _call(self, given: dict[str, Any], running: Running, rest: Callable[[], None]) -> Any:
         """What the pipeline makes."""
-        own = self._own()
+        own, random = self._own(), RandomState(need(running.params, "seed", int), self._device)
+
+        def wait() -> None:
+            random.leave()
+            rest()
+            random.enter()
 
         def reached(pipeline: Any, *_: object) -> dict[str, Any]:
             running.done += 1
@@ -189,7 +254,7 @@ class Whole(SteppedStage[Running]):
                 running.steps if running.done > 1 else 1, _timesteps(pipeline) or _count(running.params)
             )
             if running.done < running.steps:
-                rest()
+                wait()
             return {}
 
         if "callback_on_step_end" in self._known:
@@ -198,7 +263,18 @@ class Whole(SteppedStage[Running]):
             given |= {"callback": lambda *_: reached(own) and None, "callback_steps": 1}
         else:
             own.progress_bar = _telling(own.progress_bar, lambda *_: reached(own))
-        return own(**given, output_type="np")
+        random.enter()
+        try:
+            return own(**given, output_type="np")
+        finally:
+            random.leave()
+            self._restore_dtypes()
+
+    def _restore_dtypes(self) -> None:
+        """Give components their dtypes back: some pipelines let a VAE compute in another one, and leave it so."""
+        for model, dtype in self._dtypes:
+            if model.dtype != dtype:
+                model.to(dtype)
 
     def _picture(self, upload: bytes) -> Image:
         """The picture of a request, by which the result has its size where none can be asked for."""

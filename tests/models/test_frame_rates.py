@@ -1,0 +1,60 @@
+"""Rates of videos: those of diffusers' examples, or of a model's makers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from unfuse.models.declared import declared
+from unfuse.models.frame_rates import frame_rate
+
+MAKERS = {
+    "HunyuanSkyreelsImageToVideoPipeline": 24, "HunyuanVideo15Pipeline": 24, "HunyuanVideoImageToVideoPipeline": 24,
+    "HunyuanVideoPipeline": 24, "LTXConditionPipeline": 25, "LTXImageToVideoPipeline": 25, "LTXPipeline": 25,
+}  # fmt: skip
+"""Where the makers, or the call itself, say another rate than the example."""
+
+SILENT = frozenset({"LTX2LatentUpsamplePipeline", "LTX2VideoDiffusionDecodePipeline"})
+
+
+def video_pipelines() -> dict[str, str]:
+    """The source of each pipeline of the installed diffusers that returns videos, by its class."""
+    spec = find_spec("diffusers")
+    assert spec is not None and spec.origin is not None
+    found = {}
+    for file in Path(spec.origin).parent.joinpath("pipelines").rglob("pipeline_*.py"):
+        source = file.read_text()
+        names = [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        for name in names:
+            said = declared(name) if name.endswith("Pipeline") else None
+            if said is not None and said.medium == "video":
+                found[name] = source
+    return found
+
+
+@pytest.mark.slow
+def test_every_class_that_makes_videos_has_the_rate_of_its_example() -> None:
+    found = video_pipelines()
+    assert len(found) > 50
+
+    for name, source in found.items():
+        rates = {int(rate) for rate in re.findall(r"export_to_video\([^)]*fps=(\d+)", source)}
+        wanted = {MAKERS[name]} if name in MAKERS else rates
+        known = frame_rate(name, {}, {})
+        assert known is not None or name in SILENT, f"no rate is known of {name}"
+        assert not wanted or {known} == wanted, f"{name} plays at {known}, and its example at {wanted}"
+
+
+@pytest.mark.parametrize(("name", "index", "transformer", "rate"), [
+    ("MochiPipeline", {}, {}, 30), ("AnimateDiffSDXLPipeline", {}, {}, 8), ("LattePipeline", {}, {}, 8),
+    ("CogVideoXPipeline", {}, {"patch_size_t": None}, 8), ("CogVideoXPipeline", {}, {"patch_size_t": 2}, 16),
+    ("WanPipeline", {}, {}, 16), ("WanPipeline", {"expand_timesteps": True}, {}, 24), ("OwnPipeline", {}, {}, None),
+])  # fmt: skip
+def test_a_rate_goes_by_the_class_and_what_the_model_is(
+    name: str, index: dict[str, object], transformer: dict[str, object], rate: int | None
+) -> None:
+    assert frame_rate(name, index, transformer) == rate

@@ -1,0 +1,118 @@
+"""Noise schedulers: which of them draw noise between steps, and why a configuration cannot be read."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from unfuse.models.folder import ModelFolder
+
+EULER = "FlowMatchEulerDiscreteScheduler"
+MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
+"""Schedulers that remember earlier predictions. Their steps draw nothing, unless `draws_noise` says so."""
+
+
+SHIFTED = (*MULTISTEP, "DPMSolverSinglestepScheduler")
+"""Schedulers that take a shift, if their configuration has `use_dynamic_shifting`."""
+
+READ_ERRORS = (
+    OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError,
+    ImportError,
+)  # fmt: skip
+"""What classes raise for configurations and files that they cannot read."""
+
+
+@cache
+def scheduler_classes() -> frozenset[str]:
+    """Return the names of diffusers' noise schedulers, by their source: cards are made without torch."""
+    spec = find_spec("diffusers")
+    folder = Path(spec.origin or "").parent / "schedulers" if spec else Path()
+    source = "".join(file.read_text() for file in folder.rglob("scheduling_*.py"))
+    return frozenset(re.findall(r"^class (\w+Scheduler)\(", source, re.MULTILINE))
+
+
+def draws_noise(config: Mapping[str, Any]) -> bool:
+    """Whether a scheduler of this configuration draws noise between steps, of a class that need not."""
+    return bool(config.get("stochastic_sampling")) or str(config.get("algorithm_type")).startswith("sde")
+
+
+def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ...]]]) -> bool:
+    """Whether a family's denoise stage makes the steps of the folder's noise scheduler.
+
+    A folder of another scheduler of diffusers is served undivided, where the pipeline itself calls the scheduler. What
+    is no scheduler of diffusers is left for the family to refuse.
+
+    Args:
+        folder: the model, whose index names the scheduler's class.
+        classes: library and known classes of each component of the family.
+    """
+    entry = folder.index().get("scheduler")
+    if "scheduler" not in classes or not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+        return True
+    if entry[1] in classes["scheduler"][1]:
+        return not draws_noise(folder.config("scheduler"))
+    return entry[1] not in scheduler_classes()
+
+
+def unreadable_field(kind: Any, config: Mapping[str, Any]) -> str:
+    """Return the field of a configuration that keeps its class from being made, or "" if no single one does.
+
+    A field is to blame when the class can be made once this field alone has its default value.
+    """
+    known = inspect.signature(kind.__init__).parameters
+    given = {name: value for name, value in config.items() if name in known}
+    for name in given:
+        try:
+            kind(**{other: value for other, value in given.items() if other != name})
+        except READ_ERRORS:
+            continue
+        return name
+    return ""
+
+
+ALWAYS_USED = frozenset({"init_noise_sigma", "order", "scale_model_input", "set_begin_index", "step"})
+"""Attributes of a noise scheduler that a pipeline uses in every call, if it uses them at all."""
+
+
+def misfit(pipeline: Any) -> str:
+    """Return why diffusers' pipeline fails with its own noise scheduler, in a sentence, or "" if it may work.
+
+    The pipeline's source says which attributes and which arguments it uses. What depends on a request is not checked.
+    """
+    scheduler = getattr(pipeline, "scheduler", None)
+    if scheduler is None:
+        return ""
+    source = inspect.getsource(type(pipeline))
+    guarded = re.findall(r"hasattr\(\s*self\.scheduler,\s*\"(\w+)\"", source)
+    used = ALWAYS_USED & {*re.findall(r"self\.scheduler\.(\w+)", source)} - {*guarded}
+    who, what = type(pipeline).__name__, type(scheduler).__name__
+    for name in sorted(used):
+        if not hasattr(scheduler, name):
+            return f"a {who} needs {name} of its noise scheduler, which a {what} does not have"
+    given = _always_given(pipeline.__call__)
+    if "use_flow_sigmas" in source and scheduler.config.get("use_flow_sigmas"):
+        given.discard("sigmas")
+    for name in sorted(given - {*inspect.signature(scheduler.set_timesteps).parameters}):
+        return f"a {who} gives its noise scheduler {name}, which a {what} of this configuration does not take"
+    if "mu" in given and what in SHIFTED and not scheduler.config.get("use_dynamic_shifting"):
+        return f"a {who} shifts its noise scheduler, for which a {what} needs use_dynamic_shifting in its configuration"
+    return ""
+
+
+def _always_given(call: Any) -> set[str]:
+    """Of `sigmas` and `mu`, those that a pipeline's call passes to its noise scheduler whatever is asked for."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call)))).body
+    assert isinstance(function, ast.FunctionDef)
+    targets = [target for one in function.body if isinstance(one, ast.Assign) for target in one.targets]
+    assigned = {target.id for target in targets if isinstance(target, ast.Name)}
+    calls = [one for one in ast.walk(function) if isinstance(one, ast.Call)]
+    keywords = [word for one in calls if ast.unparse(one.func) == "retrieve_timesteps" for word in one.keywords]
+    named = {str(word.arg) for word in keywords if isinstance(word.value, ast.Name) and word.value.id in assigned}
+    return named & {"sigmas", "mu"}
