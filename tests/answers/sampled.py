@@ -118,8 +118,8 @@ def pixels_of(picture: dict[str, Any]) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(picture["b64_json"]))).convert("RGB"))
 
 
-def drawn(server: Server, model: str, **asked: Any) -> list[dict[str, Any]]:
+def drawn(server: Server, model: Path, **asked: Any) -> list[dict[str, Any]]:
     """Return the `data` of a request for pictures of cats."""
-    body = {"model": model, "prompt": "cats", "seed": SEED, **asked}
+    body = {"model": str(model), "prompt": "cats", "seed": SEED, **asked}
     found: list[dict[str, Any]] = server.post("/v1/images/generations", body)["data"]
     return found

@@ -21,7 +21,7 @@ ASKED = {"size": "32x32", "num_inference_steps": 4}
 
 @pytest.fixture
 def server(sampled: Callable[[str], Path], served: Callable[..., Server]) -> Server:
-    return served(*(f"{name}={sampled(name)}" for name in TOGETHER))
+    return served(*map(sampled, TOGETHER))
 
 
 @pytest.fixture
@@ -44,14 +44,14 @@ def test_flagged_pictures_are_marked_and_refused_where_all_are(model: Path, serv
     flagged, wanted = flagged_seed(model, tmp_path)
     assert not wanted[flagged].any(), "diffusers makes a flagged picture black"
 
-    both = drawn(server, "checked", n=2, **ASKED)
+    both = drawn(server, model, n=2, **ASKED)
     for picture in both:
         if picture["seed"] == flagged:
             assert picture == {"seed": flagged, "b64_json": None, "flagged": True}
         else:
             assert np.array_equal(pixels_of(picture), wanted[picture["seed"]][0])
     with pytest.raises(HTTPError) as refused:
-        drawn(server, "checked", seed=flagged, **ASKED)
+        drawn(server, model, seed=flagged, **ASKED)
     error = json.loads(refused.value.read())["error"]
     assert refused.value.code == 400
     assert (error["code"], error["type"]) == ("moderation_blocked", "image_generation_user_error")
@@ -60,7 +60,7 @@ def test_flagged_pictures_are_marked_and_refused_where_all_are(model: Path, serv
 
 def test_flagged_pictures_are_marked_in_requests_and_streams(model: Path, server: Server, tmp_path: Path) -> None:
     flagged, _ = flagged_seed(model, tmp_path)
-    body = {"model": "checked", "prompt": "cats", "seed": SEED, "n": 2, **ASKED}
+    body = {"model": str(model), "prompt": "cats", "seed": SEED, "n": 2, **ASKED}
 
     told = server.post("/v1/images/generations", body, prefer="respond-async")
     request = server.finished(told["id"])

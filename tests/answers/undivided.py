@@ -4,7 +4,8 @@
 
 Each job {name, folder, seed, params, dtype} is a call of the pipeline that the folder names. It draws as a script does
 that calls `torch.manual_seed(seed)` and gives the call a generator of the same seed. OUT/NAME.npy has the pixels
-(frames, height, width, 3; uint8), OUT/NAME.json what the safety checker said.
+(frames, height, width, 3; uint8), OUT/NAME.json what the safety checker said. A job that `may_fail` leaves the error
+there instead.
 """
 
 import inspect
@@ -24,15 +25,27 @@ def main() -> None:
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
     for job in json.load(sys.stdin):
-        pipe = DiffusionPipeline.from_pretrained(job["folder"], torch_dtype=getattr(torch, job["dtype"]))
-        pipe.set_progress_bar_config(disable=True)
-        known = inspect.signature(pipe.__call__).parameters
-        given = {name: value for name, value in job["params"].items() if name in known}
-        torch.manual_seed(job["seed"])
-        made = pipe(**given, generator=torch.Generator("cpu").manual_seed(job["seed"]), output_type="np")
-        frames = made.frames[0] if hasattr(made, "frames") else made.images
-        np.save(out / f"{job['name']}.npy", (np.asarray(frames) * 255).round().astype(np.uint8))
-        (out / f"{job['name']}.json").write_text(json.dumps(getattr(made, "nsfw_content_detected", None)))
+        try:
+            pixels, flags = call(job)
+        except Exception as error:
+            if not job.get("may_fail"):
+                raise
+            (out / f"{job['name']}.json").write_text(json.dumps({"error": repr(error)}))
+            continue
+        np.save(out / f"{job['name']}.npy", pixels)
+        (out / f"{job['name']}.json").write_text(json.dumps(flags))
+
+
+def call(job: dict) -> tuple[np.ndarray, object]:
+    """The pixels of a call, and what the safety checker said of them."""
+    pipe = DiffusionPipeline.from_pretrained(job["folder"], torch_dtype=getattr(torch, job["dtype"]))
+    pipe.set_progress_bar_config(disable=True)
+    known = inspect.signature(pipe.__call__).parameters
+    given = {name: value for name, value in job["params"].items() if name in known}
+    torch.manual_seed(job["seed"])
+    made = pipe(**given, generator=torch.Generator("cpu").manual_seed(job["seed"]), output_type="np")
+    frames = made.frames[0] if hasattr(made, "frames") else made.images
+    return (np.asarray(frames) * 255).round().astype(np.uint8), getattr(made, "nsfw_content_detected", None)
 
 
 main()

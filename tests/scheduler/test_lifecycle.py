@@ -12,7 +12,16 @@ from tests.examples import examples
 from unfuse.core.errors import IllegalMove, LeaseLost
 from unfuse.core.messages import Announced, Done, Failed, Saved
 from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.core.request import REQUEST_MOVES, Change, RequestContext, ResultFile, Running, StageState, Timings
+from unfuse.core.request import (
+    FLAGGED_TYPE,
+    REQUEST_MOVES,
+    Change,
+    RequestContext,
+    ResultFile,
+    Running,
+    StageState,
+    Timings,
+)
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
 from unfuse.scheduler import draft, lifecycle
 
@@ -106,6 +115,30 @@ class TestAdmission:
             change = lifecycle.completed(change.context, Done(claim, output, (), Timings()), "w", WALL)
             change = msgspec.structs.replace(change, push=(*push, *change.push))
         assert change.push[-1].near == "near"
+
+
+class TestFlagged:
+    def flagged(self, change: Change, *indexes: int) -> Change:
+        """Complete both pictures; those of these indexes were flagged by a safety checker."""
+        change = finish(change, "text", "image", "denoise.0", "denoise.1")
+        push = list(change.push)
+        for index in range(2):
+            claim = claim_of(msgspec.structs.replace(change, push=tuple(push)), f"decode.{index}")
+            kind = FLAGGED_TYPE if index in indexes else "image/png"
+            report = Done(claim, None, (ResultFile(index, kind, 10, "hash"),), Timings())
+            change = lifecycle.completed(change.context, report, "w", WALL)
+        return change
+
+    def test_a_request_all_of_whose_pictures_are_flagged_fails_for_good(self, first: Change) -> None:
+        end = self.flagged(first, 0, 1).context
+
+        assert end.status == "failed" and not end.dead and end.error is not None
+        assert end.error.code == "moderation_blocked" and "safety checker flagged" in end.error.message
+
+    def test_a_request_some_of_whose_pictures_are_flagged_is_completed(self, first: Change) -> None:
+        end = self.flagged(first, 1).context
+
+        assert (end.status, [file.flagged for file in end.result]) == ("completed", [False, True])
 
 
 class TestCompletion:

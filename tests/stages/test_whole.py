@@ -15,6 +15,7 @@ from PIL import Image
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import StageInput
 from unfuse.stages.whole import Running, Whole
 
@@ -205,3 +206,88 @@ def test_a_picture_that_is_too_large_is_refused_before_anything_is_made_of_it() 
     stage.uploads = ("image",)
     with pytest.raises(PermanentError, match="upload image is missing"):
         stage.verify(StageInput(PARAMS, {}))
+
+
+class Drawing(Pipeline):
+    """Draws from torch's global random state at each step, and makes a picture of what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[str, list[float]] = {}
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return super().components | {"drawn": self.drawn}
+
+    def __call__(  # type: ignore[override]
+        self, prompt: str, height: int, width: int, num_inference_steps: int, generator: torch.Generator,
+        output_type: str, callback_on_step_end: Any,
+    ) -> Any:  # fmt: skip
+        drawn = self.drawn.setdefault(prompt, [])
+
+        def step(*given: Any) -> None:
+            drawn.append(torch.rand(1).item())
+            callback_on_step_end(*given)
+
+        return super().__call__(prompt, height, width, num_inference_steps, generator, output_type, step)
+
+
+def test_draws_without_a_generator_are_the_request_s_own() -> None:
+    """Given calls that take turns, one of which is given up, and draws of the process itself."""
+    pipeline = Drawing()
+    stage = stage_of(pipeline)
+    seeds = {"a": 7, "b": 8, "c": 7}
+    states = {n: stage.start(StageInput(PARAMS | {"prompt": n, "seed": seed}, {})) for n, seed in seeds.items()}
+    torch.manual_seed(1)
+    outside, between = [torch.rand(1).item() for _ in range(7)], []
+
+    torch.manual_seed(1)
+    for name in ("a", "b", "a", "c", "b", "a", "c"):
+        stepped(stage, states[name])
+        between.append(torch.rand(1).item())
+    stage.let_go(states["c"])
+    torch.manual_seed(7)
+    wanted = [torch.rand(1).item() for _ in range(3)]
+
+    assert between == outside
+    assert pipeline.drawn["a"] == wanted and pipeline.drawn["c"] == wanted[:2]
+    assert pipeline.drawn["b"] != wanted[:2]
+
+
+@pytest.mark.parametrize("name", ["nsfw_content_detected", "nsfw_detected"])
+@pytest.mark.parametrize("flags", [[True], [False], None])
+def test_a_flagged_picture_is_no_file_of_its_own(name: str, flags: list[bool] | None) -> None:
+    stage = stage_of(Pipeline())
+    state = stage.start(StageInput(PARAMS, {}))
+    while stage.progress(state)[0] < 3:
+        stepped(stage, state)
+    setattr(state.call.result, name, flags)
+
+    (media,) = stage.finish(state).media
+    assert media.content_type == (FLAGGED_TYPE if flags == [True] else "image/png")
+
+
+def test_components_have_their_dtypes_again_after_a_call() -> None:
+    """Given a pipeline that leaves its VAE in float32, as those do that upcast it."""
+
+    class Vae(torch.nn.Linear):
+        @property
+        def dtype(self) -> torch.dtype:
+            return self.weight.dtype
+
+    class Upcasting(Pipeline):
+        vae = Vae(1, 1).half()
+
+        @property
+        def components(self) -> dict[str, Any]:
+            return super().components | {"vae": self.vae}
+
+    pipeline = Upcasting()
+    stage = stage_of(pipeline)
+    state = stage.start(StageInput(PARAMS, {}))
+    stepped(stage, state)
+    pipeline.vae.float()
+    stepped(stage, state)
+    stepped(stage, state)
+
+    assert pipeline.vae.dtype == torch.float16
