@@ -42,7 +42,7 @@ def test_doctor_plans_with_the_same_dtypes(said: str, vae: str, sampled: Callabl
 
     told = json.loads(subprocess.run(command, env=environment(tmp_path), capture_output=True, check=True).stdout)
 
-    (model,) = told["models"]
-    dtypes = {one["name"]: one["dtype"] for one in model["components"] if one["parameters"]}
+    (components,) = told["models"].values()
+    dtypes = {one["name"]: one["dtype"] for one in components if one["parameters"]}
     assert dtypes.pop("vae") == vae
     assert {*dtypes.values()} == {"bfloat16"}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.tiny_whole import build
+from unfuse.models import card_of, whole
 from unfuse.models.declared import declared
 from unfuse.models.frame_rates import frame_rate
 
@@ -58,3 +60,16 @@ def test_a_rate_goes_by_the_class_and_what_the_model_is(
     name: str, index: dict[str, object], transformer: dict[str, object], rate: int | None
 ) -> None:
     assert frame_rate(name, index, transformer) == rate
+
+
+@pytest.mark.slow
+def test_a_rate_that_nobody_knows_is_said_to_be_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build("cogvideox", tmp_path / "m", serving=False)
+    known = card_of("m", folder)
+    monkeypatch.setattr(whole, "frame_rate", lambda *_: None)
+    unknown = card_of("m", folder)
+    (folder / "serving.json").write_text('{"defaults": {"fps": 12}}')
+    told = card_of("m", folder)
+
+    assert [card.defaults["fps"] for card in (known, unknown, told)] == [8, 16, 12]
+    assert ["is a guess" in card.undivided for card in (known, unknown, told)] == [False, True, False]

@@ -96,10 +96,13 @@ def misfit(pipeline: Any) -> str:
     for name in sorted(used):
         if not hasattr(scheduler, name):
             return f"a {who} needs {name} of its noise scheduler, which a {what} does not have"
+    taken = {*inspect.signature(scheduler.set_timesteps).parameters}
+    if "stage_index" in taken and "stage_index" not in source:
+        return f"a {what} works in stages of its own pipeline, which a {who} does not have"
     given = _always_given(pipeline.__call__)
     if "use_flow_sigmas" in source and scheduler.config.get("use_flow_sigmas"):
         given.discard("sigmas")
-    for name in sorted(given - {*inspect.signature(scheduler.set_timesteps).parameters}):
+    for name in sorted(given - taken):
         return f"a {who} gives its noise scheduler {name}, which a {what} of this configuration does not take"
     if "mu" in given and what in SHIFTED and not scheduler.config.get("use_dynamic_shifting"):
         return f"a {who} shifts its noise scheduler, for which a {what} needs use_dynamic_shifting in its configuration"

@@ -71,7 +71,9 @@ def _make(pipeline: Any, asked: Undivided, threads: int, params: Params) -> tupl
     given |= {"max_area": need(params, "width", int) * need(params, "height", int)} if "max_area" in known else {}
     if IMAGE in known and asked.image:
         given[IMAGE] = ImageOps.exif_transpose(Image.open(asked.image)).convert("RGB")
-    given["generator"] = torch.Generator("cpu").manual_seed(int(params["seed"] or 0))
+    seed = int(params["seed"] or 0)
+    torch.manual_seed(seed)
+    given["generator"] = torch.Generator("cpu").manual_seed(seed)
     output = pipeline(**given, output_type="np")
     frames = output.frames[0] if hasattr(output, "frames") else output.images
     files = encode((frames * 255).round().astype("uint8"), params)
