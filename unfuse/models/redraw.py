@@ -6,7 +6,8 @@ to picture has. A request without a picture has one stage less. The picture is e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from unfuse.stages.base import Stage, need
 from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, VAE_DECODE
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
     from torch import Tensor
 
@@ -48,6 +50,25 @@ class OneVae(Loader):
         return runtime.shared[key]
 
 
+def forces_upcast(vae: Any) -> bool:
+    """Whether a VAE is to compute in float32, by its configuration. One whose weights are elsewhere cannot."""
+    return bool(vae.config.get("force_upcast")) and not any(weight.is_meta for weight in vae.parameters())
+
+
+@contextmanager
+def computing_in(vae: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Give a VAE another dtype for a while."""
+    before = vae.dtype
+    if before == dtype:
+        yield
+        return
+    vae.to(dtype)
+    try:
+        yield
+    finally:
+        vae.to(before)
+
+
 class PictureVae:
     """The VAE; an ImageEncoder of pictures that are stretched to the size that is asked for.
 
@@ -56,7 +77,7 @@ class PictureVae:
 
     def __init__(self, loader: Loader, upcasts: bool = False) -> None:
         self._vae, self._device = loader.vae(), loader.device
-        self._upcasts = upcasts and bool(self._vae.config.get("force_upcast"))
+        self._upcasts = upcasts and forces_upcast(self._vae)
 
     def verify(self, params: Params) -> None:
         """It reads a size."""
@@ -74,9 +95,8 @@ class PictureVae:
             pixels = pixels.unsqueeze(2)
         if self._upcasts:
             pixels = pixels.float()
-            self._vae.float()
-        moments = self._vae.encode(pixels).latent_dist.parameters
-        self._vae.to(dtype)
+        with computing_in(self._vae, pixels.dtype):
+            moments = self._vae.encode(pixels).latent_dist.parameters
         return {"moments": moments.reshape(*moments.shape[:2], *moments.shape[-2:])}
 
 

@@ -27,6 +27,7 @@ from unfuse.models.base import Loader
 from unfuse.models.flow_matching import Packing, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, GridPictureVae, ProjectedClip
+from unfuse.models.redraw import computing_in, forces_upcast
 from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
 from unfuse.stages.base import Stage, need
 from unfuse.stages.guidance import AWAY
@@ -113,16 +114,13 @@ class SdxlVae(GridPictureVae):
     def dtype(self) -> torch.dtype:
         import torch
 
-        overflows = self._vae.dtype == torch.float16 and self._vae.config.force_upcast
+        overflows = self._vae.dtype == torch.float16 and forces_upcast(self._vae)
         return torch.float32 if overflows else super().dtype
 
     @override
     def decode(self, grid: Tensor) -> Tensor:
-        before = self._vae.dtype
-        self._vae.to(grid.dtype)
-        pixels = super().decode(grid)
-        self._vae.to(before)
-        return pixels
+        with computing_in(self._vae, grid.dtype):
+            return super().decode(grid)
 
 
 class Sdxl(GridFamily):
