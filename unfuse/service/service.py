@@ -99,7 +99,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     costs: Path | None
     lease_ttl: float
     standard: Params
-    parsers: Parsers = Parsers()
+    parsers: Parsers
     launcher: OpenLauncher | None
 
 
