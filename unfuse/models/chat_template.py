@@ -25,6 +25,10 @@ _deadline = ContextVar[float]("deadline", default=float("inf"))
 Message = Mapping[str, Any]
 
 
+class TooMuch(TemplateError):
+    """A template takes too long, or makes too long a prompt."""
+
+
 class _Generation(Extension):
     """{% generation %} marks what training looks at; here it is a block like any."""
 
@@ -58,7 +62,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         if time.thread_time() > _deadline.get():
-            raise TemplateError("it takes too long")
+            raise TooMuch("it takes too long")
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -84,7 +88,7 @@ class ChatTemplate:
                 made.append(part)
                 length += len(part)
                 if length > self._characters:
-                    raise TemplateError(f"it makes more than {self._characters} characters")
+                    raise TooMuch(f"it makes more than {self._characters} characters")
         except Exception as error:  # whatever somebody else's template raises
             reason = str(error) or type(error).__name__
             raise InvalidParameter(
