@@ -96,6 +96,19 @@ def test_a_role_that_the_template_passes_over_is_refused() -> None:
     assert refused.value.param == "messages"
 
 
+LISTS = "{% for t in tools %}{% for k, v in t.function.parameters.properties.items() %}{{ k }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.row("N2")
+@pytest.mark.parametrize("parameters", [{}, {"type": "object"}, {"type": "object", "properties": None}])
+def test_a_template_may_go_through_properties_that_there_are_none_of(parameters: dict[str, Any]) -> None:
+    """Given a function without arguments, as MCP servers describe it."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    mine = tokenizer(LISTS + TURNS)
+    assert mine.decode(mine.prompt(*mine.told([USER], tools))) == "<user>u"
+    assert mine.decode(mine.prompt(*mine.told(SYSTEMS, tools))).startswith("<user>s\n\nt")
+
+
 @pytest.mark.row("C5:continue_final_message")
 def test_an_answer_continues_the_last_message_also_in_a_simpler_form() -> None:
     said = [SYSTEMS[0], USER, USER, {"role": "assistant", "content": "a "}]

@@ -20,7 +20,7 @@ from unfuse.models.gguf import REPAIR
 from unfuse.models.history import read_leniently, simpler_forms, system_in_user, systems_first
 from unfuse.models.special_text import SpecialText, texts_in, unused_characters
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
-from unfuse.models.tool_messages import with_calls
+from unfuse.models.tool_messages import with_calls, with_properties
 
 
 class ChatTokenizer:
@@ -236,17 +236,22 @@ def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """What a template writes of messages, or of simpler ones where it refuses these. Raises InvalidParameter."""
+    """What a template writes of messages. Where it refuses them, tools are completed, and messages simpler.
+
+    Raises InvalidParameter where it refuses those too.
+    """
     try:
         return template.prompt(messages, variables)
     except InvalidParameter as error:
         if isinstance(error.__cause__, TooMuch):
             raise
-        before: Sequence[Message] = messages
-        for simpler in simpler_forms(messages):
+        tools = variables.get("tools")
+        completed = {**variables, "tools": with_properties(tools)} if tools else variables
+        before = [*messages] if completed == variables else None
+        for simpler in ([*messages], *simpler_forms(messages)):
             if simpler != before:
                 with suppress(InvalidParameter):
-                    return template.prompt(simpler, variables)
+                    return template.prompt(simpler, completed)
             before = simpler
         raise
 
