@@ -96,6 +96,34 @@ def test_a_role_that_the_template_passes_over_is_refused() -> None:
     assert refused.value.param == "messages"
 
 
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+"""As Llama Guard 3's."""
+
+
+@pytest.mark.row("C1", "K2")
+def test_a_template_that_reads_parts_alone_gets_parts() -> None:
+    assert written(PARTS, SYSTEMS[1:]) == "<system>t<user>u<assistant>a<system>v<user>w"
+    assert written(PARTS, [{"role": "user", "content": [{"type": "text", "text": "u"}]}]) == "<user>u"
+    assert written(PARTS, [USER, {"role": "assistant", "content": "a "}], continue_final_message=True).endswith("a ")
+
+
+@pytest.mark.row("K2")
+@pytest.mark.parametrize(
+    "arguments", ["c.function.arguments", "'' + c.function.arguments + ''", "c.function.arguments ~ ''"]
+)
+def test_arguments_are_json_where_a_template_writes_them_as_text(arguments: str) -> None:
+    """Given a template that expects arguments as the text that OpenAI's API has."""
+    template = (
+        "{# tools #}{% for m in messages %}{% for c in m.tool_calls %}{{ " + arguments + " }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":["é",null]}'}}
+    said = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert written(template, said) == '{"a": ["é", null]}'
+
+
 LISTS = "{% for t in tools %}{% for k, v in t.function.parameters.properties.items() %}{{ k }}{% endfor %}{% endfor %}"
 
 

@@ -84,7 +84,8 @@ class ChatTemplate:
         token = _deadline.set(time.thread_time() + self._seconds)
         made, length = [], 0
         try:
-            for part in self._template.generate({**variables, "messages": messages}):
+            told = [_with_arguments(message) for message in messages]
+            for part in self._template.generate({**variables, "messages": told}):
                 made.append(part)
                 length += len(part)
                 if length > self._characters:
@@ -97,6 +98,34 @@ class ChatTemplate:
         finally:
             _deadline.reset(token)
         return "".join(made)
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call that are JSON where a template writes them as a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: str) -> str:
+        return f"{other}{self}"
+
+
+def _with_arguments(message: Message) -> Message:
+    """A message whose calls have Arguments."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": Arguments(function["arguments"])}}
 
 
 def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class ChatTokenizer:
         template = templates.get("tool_use") or templates.get("default", "")
         self.calls, self._knows_tools = format_of(template), "tools" in template
         self.reasoning = reasoning_of(template)
-        self._probed = dict[tuple[str, str, bool], bool]()
+        self._probed = dict[tuple[str, str], bool | None]()
         self._bytes, self._strips = _spelling(source, tokenizer)
         self.stops = frozenset(id for id in (*stops, ids.get("eos_token")) if id is not None)
         self.specials = frozenset({id for id, token in added.items() if token.special} | set(ids.values()))
@@ -108,7 +108,7 @@ class ChatTokenizer:
         if is_special:
             given = self._special_text.marked(given, mark)
         usual = {**self._named, "documents": None, "add_generation_prompt": not continue_final_message}
-        text = _rendered(template, given.pop("messages"), usual | given)
+        text = _rendered(template, self._shaped(template, given.pop("messages")), usual | given)
         if continue_final_message:
             text = _up_to(text, end)
         return self._special_text.ids(edit(text), mark) if is_special else self.ids(edit(text))
@@ -142,9 +142,10 @@ class ChatTokenizer:
         if given.pop("continue_final_message", False):
             return str(texts[-1].get("content") or "")
         template, variables = self._template(tools), {**self._named, "tools": tools, "documents": None}
+        shaped = self._shaped(template, texts)
         with suppress(InvalidParameter):
-            whole = _rendered(template, texts, {**variables, "add_generation_prompt": True, **given})
-            before = _rendered(template, texts, {**variables, **given, "add_generation_prompt": False})
+            whole = _rendered(template, shaped, {**variables, "add_generation_prompt": True, **given})
+            before = _rendered(template, shaped, {**variables, **given, "add_generation_prompt": False})
             if whole.startswith(before):
                 return whole[len(before) :]
         return ""
@@ -188,16 +189,27 @@ class ChatTokenizer:
 
     def _writes(self, template: ChatTemplate, role: str, *, later: bool) -> bool:
         """Whether a template writes messages of a role that come first, or later; also if it refuses them."""
-        key = (template.text, role, later)
-        if role in ROLES and key in self._probed:
-            return self._probed[key]
         turns = ("user", "assistant", role, "user") if later else (role, "user")
         chat = [{"role": turn, "content": PROBE if turn == role else "0"} for turn in turns]
-        written = True
+        return self._written_of(template, self._shaped(template, chat), keep=role in ROLES) is not False
+
+    def _shaped(self, template: ChatTemplate, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages with texts as parts, for a template that reads parts alone."""
+        text = self._written_of(template, [{"role": "user", "content": PROBE}])
+        if text or not self._written_of(template, [_in_parts({"role": "user", "content": PROBE})]):
+            return messages
+        return [_in_parts(message) for message in messages]
+
+    def _written_of(self, template: ChatTemplate, chat: Sequence[Message], *, keep: bool = True) -> bool | None:
+        """Whether a template writes the PROBE in a chat; None if it refuses the chat. To `keep` that saves time."""
+        key = template.text, json.dumps(chat)
+        if key in self._probed:
+            return self._probed[key]
+        written = None
         with suppress(InvalidParameter):
             variables = {**self._named, "tools": None, "documents": None, "add_generation_prompt": True}
             written = PROBE in template.prompt(chat, variables)
-        if role in ROLES:
+        if keep:
             self._probed[key] = written
         return written
 
@@ -224,6 +236,12 @@ PROBE = "written here"
 _TURNS = ("user", "assistant", "user")
 PROBES: tuple[tuple[str, ...], ...] = (("system", *_TURNS), _TURNS, ("user",))
 """Roles of chats that show what a template writes between messages; some templates refuse the first ones."""
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose text is a part of its content."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
