@@ -108,6 +108,12 @@ def test_what_is_not_allowed_is_refused_by_its_name(more: dict[str, object], par
     assert refused.value.param == param
 
 
+def test_stop_strings_that_are_special_tokens_end_an_answer_as_tokens() -> None:
+    derived = {"prompt_tokens": 1, "special_stops": [7]}
+    for more, ids in (({}, "[7]"), ({"stop_token_ids": [3]}, "[7, 3]")):
+        assert check(CARD, {**SAID, **more}, TEXT, derived=derived)[0]["stop_token_ids"] == ids
+
+
 @pytest.mark.row("C46", "C47")
 @pytest.mark.parametrize(
     ("more", "however"),

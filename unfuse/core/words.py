@@ -27,6 +27,8 @@ MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
 
 MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 1024, 256, 256
 
+SPECIAL_STOPS = "special_stops"  # the ids of those stop strings that are special tokens, so that no text has them
+
 MAX_ASKED = (1 << 31) - 1  # the largest number of tokens that is read at all: more than any window has
 
 EXPECTED = 256  # tokens that an answer is predicted to have at most, since few are as long as they may be
@@ -85,13 +87,15 @@ def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
         if least > most:
             raise InvalidParameter(f"min_tokens {least} must be at most the {most} tokens of the answer", "min_tokens")
         settled["min_tokens"] = least
+    special = [*read.get(SPECIAL_STOPS, ())]
     if "stop_token_ids" in read:
         ids = read["stop_token_ids"]
         if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS:
             message = f"stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids"
             raise InvalidParameter(message, "stop_token_ids")
-        whole = [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
-        settled["stop_token_ids"] = json.dumps(whole)
+        special += [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
+    if special:
+        settled["stop_token_ids"] = json.dumps(special)
     if read.get("skip_special_tokens") is False:
         settled["skip_special_tokens"] = False
     if read.get(CONTINUES):

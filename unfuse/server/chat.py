@@ -29,7 +29,7 @@ from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.core.text import CHUNK, CONTINUES, Answer, Piece, beginnings, packed
 from unfuse.core.tools import Tools, grammar_of, read_tools
 from unfuse.core.vision import SHOWN, places_of, shown_of
-from unfuse.core.words import read_bad_words
+from unfuse.core.words import SPECIAL_STOPS, read_bad_words
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import sse
@@ -105,7 +105,7 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
     start = partial(tokenizer.start_of_answer, *told, kwargs)
     continues = bool(kwargs.get("continue_final_message") and start())
-    derived[CONTINUES] = continues
+    derived |= {CONTINUES: continues, SPECIAL_STOPS: _special_stops(tokenizer, fields.get("stop"))}
     reading = reading_of(tools, calls, reasoning, start, format is not None, continues)
     if reading and str(fields.get("include_reasoning")).lower() == "false":
         reading = msgspec.structs.replace(reading, hidden=True)
@@ -118,6 +118,12 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
     )
+
+
+def _special_stops(tokenizer: ChatTokenizer, stop: object) -> list[int]:
+    """The special tokens among the stop strings of a request."""
+    texts = [text for text in (stop if isinstance(stop, list) else [stop]) if isinstance(text, str)]
+    return [id for id in tokenizer.mark_ids(texts) if id in tokenizer.specials]
 
 
 def _grammars(
