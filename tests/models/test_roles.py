@@ -82,6 +82,14 @@ def test_a_chat_of_the_system_alone_is_the_users() -> None:
 
 
 @pytest.mark.row("K2")
+def test_no_result_of_a_tool_is_lost() -> None:
+    """Given a template that knows tools, and passes over the role of their results."""
+    said = [USER, {"role": "tool", "tool_call_id": "1", "content": "42"}]
+    assert written("{# tools #}" + LISTED, said) == "<user>u<user><tool_response>\n42\n</tool_response>"
+    assert written("{# tools #}" + CHATML, said) == "<user>u<tool>42"
+
+
+@pytest.mark.row("K2")
 def test_what_a_user_says_in_two_messages_is_one_where_roles_take_turns() -> None:
     assert written(TURNS, [USER, USER]) == "<user>u\n\nu"
     assert written(CHATML, [USER, USER]) == "<user>u<user>u"

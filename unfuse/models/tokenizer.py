@@ -20,7 +20,7 @@ from unfuse.models.gguf import REPAIR
 from unfuse.models.history import read_leniently, simpler_forms, system_in_user, systems_first
 from unfuse.models.special_text import SpecialText, texts_in, unused_characters
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
-from unfuse.models.tool_messages import with_calls, with_properties
+from unfuse.models.tool_messages import result_as_user, with_calls, with_properties
 
 
 class ChatTokenizer:
@@ -180,6 +180,8 @@ class ChatTokenizer:
                 what = f"messages[{roles.index(role)}].role is {printable(role)}"
                 known = f"send one of {', '.join(ROLES[:5])}"
                 raise InvalidParameter(f"{what}, which the model's chat template passes over: {known}", "messages")
+        if "tool" in roles and not self._writes(template, "tool", later=True):
+            messages = [result_as_user(message, number) for number, message in enumerate(messages)]
         if None in roles or "system" not in roles:
             return messages
         if "system" in roles[1:] and not self._writes(template, "system", later=True):

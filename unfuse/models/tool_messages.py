@@ -54,12 +54,19 @@ def _with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}, **said}}}
 
 
+def result_as_user(message: Any, number: int) -> Any:
+    """Return what a tool has returned as a message of the user; other messages as they are."""
+    if not isinstance(message, Mapping) or message.get("role") != "tool":
+        return message
+    return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
+
+
 def _told(message: Any, number: int, knows: bool) -> Any:
     """One message; what is no message is left to who reads it."""
     if not isinstance(message, Mapping):
         return message
     if message.get("role") == "tool" and not knows:
-        return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
+        return result_as_user(message, number)
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
