@@ -24,6 +24,7 @@ QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]
         (Reading(reasoning=QWEN3), ["say ", "</think>", " once"], 0),
         (Reading(reasoning=QWEN3), ["", ""], 0),
         (Reading(CALL_FORMATS["hermes"]), ["a", "</think>"], 0),
+        (Reading(), ["<think>", "a", "</think>", "b"], 3),
     ],
 )
 def test_the_tokens_of_reasoning_are_counted(reading: Reading, tokens: list[str], count: int) -> None:

@@ -23,7 +23,8 @@ from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
-from unfuse.core.reading import READING, AnswerReader, Reading, reading_in
+from unfuse.core.reading import READING, Reading, reading_in
+from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.core.text import CHUNK, CONTINUES, Answer, Piece, beginnings, packed
@@ -50,6 +51,10 @@ from unfuse.stores.results import ResultStore
 router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
+
+USUAL_REASONING = ReasoningFormat(
+    "usual"
+)  # marks that are counted, though they are content, in answers that are not read
 
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
@@ -295,17 +300,15 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
         "prompt_tokens_details": details,
     }
     if answers:
-        reading = reading_in(context.params.get(READING))
-        reasoned = sum(reasoning_tokens(answer, reading) for answer in answers) if reading else 0
+        reading = reading_in(context.params.get(READING)) or Reading()
+        reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     return usage
 
 
 def reasoning_tokens(answer: Answer, reading: Reading) -> int:
-    """How many tokens of an answer are its reasoning, with the marks around that."""
-    reader = AnswerReader(reading).reasoning
-    if reader is None:
-        return 0
+    """How many tokens of an answer are its reasoning, with the marks around that; `<think>` where none is read."""
+    reader = ReasoningReader(reading.reasoning or USUAL_REASONING, reading.opened)
     for count, piece in enumerate(answer.pieces, 1):
         before = reader.state
         reader.feed(piece.text)
