@@ -129,7 +129,8 @@ def test_a_choice_says_what_may_be_called() -> None:
         ({"tools": ["f"]}, "tools", r"tools\[0\]"),
         ({"tools": [{"type": "function"}]}, "tools", "with a function"),
         ({"tools": [tool("a b")]}, "tools", "'a b'"),
-        ({"tools": [tool("x" * 65)]}, "tools", "1 to 64"),
+        ({"tools": [tool("x" * 129)]}, "tools", "1 to 128"),
+        ({"tools": [{"type": "function", "name": 3}]}, "tools", "not 3"),
         ({"tools": [tool(description=3)]}, "tools", "description"),
         ({"tools": [tool(parameters=[])]}, "tools", "JSON schema"),
         ({"tools": [tool(), tool()]}, "tools", "two functions"),
@@ -147,6 +148,33 @@ def test_what_are_no_tools_is_refused(said: dict[str, Any], param: str, says: st
     with pytest.raises(InvalidParameter, match=says) as refused:
         read_tools(said)
     assert refused.value.param == param
+
+
+def test_names_are_those_of_mcp() -> None:
+    names = ("a.b-c_d", "x" * 128)
+    tools = read_tools({"tools": [tool(name) for name in names]})
+    assert tools and tools.names == names
+
+
+def test_the_responses_api_s_form_of_a_function_is_read() -> None:
+    flat = {"type": "function", "name": "f", "description": "F.", "parameters": {"type": "object"}, "strict": True}
+    tools = read_tools({"tools": [flat], "tool_choice": {"type": "function", "name": "f"}})
+    assert tools and tools.choice == "required"
+    about = {key: value for key, value in flat.items() if key != "type"}
+    assert tools.functions == ({"type": "function", "function": about},)
+
+
+@pytest.mark.row("C31", "C32")
+def test_a_relaxed_schema_has_what_is_sure_of_one_that_is_no_schema() -> None:
+    """As those are that libraries make of Go's and Python's types, or of Gemini's API."""
+    said = {
+        "type": "OBJECT", "required": None, "items": None,
+        "properties": {"a": {"type": "any"}, "b": {"type": ["string", "date"]}, "c": {"const": None, "type": "null"}},
+    }  # fmt: skip
+    found = asked_grammar({"type": "json_schema", "json_schema": {"schema": said}}, relaxed=True)
+    assert found
+    kept = {"type": "object", "properties": {"a": {}, "b": {}, "c": {"const": None, "type": "null"}}}
+    assert json.loads(found.text).items() >= kept.items()
 
 
 def test_allowed_tools_are_some_of_all() -> None:

@@ -34,6 +34,21 @@ def test_an_answer_may_take_what_the_messages_leave() -> None:
     assert asked(max_completion_tokens=8, max_tokens=7)["max_tokens"] == 8
 
 
+@pytest.mark.row("K1")
+def test_less_than_none_is_as_much_as_there_is_room_for() -> None:
+    """LM Studio and llama.cpp have it so, and scripts that are written for them send it."""
+    assert asked(max_tokens=-1)["max_tokens"] == asked(max_completion_tokens=-1)["max_tokens"] == 60
+    assert asked(replace(CARD, defaults={"max_tokens": 30}), max_tokens=-1)["max_tokens"] == 30
+
+
+@pytest.mark.row("K1")
+def test_what_other_servers_have_of_their_own_is_taken() -> None:
+    said = {"spaces_between_special_tokens": False, "cache_prompt": True, "stop": [str(n) for n in range(MAX_STOPS)]}
+    assert len(json.loads(asked(**said)["stop"])) == MAX_STOPS >= 16
+    assert "skip_special_tokens" not in asked(skip_special_tokens=True)
+    assert asked(skip_special_tokens=False)["skip_special_tokens"] is False
+
+
 def test_defaults_are_the_model_s_then_ours() -> None:
     params = asked(seed=3)
     assert (params["temperature"], params["top_p"], params["seed"]) == (0.6, 1.0, 3)
@@ -46,6 +61,9 @@ def test_defaults_are_the_model_s_then_ours() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "x"}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"skip_special_tokens": "x"}, "skip_special_tokens"),
+        ({"include_reasoning": "x"}, "include_reasoning"),
         ({"n": 129}, "n"),
         ({"top_k": -2}, "top_k"),
         ({"min_tokens": -1}, "min_tokens"),
@@ -88,6 +106,12 @@ def test_what_is_not_allowed_is_refused_by_its_name(more: dict[str, object], par
     with pytest.raises(InvalidParameter) as refused:
         asked(**more)
     assert refused.value.param == param
+
+
+def test_stop_strings_that_are_special_tokens_end_an_answer_as_tokens() -> None:
+    derived = {"prompt_tokens": 1, "special_stops": [7]}
+    for more, ids in (({}, "[7]"), ({"stop_token_ids": [3]}, "[7, 3]")):
+        assert check(CARD, {**SAID, **more}, TEXT, derived=derived)[0]["stop_token_ids"] == ids
 
 
 @pytest.mark.row("C46", "C47")

@@ -49,6 +49,41 @@ def test_the_content_of_an_answer(message: dict[str, Any], content: Any) -> None
     assert read({"role": "assistant", **message})["content"] == content
 
 
+@pytest.mark.row("K2")
+@pytest.mark.parametrize(
+    ("message", "reasoning"),
+    [
+        ({"reasoning_content": "a"}, "a"),
+        ({"reasoning": "a"}, "a"),
+        ({"reasoning_content": None, "reasoning": "a\ud83d"}, "a\ufffd"),
+        ({"reasoning": {"effort": "low"}}, None),
+        ({"reasoning_content": [], "reasoning": 7}, None),
+    ],
+)
+def test_the_reasoning_of_an_answer_has_the_name_that_templates_read(message: dict[str, Any], reasoning: Any) -> None:
+    assert read({"role": "assistant", "content": "b", **message})["reasoning_content"] == reasoning
+
+
+@pytest.mark.row("K2")
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"url": "x"}, '{"url": "x"}'),
+        ({"type": "json", "json": [1]}, '{"type": "json", "json": [1]}'),
+        (7, "7"),
+        (None, "null"),
+    ],
+)
+def test_what_a_tool_lists_is_text(part: Any, text: str) -> None:
+    said = read({"role": "tool", "content": ["a", part]})["content"]
+    assert said == [{"type": "text", "text": "a"}, {"type": "text", "text": text}]
+
+
+def test_pictures_that_a_tool_shows_stay() -> None:
+    shown = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_image", "image_url": "x"}]
+    assert read({"role": "tool", "content": shown})["content"] == shown
+
+
 def test_calls_of_other_kinds_are_calls_of_functions() -> None:
     old = read({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}})
     assert old["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]

@@ -269,7 +269,7 @@ def test_a_model_without_a_template_cannot_chat_but_knows_texts(tmp_path: Path) 
 
 def test_what_the_template_refuses_is_the_messages_fault(tokenizers: dict[str, ChatTokenizer]) -> None:
     with pytest.raises(InvalidParameter, match="roles must take turns") as raised:
-        tokenizers["alternate"].prompt([USER, USER])
+        tokenizers["alternate"].prompt([{"role": "assistant", "content": "Yes?"}, USER])
     assert raised.value.param == "messages"
 
 

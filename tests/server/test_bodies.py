@@ -42,6 +42,13 @@ def refused(response: httpx2.Response) -> dict[str, Any]:
     return dict(response.json()["error"])
 
 
+def test_commas_and_brackets_in_texts_are_no_values(http: httpx2.Client) -> None:
+    """Given a chat with a table, then it is read, and refused only for what it says."""
+    table = 'a,"b",[c],\\\n' * MAX_VALUES
+    response = http.post("/v1/chat/completions", json={"model": "no", "messages": [{"role": "user", "content": table}]})
+    assert response.status_code == 404
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -50,8 +57,9 @@ def refused(response: httpx2.Response) -> dict[str, Any]:
         '{"a":{' + '"a":{' * (LARGE // 6) + "}" * (LARGE // 6) + "}}",
         "{" + ",".join(f'"{number:x}":1' for number in range(LARGE // 10)) + "}",
         '{"image":[' + "1," * (LARGE // 2) + "1]}",
+        '{"image":[' + "1," * MAX_VALUES + '"' + '\\"' * (LARGE // 4),
     ],
-    ids=["lists", "deep", "deep objects", "keys", "numbers"],
+    ids=["lists", "deep", "deep objects", "keys", "numbers", "a text without an end"],
 )
 def test_a_body_has_no_more_values_than_can_be_read_at_once(http: httpx2.Client, body: str) -> None:
     error = refused(http.post(EDITS, content=body, headers=JSON))

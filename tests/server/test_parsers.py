@@ -39,3 +39,13 @@ def test_what_is_read_follows_from_tools_and_reasoning() -> None:
     )
     assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n") == Reading(reasoning=QWEN3, opened=True)
     assert reading_of(None, HERMES, QWEN3, lambda: "assistant\n") == Reading(reasoning=QWEN3)
+
+
+@pytest.mark.row("C5:continue_final_message", "C5:reasoning_content")
+@pytest.mark.parametrize(
+    ("text", "opened"), [("Paris is", False), ("<think>\nHm", True), ("<think>Hm</think>Par", False)]
+)
+def test_an_answer_that_continues_a_text_reasons_only_where_that_does(text: str, opened: bool) -> None:
+    """Given a model that always begins with reasoning, then what follows a beginning of its answer is content."""
+    always = REASONING_FORMATS["deepseek_r1"]
+    assert reading_of(None, HERMES, always, lambda: text, continues=True) == Reading(reasoning=always, opened=opened)

@@ -69,3 +69,8 @@ def test_plain_text_is_content() -> None:
     plain: Any = SimpleNamespace(id="chat_1", params={})
     assert whole(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
     assert not GrowingMessage(plain, 0).looks_back
+
+
+def test_reasoning_may_be_left_out() -> None:
+    message, reason = whole(context(hidden=True), 0, Answer(BOTH, "stop", []))
+    assert reason == "tool_calls" and message["content"] == "I call.\n" and "reasoning_content" not in message

@@ -12,7 +12,9 @@ from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from unfuse.core.errors import PermanentError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.stages import sampling
+from unfuse.stages.language import ending
 from unfuse.stages.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
 
 PROMPT, MADE = [3, 5, 5, 8], [8, 9, 9, 9]
@@ -277,3 +279,10 @@ def test_a_grammar_goes_before_what_must_not_come() -> None:
     how = replace(GREEDY, min_tokens=2, ends=(0, 999))
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x01").token == 0
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x03").token == 1
+
+
+@pytest.mark.row("C5:ignore_eos")
+def test_an_answer_that_is_held_to_a_format_ends_with_it() -> None:
+    """Given ignore_eos, which has nothing to go on with behind the end of a grammar."""
+    asked = {"stop": "[]", "ignore_eos": True}
+    assert ending(asked).ignore_eos and not ending({**asked, GRAMMAR: "x"}).ignore_eos

@@ -86,3 +86,24 @@ def test_a_token_has_its_own_bytes_and_name() -> None:
 
 def test_without_logprobs_no_bytes_are_told() -> None:
     assert Words(Bytes(), Ending(), 9).add(97, None, ()) == Piece(97, "a")
+
+
+class Spoken(Bytes):
+    """A tokenizer as SentencePiece's: the space that a text begins with is none of its own."""
+
+    def piece(self, id: int, first: bool = False) -> bytes:
+        piece = super().piece(id)
+        return piece.removeprefix(b" ") if first else piece
+
+
+@pytest.mark.row("C5:continue_final_message")
+@pytest.mark.parametrize(("continues", "text"), [(False, "b"), (True, " b")])
+def test_an_answer_that_continues_a_text_keeps_its_first_space(continues: bool, text: str) -> None:
+    words = Words(Spoken(), Ending(continues=continues), 2)
+    assert "".join(words.add(id, None, ()).text for id in b" b") == text
+
+
+def test_special_tokens_are_shown_where_they_are_asked_for() -> None:
+    shown = Ending(shows_special=True)
+    assert ended("ab", shown, [SPECIAL, EOS]) == ("ab<257>", "stop", None, 3)
+    assert ended("ab", Ending(), [SPECIAL, EOS]) == ("ab", "stop", None, 3)

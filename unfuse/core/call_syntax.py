@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ Event = tuple[Literal["call", "arguments", "mark"], str, str]
 MAX_NAME = 128  # the longest text that is read as the head of a call
 SPACE = " \r\n\t"
 _JSON = frozenset(' \r\n\t,:"[]{}+-.') | frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+_OPENED = re.compile(r"\n[ \t]*<parameter=([^>\n]{1,128})>")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -68,6 +70,14 @@ class Chars:
         self._events.append((kind, text, "".join(self._pending)))
         self._pending.clear()
 
+    def write(self, text: str) -> None:
+        """Have this text in the arguments that are streamed, in place of the last character."""
+        if self._streams:
+            char = self._pending.pop()
+            self._flush()
+            self._pending.append(char)
+            self.emit("arguments", text)
+
     def stream(self, on: bool) -> None:
         """Whether the characters from here on are arguments, just as they are."""
         if self._streams:
@@ -118,7 +128,7 @@ class Syntaxes:
     def end(self) -> None:
         """The answer has ended within a call: complete what can be."""
         if self._tagged is not None:
-            self._chars.emit("arguments", (self._tagged.argument() if self._tagged.whole else "") + "}")
+            self._chars.emit("arguments", (self._tagged.argument() if self._tagged.begun else "") + "}")
 
     def _begin(self, name: str) -> None:
         if name not in self._functions:
@@ -141,8 +151,11 @@ class Syntaxes:
         return text.removesuffix(mark)
 
     def _json(self, start: str) -> Parsing:
-        """An object with a name and arguments, also as the first one of a list."""
+        """An object with a name and arguments, also as the first one of a list, or in a fence behind a mark."""
         char = start if start in ("{", "[") else (yield from self._space())
+        if char == "`":
+            yield from self._until("\n", stops="")
+            char = yield from self._space()
         if char == "[":
             char = yield from self._space()
         yield from self._object(char)
@@ -161,6 +174,8 @@ class Syntaxes:
                 found.depth -= 1
             elif char == '"':
                 yield from self._field(found)
+            elif char == "{" and found == Found():
+                found.depth += 1  # some models double the braces, as their template does
             elif char != ",":
                 self._chars.put_back()
                 break
@@ -209,12 +224,18 @@ class Syntaxes:
         raise NotACall
 
     def _nested(self) -> Parsing:
-        """The rest of an object or list, up to where it ends, or is none any more."""
+        """The rest of an object or list, up to where it ends, or is none any more.
+
+        Line breaks and other control characters in texts are escaped, as JSON has them.
+        """
         open, text = 1, list[str]()
         quoted = escaped = False
         while open:
             char = yield from self._chars.next()
-            if quoted:
+            if quoted and char < " ":
+                char, escaped = json.dumps(char)[1:-1], False
+                self._chars.write(char)
+            elif quoted:
                 quoted, escaped = escaped or char != '"', char == "\\" and not escaped
             elif char in "{[":
                 open += 1
@@ -402,26 +423,46 @@ class Tagged:
     def add(self, char: str) -> str:
         """Add a character of the value; returns the tag behind it, once that is there.
 
-        A closing tag that is not followed by another tag of the call belongs to the value.
+        A closing tag that is not followed by another tag of the call belongs to the value. Where a model has left it
+        out, the value ends with the call.
         """
         self._value.append(char)
         if char not in "=>":
             return ""
         end = "".join(self._value[-MAX_NAME:])
         tag = next((tag for tag in ("<parameter=", "</function>", "</tool_call>") if end.endswith(tag)), "")
-        if not tag or not end.removesuffix(tag).rstrip().endswith("</parameter>"):
+        before = end.removesuffix(tag).rstrip()
+        if not tag or not (before.endswith("</parameter>") or self._ends_call(tag, before)):
             return ""
         self._value = ["".join(self._value).removesuffix(tag)]
         return tag
 
+    def _ends_call(self, tag: str, before: str) -> bool:
+        """Whether a tag ends the call, though the value is not closed: no call within it does."""
+        ends = tag == "</tool_call>" and before.endswith("\n</function>")
+        return ends and "<function=" not in "".join(self._value)
+
     @property
-    def whole(self) -> bool:
-        """Whether the value that was begun is closed."""
-        return bool(self._name) and "".join(self._value[-MAX_NAME:]).rstrip().endswith("</parameter>")
+    def begun(self) -> bool:
+        """Whether a value was begun, and is not told yet."""
+        return bool(self._name)
 
     def argument(self) -> str:
-        """The closed value as JSON, with its name and what goes between it and the one before."""
-        text = "".join(self._value).rstrip().removesuffix("</parameter>").removeprefix("\n").removesuffix("\n")
+        """The value as JSON, with its name and what goes between it and the one before.
+
+        It is several where the tags that close the first ones were left out.
+        """
+        text = "".join(self._value).rstrip()
+        for tag in ("</tool_call>", "</function>", "</parameter>"):
+            text = text.removesuffix(tag).rstrip() if tag != "</parameter>" else text.removesuffix(tag)
+        written = ""
+        while (found := _OPENED.search(text)) and found[1] in self._types and found[1] != self._name:
+            written += self._one(text[: found.start()])
+            self._name, text = found[1], text[found.end() :]
+        return written + self._one(text)
+
+    def _one(self, text: str) -> str:
+        text = text.removeprefix("\n").removesuffix("\n")
         value = json_value(text, self._types.get(self._name, "string").split("|"))
         written = f"{', ' if self._count else ''}{json.dumps(self._name, ensure_ascii=False)}: {value}"
         self._count += 1
@@ -438,10 +479,25 @@ def json_value(text: str, types: Sequence[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
     word = word.lower() if word in ("True", "False") else word
     try:
-        json.loads(word)
+        json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return _python_value(word) or json.dumps(text, ensure_ascii=False)
     return word
+
+
+def _refuse(constant: str) -> None:
+    """Raise ValueError: NaN and Infinity are no JSON."""
+    raise ValueError(constant)
+
+
+def _python_value(text: str) -> str:
+    """A list or dict of Python as JSON; "" for what is none."""
+    if text[:1] not in ("[", "{"):
+        return ""
+    try:
+        return json.dumps(_literal(ast.parse(text, mode="eval").body), ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, NotACall):
+        return ""
 
 
 def keywords(text: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import Parameter, Params, printable
 
+UNBOUNDED = -1  # a number of tokens that clients send for as many as there is room for
+
 MAX_EFFORT = 64  # characters of a reasoning_effort
 
 TEMPLATE = (
@@ -34,6 +36,9 @@ IGNORED = (
     "prompt_cache_options", "prediction", "verbosity",
 )  # fmt: skip
 """Fields of OpenAI's API that change nothing about an answer that this server could change."""
+
+SERVERS_OWN = ("spaces_between_special_tokens", "stream_reasoning", "guided_whitespace_pattern", "cache_prompt")
+"""Fields of vLLM, SGLang and llama.cpp that change nothing about an answer that this server could change."""
 
 REFUSED = (
     ("audio", "is not made: no model that is served here speaks, so leave it out"),

@@ -17,6 +17,7 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `calls` and `reasoning` are formats (None: none is read). `functions` may be called, and have the types of
     their parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
+    With `hidden`, clients are told of no reasoning.
     """
 
     calls: CallFormat | None = None
@@ -25,6 +26,7 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     forced: bool = False
     reasoning: ReasoningFormat | None = None
     opened: bool = False
+    hidden: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -18,10 +18,13 @@ class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     always: bool = False
 
 
-def opened(format: ReasoningFormat, start: str) -> bool:
-    """Whether an answer that the template starts with this text begins within reasoning."""
+def opened(format: ReasoningFormat, start: str, *, continues: bool = False) -> bool:
+    """Whether an answer that begins with this text goes on within reasoning.
+
+    The template has written the text, or it is that of a message that the answer `continues`.
+    """
     begun, ended = start.rfind(format.begin), start.rfind(format.end)
-    return begun > ended or (format.always and ended < 0)
+    return begun > ended or (format.always and ended < 0 and not continues)
 
 
 class ReasoningReader:

@@ -60,12 +60,15 @@ def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False)
 
 
 def _relaxed(schema: Any) -> Any:
-    """The schema without the keywords in UNSURE, and without references to elsewhere."""
+    """The schema without the keywords in UNSURE, nulls, unknown types, and references to elsewhere."""
     if not isinstance(schema, dict):
         return schema
     if not str(schema.get("$ref", "#")).startswith("#"):
         return {}
-    found = {key: value for key, value in schema.items() if key not in UNSURE}
+    found = {key: value for key, value in schema.items() if key not in UNSURE and (value is not None or key == "const")}
+    if "type" in found:
+        types = _known_types(found.pop("type"))
+        found |= {"type": types} if types else {}
     for key in found.keys() & set(BY_NAME):
         if isinstance(found[key], dict):
             found[key] = {name: _relaxed(one) for name, one in found[key].items()}
@@ -73,6 +76,13 @@ def _relaxed(schema: Any) -> Any:
         value = found[key]
         found[key] = [_relaxed(one) for one in value] if isinstance(value, list) else _relaxed(value)
     return found
+
+
+def _known_types(said: object) -> str | list[str]:
+    """The type or types that a schema says, also in capital letters; none where one of them is unknown."""
+    types = [str(one).lower() for one in (said if isinstance(said, list) else [said])]
+    known = types if {*types} <= {*TYPES} else []
+    return known if isinstance(said, list) or not known else known[0]
 
 
 def types_of(schema: object) -> dict[str, str]:

@@ -16,6 +16,9 @@ from unfuse.core.call_syntax import Chars, NotACall, Syntaxes
 
 Kind = Literal["content", "reasoning", "call", "arguments", "mark"]
 
+BETWEEN = " \r\n\t,;]}`"
+"""What may stand between a call and a mark or another call: also a brace too many, and the end of a fence."""
+
 LEAST = 4  # characters of a mark that was cut, by which it is known
 
 
@@ -73,7 +76,7 @@ class CallReader:
         if self._parsing is not None:
             self._end_call(cut)
         elif self._text:
-            blank = self._between and not self._text.strip(" \r\n\t,;]")
+            blank = self._between and not self._text.strip(BETWEEN)
             hidden = blank or (cut and (self._forced or self._between or self._is_part_of_mark(self._text)))
             self._emit("mark" if hidden else "content", "" if hidden else self._text, self._text)
         self._text = ""
@@ -129,7 +132,7 @@ class CallReader:
 
     def _read_between(self) -> bool:
         """What follows a call: marks, separators and white space, or another call; else content."""
-        rest = self._text.lstrip(" \r\n\t,;]")
+        rest = self._text.lstrip(BETWEEN)
         skipped = self._text[: len(self._text) - len(rest)]
         marks = (*self._format.ends, *self._format.starts)
         mark = next((mark for mark in marks if rest.startswith(mark)), "")

@@ -21,7 +21,7 @@ MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most 
 NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
 SHOWN_NOTHING = {"type": "object", "properties": {}}  # and how a template shows it
 
-_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")  # as MCP has them; OpenAI's API has 64 characters, and no dot
 
 Choice = Literal["auto", "required"]
 
@@ -90,7 +90,9 @@ def _chosen(choice: object, tools: Tools) -> Tools | None:
             return tools
         case "required":
             return replace(tools, choice="required")
-        case {"type": "function", "function": {"name": str(name)}} if name in names:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)} if (
+            name in names
+        ):
             return replace(tools, choice="required", names=(name,), several=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             return replace(tools, choice=mode, names=_allowed(allowed, names))
@@ -120,12 +122,14 @@ def _function(value: Any, where: str) -> dict[str, Any]:
     if isinstance(kind, str) and kind != "function":
         message = f"{where} is of type {kind[:40]}, which is not served: describe it as a tool of type function"
         raise InvalidParameter(message, "tools")
+    if kind == "function" and "function" not in value and "name" in value:  # as the Responses API has it
+        value = {"type": kind, "function": {key: one for key, one in value.items() if key != "type"}}
     function = value.get("function") if kind == "function" else None
     if not isinstance(function, dict):
         raise InvalidParameter(f"{where} must be an object of type function, with a function", "tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        rule = "1 to 64 letters, digits, _ or -"
+        rule = "1 to 128 letters, digits, _, . or -"
         raise InvalidParameter(f"{where}.function.name must be {rule}, not {printable(name)}", "tools")
     if not isinstance(function.get("description"), str | None):
         raise InvalidParameter(f"{where}.function.description must be a text", "tools")

@@ -8,15 +8,26 @@ from typing import Any
 
 import msgspec
 
-from unfuse.core.chat_fields import IGNORED, REFUSED, TEMPLATE, check_modalities, check_stream_options
+from unfuse.core.chat_fields import (
+    IGNORED,
+    REFUSED,
+    SERVERS_OWN,
+    TEMPLATE,
+    UNBOUNDED,
+    check_modalities,
+    check_stream_options,
+)
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.medium import DELIVERED, MAX_SEED, MIN_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, integer, number, text
+from unfuse.core.text import CONTINUES
 from unfuse.core.vision import SHOWN
 
-MAX_STOPS, MAX_STOP = 4, 1000  # the most stop strings, and characters of one
+MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
 
 MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 1024, 256, 256
+
+SPECIAL_STOPS = "special_stops"  # the ids of those stop strings that are special tokens, so that no text has them
 
 MAX_ASKED = (1 << 31) - 1  # the largest number of tokens that is read at all: more than any window has
 
@@ -52,19 +63,21 @@ def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Para
 def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
     """How many tokens the answer may have. Raises ContextLengthExceeded where there is no room for them."""
     prompt, window = read["prompt_tokens"], limits.max_tokens
-    asked, room = read.get("max_completion_tokens", read.get("max_tokens")), window - prompt
+    asked, room = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED)), window - prompt
+    if asked == 0:
+        raise InvalidParameter("max_tokens must be 1 or more, or -1 for as many as there is room for", "max_tokens")
     is_window = f"This model's maximum context length is {window} tokens."
     if room < 1:
         however = f"However, your messages resulted in {prompt} tokens, and the answer needs one at least."
         raise ContextLengthExceeded(f"{is_window} {however} Please reduce the length of the messages.", "messages")
-    if asked is not None and asked > room:
+    if asked > room:
         however = (
             f"However, you requested {prompt + asked} tokens ({prompt} in the messages, {asked} in the completion)"
         )
         advice = f"Please reduce the length of the messages, or ask for at most {room} tokens."
         raise ContextLengthExceeded(f"{is_window} {however}. {advice}", "messages")
     usual = params.get("max_tokens")
-    return int(asked or min(room, usual if isinstance(usual, int) else room))
+    return int(asked if asked != UNBOUNDED else min(room, usual if isinstance(usual, int) else room))
 
 
 def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
@@ -74,13 +87,19 @@ def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
         if least > most:
             raise InvalidParameter(f"min_tokens {least} must be at most the {most} tokens of the answer", "min_tokens")
         settled["min_tokens"] = least
+    special = [*read.get(SPECIAL_STOPS, ())]
     if "stop_token_ids" in read:
         ids = read["stop_token_ids"]
         if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS:
             message = f"stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids"
             raise InvalidParameter(message, "stop_token_ids")
-        whole = [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
-        settled["stop_token_ids"] = json.dumps(whole)
+        special += [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
+    if special:
+        settled["stop_token_ids"] = json.dumps(special)
+    if read.get("skip_special_tokens") is False:
+        settled["skip_special_tokens"] = False
+    if read.get(CONTINUES):
+        settled[CONTINUES] = True
     if words := read.get("bad_words"):
         settled["bad_words"] = json.dumps(words)
     return settled
@@ -116,8 +135,10 @@ TEXT = Medium(
         Parameter("messages", "any", use="request", required=True, flag=None,
             description="what was said so far, as objects of role and content"),
         *TEMPLATE,
-        Parameter("max_completion_tokens", "integer", 1, MAX_ASKED, use="request", description="of the answer"),
-        Parameter("max_tokens", "integer", 1, MAX_ASKED, use="request", description="as max_completion_tokens"),
+        Parameter("max_completion_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
+            description="of the answer, at least 1; -1: as many as there is room for"),
+        Parameter("max_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
+            description="as max_completion_tokens"),
         Parameter("min_tokens", "integer", 0, MAX_ASKED, use="request", flag=None,
             description="so many come before anything ends the answer"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
@@ -135,7 +156,11 @@ TEXT = Medium(
         Parameter("include_stop_str_in_output", "flag", use="request", flag=None,
             description="show the text or token of `stop` or `stop_token_ids` that ended the answer"),
         Parameter("ignore_eos", "flag", use="request", flag=None,
-            description="go on behind the model's own end of a text"),
+            description="go on behind the model's own end of a text, unless the answer is held to a format"),
+        Parameter("skip_special_tokens", "flag", use="request", flag=None,
+            description="false: the model's special tokens are shown as text, but for the one that ends the answer"),
+        Parameter("include_reasoning", "flag", use="request", flag=None,
+            description="false: the answer is told without its reasoning"),
         Parameter("bad_words", "any", use="request", flag=None, description="texts that the answer may not have"),
         Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
         Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
@@ -167,7 +192,10 @@ TEXT = Medium(
             Parameter(name, "any", use="nothing", description="of other servers' disaggregation; accepted and ignored")
             for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
         ),
-        *(Parameter(name, "any", use="nothing", description="accepted and ignored") for name in IGNORED),
+        *(
+            Parameter(name, "any", use="nothing", description="accepted and ignored")
+            for name in (*IGNORED, *SERVERS_OWN)
+        ),
         *(Parameter(name, "any", use="refused", flag=None, description=why) for name, why in REFUSED),
     ),
     size=(),

@@ -25,6 +25,10 @@ _deadline = ContextVar[float]("deadline", default=float("inf"))
 Message = Mapping[str, Any]
 
 
+class TooMuch(TemplateError):
+    """A template takes too long, or makes too long a prompt."""
+
+
 class _Generation(Extension):
     """{% generation %} marks what training looks at; here it is a block like any."""
 
@@ -58,7 +62,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         if time.thread_time() > _deadline.get():
-            raise TemplateError("it takes too long")
+            raise TooMuch("it takes too long")
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -80,11 +84,12 @@ class ChatTemplate:
         token = _deadline.set(time.thread_time() + self._seconds)
         made, length = [], 0
         try:
-            for part in self._template.generate({**variables, "messages": messages}):
+            told = [_with_arguments(message) for message in messages]
+            for part in self._template.generate({**variables, "messages": told}):
                 made.append(part)
                 length += len(part)
                 if length > self._characters:
-                    raise TemplateError(f"it makes more than {self._characters} characters")
+                    raise TooMuch(f"it makes more than {self._characters} characters")
         except Exception as error:  # whatever somebody else's template raises
             reason = str(error) or type(error).__name__
             raise InvalidParameter(
@@ -93,6 +98,34 @@ class ChatTemplate:
         finally:
             _deadline.reset(token)
         return "".join(made)
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call that are JSON where a template writes them as a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return f"{self}{other}"
+
+    def __radd__(self, other: str) -> str:
+        return f"{other}{self}"
+
+
+def _with_arguments(message: Message) -> Message:
+    """A message whose calls have Arguments."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_call(call) for call in calls]}
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": Arguments(function["arguments"])}}
 
 
 def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict[str, Any]]:

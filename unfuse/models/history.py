@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+Message = Mapping[str, Any]
 
 SHOWN_PARTS = ("image_url", "video_url", "video", "image")
 """Types of content parts that show something. They are read, or refused, as in new messages."""
@@ -54,7 +57,13 @@ def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
         content = _whole(message["refusal"])
     if content is None and not calls:
         content = ""
-    return {**read, "content": content}
+    return {**read, "content": content, "reasoning_content": _reasoning(message)}
+
+
+def _reasoning(message: Mapping[str, Any]) -> str | None:
+    """The reasoning of an answer, by the name that older or newer servers have for it."""
+    said = (message.get(name) for name in ("reasoning_content", "reasoning"))
+    return next((_whole(text) for text in said if isinstance(text, str)), None)
 
 
 def _part(part: Any) -> dict[str, Any] | None:
@@ -77,8 +86,15 @@ def _result(content: Any) -> Any:
     if isinstance(content, str):
         return _whole(content)
     if isinstance(content, list):
-        return [{"type": "text", "text": _whole(part)} if isinstance(part, str) else part for part in content]
+        return [_result_part(part) for part in content]
     return json.dumps(content, ensure_ascii=False)
+
+
+def _result_part(part: Any) -> Any:
+    """A part of what a tool returned. What is no part of a message is text: as it is, or as JSON."""
+    if isinstance(part, Mapping) and part.get("type") in (*TEXT_PARTS, *SHOWN_PARTS, "input_image"):
+        return part
+    return {"type": "text", "text": _whole(part) if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}
 
 
 def _call(call: Any) -> dict[str, Any] | None:
@@ -108,6 +124,60 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 def _whole(text: str) -> str:
     """The text, with U+FFFD for halves of surrogate pairs: a stream that was cut leaves such."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def simpler_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Ever simpler forms of messages, for templates that refuse them as they are.
+
+    At first answers call one function each, then there is one message of the system, then roles take turns, and at last
+    the message of the system is a part of the user's.
+    """
+    found = simplified(messages)
+    yield found
+    for simplify in (systems_first, _taking_turns, system_in_user):
+        found = simplify(found)
+        yield found
+
+
+def systems_first(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with one of the system, at the beginning, that has the content of all of them."""
+    systems = [message for message in messages if message.get("role") == "system"]
+    others = [message for message in messages if message.get("role") != "system"]
+    return [*([functools.reduce(_joined, systems)] if systems else []), *others]
+
+
+def system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a first one of the system as the beginning of what the user says first."""
+    if not messages or messages[0].get("role") != "system":
+        return [*messages]
+    system, *others = messages
+    place = next((place for place, message in enumerate(others) if message.get("role") == "user"), None)
+    if place is None:
+        return [{**system, "role": "user"}, *others]
+    return [*others[:place], {**_joined(system, others[place]), "role": "user"}, *others[place + 1 :]]
+
+
+def _taking_turns(messages: Sequence[Message]) -> list[Message]:
+    """The messages, of which those of a user that follow each other are one."""
+    found = list[Message]()
+    for message in messages:
+        if found and found[-1].get("role") == message.get("role") == "user":
+            found[-1] = _joined(found[-1], message)
+        else:
+            found.append(message)
+    return found
+
+
+def _joined(one: Message, other: Message) -> Message:
+    """The first message, with the content of both."""
+    first, second = one.get("content") or "", other.get("content") or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return {**one, "content": "\n\n".join(text for text in (first, second) if text)}
+    return {**one, "content": [*_parts(first), *_parts("\n\n"), *_parts(second)]}
+
+
+def _parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
 
 
 def simplified(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

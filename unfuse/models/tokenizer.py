@@ -13,13 +13,14 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.parameters import printable
 from unfuse.models.answer_formats import format_of, reasoning_of
-from unfuse.models.chat_template import ChatTemplate, Message, plain, text_alone
+from unfuse.models.chat_template import ChatTemplate, Message, TooMuch, plain, text_alone
 from unfuse.models.gguf import REPAIR
-from unfuse.models.history import read_leniently, simplified
+from unfuse.models.history import read_leniently, simpler_forms, system_in_user, systems_first
 from unfuse.models.special_text import SpecialText, texts_in, unused_characters
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
-from unfuse.models.tool_messages import with_calls
+from unfuse.models.tool_messages import result_as_user, with_calls, with_properties
 
 
 class ChatTokenizer:
@@ -43,6 +44,7 @@ class ChatTokenizer:
         template = templates.get("tool_use") or templates.get("default", "")
         self.calls, self._knows_tools = format_of(template), "tools" in template
         self.reasoning = reasoning_of(template)
+        self._probed = dict[tuple[str, str], bool | None]()
         self._bytes, self._strips = _spelling(source, tokenizer)
         self.stops = frozenset(id for id in (*stops, ids.get("eos_token")) if id is not None)
         self.specials = frozenset({id for id, token in added.items() if token.special} | set(ids.values()))
@@ -106,7 +108,7 @@ class ChatTokenizer:
         if is_special:
             given = self._special_text.marked(given, mark)
         usual = {**self._named, "documents": None, "add_generation_prompt": not continue_final_message}
-        text = _rendered(template, given.pop("messages"), usual | given)
+        text = _rendered(template, self._shaped(template, given.pop("messages")), usual | given)
         if continue_final_message:
             text = _up_to(text, end)
         return self._special_text.ids(edit(text), mark) if is_special else self.ids(edit(text))
@@ -140,9 +142,10 @@ class ChatTokenizer:
         if given.pop("continue_final_message", False):
             return str(texts[-1].get("content") or "")
         template, variables = self._template(tools), {**self._named, "tools": tools, "documents": None}
+        shaped = self._shaped(template, texts)
         with suppress(InvalidParameter):
-            whole = _rendered(template, texts, {**variables, "add_generation_prompt": True, **given})
-            before = _rendered(template, texts, {**variables, **given, "add_generation_prompt": False})
+            whole = _rendered(template, shaped, {**variables, "add_generation_prompt": True, **given})
+            before = _rendered(template, shaped, {**variables, **given, "add_generation_prompt": False})
             if whole.startswith(before):
                 return whole[len(before) :]
         return ""
@@ -163,7 +166,54 @@ class ChatTokenizer:
             return messages, tools
         knows_developer = re.search("['\"]developer['\"]", self._template(tools).text) is not None
         read = read_leniently(messages, knows_developer=knows_developer)
-        return with_calls(read, tools, self._knows_tools), tools if self._knows_tools else None
+        told = self._written(with_calls(read, tools, self._knows_tools), self._template(tools))
+        return told, tools if self._knows_tools else None
+
+    def _written(self, messages: Sequence[Any], template: ChatTemplate) -> Sequence[Any]:
+        """Messages, of which the template passes none over. Raises InvalidParameter for a role that it does not know.
+
+        Messages of the system are put where the template writes them: at the beginning, or in the user's first one.
+        """
+        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+        for role in dict.fromkeys(role for role in roles if isinstance(role, str) and role not in ROLES):
+            if not self._writes(template, role, later=True):
+                what = f"messages[{roles.index(role)}].role is {printable(role)}"
+                known = f"send one of {', '.join(ROLES[:5])}"
+                raise InvalidParameter(f"{what}, which the model's chat template passes over: {known}", "messages")
+        if "tool" in roles and not self._writes(template, "tool", later=True):
+            messages = [result_as_user(message, number) for number, message in enumerate(messages)]
+        if None in roles or "system" not in roles:
+            return messages
+        if "system" in roles[1:] and not self._writes(template, "system", later=True):
+            messages = systems_first(messages)
+        first = messages[0]["role"] == "system" and not self._writes(template, "system", later=False)
+        return system_in_user(messages) if first else messages
+
+    def _writes(self, template: ChatTemplate, role: str, *, later: bool) -> bool:
+        """Whether a template writes messages of a role that come first, or later; also if it refuses them."""
+        turns = ("user", "assistant", role, "user") if later else (role, "user")
+        chat = [{"role": turn, "content": PROBE if turn == role else "0"} for turn in turns]
+        return self._written_of(template, self._shaped(template, chat), keep=role in ROLES) is not False
+
+    def _shaped(self, template: ChatTemplate, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages with texts as parts, for a template that reads parts alone."""
+        text = self._written_of(template, [{"role": "user", "content": PROBE}])
+        if text or not self._written_of(template, [_in_parts({"role": "user", "content": PROBE})]):
+            return messages
+        return [_in_parts(message) for message in messages]
+
+    def _written_of(self, template: ChatTemplate, chat: Sequence[Message], *, keep: bool = True) -> bool | None:
+        """Whether a template writes the PROBE in a chat; None if it refuses the chat. To `keep` that saves time."""
+        key = template.text, json.dumps(chat)
+        if key in self._probed:
+            return self._probed[key]
+        written = None
+        with suppress(InvalidParameter):
+            variables = {**self._named, "tools": None, "documents": None, "add_generation_prompt": True}
+            written = PROBE in template.prompt(chat, variables)
+        if keep:
+            self._probed[key] = written
+        return written
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special ones; U+FFFD for bytes that are no UTF-8."""
@@ -180,9 +230,20 @@ class ChatTokenizer:
         return piece[1:] if first and self._strips and piece[:1] == b" " else piece
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of OpenAI's API. `function` is the older name of `tool`."""
+
+PROBE = "written here"
+
 _TURNS = ("user", "assistant", "user")
 PROBES: tuple[tuple[str, ...], ...] = (("system", *_TURNS), _TURNS, ("user",))
 """Roles of chats that show what a template writes between messages; some templates refuse the first ones."""
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose text is a part of its content."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
@@ -195,14 +256,24 @@ def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """What a template writes of messages, or of simpler ones where it refuses these. Raises InvalidParameter."""
+    """What a template writes of messages. Where it refuses them, tools are completed, and messages simpler.
+
+    Raises InvalidParameter where it refuses those too.
+    """
     try:
         return template.prompt(messages, variables)
-    except InvalidParameter:
-        simpler = simplified(messages)
-        if simpler == messages:
+    except InvalidParameter as error:
+        if isinstance(error.__cause__, TooMuch):
             raise
-        return template.prompt(simpler, variables)
+        tools = variables.get("tools")
+        completed = {**variables, "tools": with_properties(tools)} if tools else variables
+        before = [*messages] if completed == variables else None
+        for simpler in ([*messages], *simpler_forms(messages)):
+            if simpler != before:
+                with suppress(InvalidParameter):
+                    return template.prompt(simpler, completed)
+            before = simpler
+        raise
 
 
 def _ended(messages: Sequence[Mapping[str, Any]], end: str) -> list[Mapping[str, Any]]:

@@ -40,12 +40,33 @@ def with_calls(
     return [{**first, "content": f"{first['content']}\n\n{asks}"}, *told[1:]]
 
 
+def with_properties(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return tools whose parameters have properties, if only none, for templates that go through these."""
+    return [_with_properties(tool) for tool in tools]
+
+
+def _with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(parameters, Mapping):
+        return tool
+    said = {key: value for key, value in parameters.items() if value is not None}
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}, **said}}}
+
+
+def result_as_user(message: Any, number: int) -> Any:
+    """Return what a tool has returned as a message of the user; other messages as they are."""
+    if not isinstance(message, Mapping) or message.get("role") != "tool":
+        return message
+    return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
+
+
 def _told(message: Any, number: int, knows: bool) -> Any:
     """One message; what is no message is left to who reads it."""
     if not isinstance(message, Mapping):
         return message
     if message.get("role") == "tool" and not knows:
-        return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
+        return result_as_user(message, number)
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}

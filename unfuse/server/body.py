@@ -22,7 +22,7 @@ MAX_TEXT_BODY = 8 * 1024 * 1024
 """The most bytes of a body with a picture as text, which is slow to decode; larger pictures must be sent as files."""
 
 MAX_SHOWN_BODY = 32 * 1024 * 1024  # the most bytes of a chat, whose messages may show pictures as text
-MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body: decoding them blocks all threads
+MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body, without texts: decoding blocks all threads
 
 MAX_FORM = 32 * 1024 * 1024
 
@@ -33,6 +33,7 @@ READING_PAUSE_S = 5  # seconds after which a client should try again if there wa
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # also one without an end: so it takes linear time
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
 
 
@@ -113,9 +114,19 @@ async def _fields(form: FormData) -> dict[str, object]:
 
 
 def _decoded(body: bytearray) -> object:
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+    if _marks(body) > MAX_VALUES and (_texts(body) > 2 * MAX_VALUES or _marks(_STRING.sub(b"", body)) > MAX_VALUES):
         raise InvalidParameter(f"the body has more than {MAX_VALUES} values")
     return json.loads(body)
+
+
+def _marks(body: bytes | bytearray) -> int:
+    """How many commas and opening brackets a body has, those in texts too."""
+    return sum(map(body.count, (b",", b"[", b"{")))
+
+
+def _texts(body: bytearray) -> int:
+    """About how many texts a body has: each value has two at most, one of them its key."""
+    return (body.count(b'"') - body.count(b'\\"')) // 2
 
 
 def _type(request: Request) -> str:

@@ -18,18 +18,19 @@ from starlette.responses import Response
 from unfuse import __version__
 from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
-from unfuse.core.chat_fields import template_kwargs
+from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
-from unfuse.core.reading import READING
+from unfuse.core.reading import READING, Reading, reading_in
+from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
-from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
+from unfuse.core.text import CHUNK, CONTINUES, Answer, Piece, beginnings, packed
 from unfuse.core.tools import Tools, grammar_of, read_tools
 from unfuse.core.vision import SHOWN, places_of, shown_of
-from unfuse.core.words import read_bad_words
+from unfuse.core.words import SPECIAL_STOPS, read_bad_words
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import sse
@@ -51,7 +52,9 @@ router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
-THOUGHT = "</think>"  # what ends the thoughts of a model
+USUAL_REASONING = ReasoningFormat(
+    "usual"
+)  # marks that are counted, though they are content, in answers that are not read
 
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
@@ -106,7 +109,11 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     grammars = _grammars(format, tools, calls, tokenizer)
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
     start = partial(tokenizer.start_of_answer, *told, kwargs)
-    reading = reading_of(tools, calls, reasoning, start, by_grammar=format is not None)
+    continues = bool(kwargs.get("continue_final_message") and start())
+    derived |= {CONTINUES: continues, SPECIAL_STOPS: _special_stops(tokenizer, fields.get("stop"))}
+    reading = reading_of(tools, calls, reasoning, start, format is not None, continues)
+    if reading and str(fields.get("include_reasoning")).lower() == "false":
+        reading = msgspec.structs.replace(reading, hidden=True)
     return Prompt(
         packed(ids),
         beginnings(ids, places),
@@ -116,6 +123,12 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
     )
+
+
+def _special_stops(tokenizer: ChatTokenizer, stop: object) -> list[int]:
+    """The special tokens among the stop strings of a request."""
+    texts = [text for text in (stop if isinstance(stop, list) else [stop]) if isinstance(text, str)]
+    return [id for id in tokenizer.mark_ids(texts) if id in tokenizer.specials]
 
 
 def _grammars(
@@ -137,7 +150,7 @@ def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown
         return ids
     if (most := int(most)) == -1:
         limits, answer = TEXT.limits_of(card.limits), fields.get("max_completion_tokens") or fields.get("max_tokens")
-        most = limits.max_tokens - (answer if isinstance(answer, int) else 1)
+        most = limits.max_tokens - (answer if isinstance(answer, int) and answer != UNBOUNDED else 1)
     if most < 1:
         message = "truncate_prompt_tokens must be 1 or more, or -1 for as many as fit beside the answer"
         raise InvalidParameter(message, "truncate_prompt_tokens")
@@ -287,17 +300,18 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
         "prompt_tokens_details": details,
     }
     if answers:
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(map(_thought, answers))}
+        reading = reading_in(context.params.get(READING)) or Reading()
+        reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     return usage
 
 
-def _thought(answer: Answer) -> int:
-    """How many tokens of an answer end with `</think>`; none of one that does not think."""
-    if THOUGHT not in answer.text:
-        return 0
-    end, length = answer.text.index(THOUGHT) + len(THOUGHT), 0
+def reasoning_tokens(answer: Answer, reading: Reading) -> int:
+    """How many tokens of an answer are its reasoning, with the marks around that; `<think>` where none is read."""
+    reader = ReasoningReader(reading.reasoning or USUAL_REASONING, reading.opened)
     for count, piece in enumerate(answer.pieces, 1):
-        length += len(piece.text)
-        if length >= end:
-            return count
-    return len(answer.pieces)
+        before = reader.state
+        reader.feed(piece.text)
+        if reader.state in ("behind", "content"):
+            return 0 if (before, reader.state) == ("start", "content") else count
+    return len(answer.pieces) if reader.state != "start" else 0

@@ -58,10 +58,12 @@ def reading_of(
     reasoning: ReasoningFormat | None,
     start: Callable[[], str],
     by_grammar: bool = False,
+    continues: bool = False,
 ) -> Reading | None:
     """How an answer is read, which the template starts with `start`; None if it is plain text.
 
-    Calls may be written `by_grammar`, and then are in the format that grammars write.
+    Calls may be written `by_grammar`, and then are in the format that grammars write. If it `continues`, `start` is the
+    text of the last message, with which the answer goes on.
     """
     if tools is None and reasoning is None:
         return None
@@ -71,5 +73,6 @@ def reading_of(
         format = calls.as_written if by_grammar or forced else calls
         reading = Reading(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
     if reasoning:
-        reading = msgspec.structs.replace(reading, reasoning=reasoning, opened=opened(reasoning, start()))
+        begun = opened(reasoning, start(), continues=continues)
+        reading = msgspec.structs.replace(reading, reasoning=reasoning, opened=begun)
     return reading

@@ -49,6 +49,7 @@ class GrowingMessage:
     def __init__(self, context: RequestContext, index: int) -> None:
         reading = reading_in(context.params.get(READING))
         self._reader = AnswerReader(reading) if reading else None
+        self._hidden = "reasoning" if reading and reading.hidden else ""
         self._answer = f"{context.id}:{index}"
         self._later = ""  # arguments of the last call, which come in the delta after the one that begins it
         self.calls = 0
@@ -91,7 +92,7 @@ class GrowingMessage:
                 self.calls += 1
             elif part.kind == "arguments":
                 self._add_arguments(calls, part.text)
-            elif part.kind != "mark":
+            elif part.kind not in ("mark", self._hidden):
                 texts[part.kind] += part.text
         names = {"reasoning_content": texts["reasoning"], "content": texts["content"]}
         delta: dict[str, Any] = {name: text for name, text in names.items() if text}

@@ -21,7 +21,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
 from unfuse.core.reading import READING, reading_in
-from unfuse.core.text import CHUNK, Answer, Piece, unpacked
+from unfuse.core.text import CHUNK, CONTINUES, Answer, Piece, unpacked
 from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
@@ -359,9 +359,11 @@ def ending(params: Params) -> Ending:
     return Ending(
         tuple(json.loads(need(params, "stop", str))),
         frozenset(json.loads(str(params.get("stop_token_ids") or "[]"))),
-        bool(params.get("ignore_eos")),
+        bool(params.get("ignore_eos")) and not params.get(GRAMMAR),
         _least(params),
         bool(params.get("include_stop_str_in_output")),
+        bool(params.get(CONTINUES)),
+        params.get("skip_special_tokens") is False,
     )
 
 

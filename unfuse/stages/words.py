@@ -71,7 +71,8 @@ class Ending(msgspec.Struct, frozen=True):
     """Where an answer ends: before the first of the texts `stops`, or with a token of `stop_ids` or of the model's own.
 
     One that is to `ignore_eos` goes on behind the model's own. Nothing but its length ends an answer of fewer than
-    `least` tokens. With `include` the text or token of `stops` or `stop_ids` is shown.
+    `least` tokens. With `include` the text or token of `stops` or `stop_ids` is shown. `continues`: the answer goes on
+    with a text of the prompt. `shows_special`: special tokens are shown as text.
     """
 
     stops: tuple[str, ...] = ()
@@ -79,6 +80,8 @@ class Ending(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     least: int = 0
     include: bool = False
+    continues: bool = False
+    shows_special: bool = False
 
 
 class Words:
@@ -90,7 +93,10 @@ class Words:
         self.ended = ""  # why the answer is over: "stop" or "length"
         self.stop_reason: str | int | None = None
         self._tokenizer, self._ending = tokenizer, ending
-        self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks) if reading else {})
+        marks = tokenizer.mark_ids(reading.marks) if reading else {}
+        if ending.shows_special:
+            marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
+        self._detokenizer = Detokenizer(tokenizer, marks, first=not ending.continues)
         self._stops = StopsOfContent(ending.stops, reading) if reading else Stops(ending.stops)
         self._starts = list[int]()  # of each token, how many characters of the text were certain before it
         self._length, self._shown, self._certain = 0, 0, 0

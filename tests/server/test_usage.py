@@ -1,0 +1,32 @@
+"""The usage of a chat: how many tokens of its answers are reasoning."""
+
+from __future__ import annotations
+
+import pytest
+
+from unfuse.core.reading import Reading
+from unfuse.core.text import Answer, Piece
+from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.server.chat import reasoning_tokens
+
+QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]
+
+
+@pytest.mark.row("C5:completion_tokens_details")
+@pytest.mark.parametrize(
+    ("reading", "tokens", "count"),
+    [
+        (Reading(reasoning=QWEN3), ["<think>", "a", "</think>", "b"], 3),
+        (Reading(reasoning=QWEN3), ["\n", "<think>", "a", "</", "think>b", "c"], 5),
+        (Reading(reasoning=QWEN3, opened=True), ["a", "</think>", "b"], 2),
+        (Reading(reasoning=QWEN3, opened=True), ["a", "b"], 2),
+        (Reading(reasoning=SEED), ["<seed:think>", "a", "</seed:think>", "b"], 3),
+        (Reading(reasoning=QWEN3), ["say ", "</think>", " once"], 0),
+        (Reading(reasoning=QWEN3), ["", ""], 0),
+        (Reading(CALL_FORMATS["hermes"]), ["a", "</think>"], 0),
+        (Reading(), ["<think>", "a", "</think>", "b"], 3),
+    ],
+)
+def test_the_tokens_of_reasoning_are_counted(reading: Reading, tokens: list[str], count: int) -> None:
+    pieces = [Piece(id, text) for id, text in enumerate(tokens)]
+    assert reasoning_tokens(Answer("".join(tokens), "stop", pieces), reading) == count
