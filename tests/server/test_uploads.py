@@ -189,6 +189,9 @@ DATA_URLS: dict[str, Callable[[bytes], str]] = {
     "type without subtype": lambda data: f"data:image;base64,{as_base64(data)}",
     "no padding": lambda data: f"data:image/png;base64,{as_base64(data).rstrip('=')}",
     "escaped base64": lambda data: f"data:image/png;base64,{quote(as_base64(data), safe='')}",
+    "a file of no known type": lambda data: f"data:application/octet-stream;base64,{as_base64(data)}",
+    "a stored file": lambda data: f"data:binary/octet-stream;base64,{as_base64(data)}",
+    "no type": lambda data: f"data:;base64,{as_base64(data)}",
     "percent-coded": lambda data: f"data:image/png,{quote(data)}",
     "percent-coded with parameters": lambda data: f"data:image/png;charset=utf-8,{quote(data)}",
 }

@@ -14,6 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO
 from unfuse.server.errors import Refusal
 
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
@@ -30,6 +31,9 @@ MAX_FIELDS, MAX_FILES = 64, 8
 
 MAX_READING = 256 * 1024 * 1024  # the most bytes of all bodies that are being read at one time
 READING_PAUSE_S = 5  # seconds after which a client should try again if there was no room for its body
+
+MAY_BE_EMPTY = frozenset(one.name for one in (*IMAGE.parameters, *VIDEO.parameters) if one.kind != "text")
+"""Fields that a form leaves out by sending them empty, as HTML forms do. An empty text may be meant."""
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
@@ -80,6 +84,8 @@ async def read_body(request: Request) -> dict[str, object]:
             form = await parser.parse()
         except MultiPartException as error:
             raise InvalidParameter(f"the form cannot be read: {error.message}") from error
+        except UnicodeError as error:
+            raise InvalidParameter(f"the form cannot be read, send it in UTF-8: {error}") from error
     try:
         if not parser.whole:
             raise InvalidParameter("the form cannot be read: it ends before its last boundary")
@@ -100,6 +106,8 @@ class _Form(MultiPartParser):
 async def _fields(form: FormData) -> dict[str, object]:
     given: dict[str, object] = {}
     for name, part in form.multi_items():
+        if _is_left_out(name, part):
+            continue
         value = await part.read() if isinstance(part, UploadFile) else part
         outer, key = found.groups() if (found := _MEMBER.fullmatch(name)) else (name, "")
         before = given.get(outer)
@@ -109,7 +117,21 @@ async def _fields(form: FormData) -> dict[str, object]:
             members[key] = value
         else:
             raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
-    return given
+    return {name: _in_order(value) for name, value in given.items()}
+
+
+def _is_left_out(name: str, part: UploadFile | str) -> bool:
+    """Return whether a part of an HTML form stands for a field that nobody filled in."""
+    if isinstance(part, UploadFile):
+        return not part.filename and not part.size
+    return not part and name in MAY_BE_EMPTY
+
+
+def _in_order(value: object) -> object:
+    """Return the files of `image[0]`, `image[1]`, … as a list. Other values stay as they are."""
+    if not isinstance(value, dict) or not all(isinstance(one, bytes) and key.isdecimal() for key, one in value.items()):
+        return value
+    return [value[key] for key in sorted(value, key=int)]
 
 
 def _decoded(body: bytearray) -> object:
