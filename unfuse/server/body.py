@@ -58,8 +58,13 @@ class Reading:
         self.held -= size
 
 
+CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
+"""Ways to compress a body, of which none is read."""
+
+
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
     """The JSON object in a body. Raises Refusal for another type or a large body, InvalidParameter for bad JSON."""
+    _require_plain(request)
     if _type(request) != "application/json":
         raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
     body = bytearray()
@@ -78,6 +83,7 @@ async def read_body(request: Request) -> dict[str, object]:
     """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
     if _type(request) != "multipart/form-data":
         return await read_json(request, MAX_TEXT_BODY)
+    _require_plain(request)
     async with aclosing(_bounded(request, MAX_FORM)) as stream:
         parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BODY)
         try:
@@ -138,6 +144,14 @@ def _decoded(body: bytearray) -> object:
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise InvalidParameter(f"the body has more than {MAX_VALUES} values")
     return json.loads(body)
+
+
+def _require_plain(request: Request) -> None:
+    """Raise Refusal for a body that is compressed."""
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding in CODINGS:
+        message = f"the body is compressed ({coding}), which is not read: send it as it is, without Content-Encoding"
+        raise Refusal(415, "unsupported_media_type", message, headers={"accept-encoding": "identity"})
 
 
 def _type(request: Request) -> str:
