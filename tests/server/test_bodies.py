@@ -19,13 +19,13 @@ from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES, Reading
+from unfuse.server.body import MAX_TEXT, MAX_VALUES, Reading
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
 JSON = {"content-type": "application/json"}
-LARGE = MAX_TEXT_BODY - 1000
+LARGE = MAX_TEXT - 1000
 
 
 @pytest.fixture(scope="module")

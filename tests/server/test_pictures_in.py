@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -171,3 +172,11 @@ def test_pictures_may_be_numbered(gallery: Served, http: httpx2.Client) -> None:
 def test_a_form_of_a_charset_that_cannot_be_read_is_refused(http: httpx2.Client, charset: str) -> None:
     answer = http.post(EDITS, **form(*ASKED, ('"user"', b"\xff.-\xfe"), SHOWN, charset=f"; charset={charset}"))
     assert answer.status_code in (202, 400), answer.text
+
+
+def test_a_large_picture_may_come_as_json(gallery: Served, http: httpx2.Client) -> None:
+    """Ten megabytes, as of a phone's camera."""
+    large = picture(1) + bytes(10_000_000)
+    shown = {"image_url": f"data:image/png;base64,{base64.b64encode(large).decode()}"}
+    asked = {"model": SEEING.name, "prompt": "a ring", "images": [shown]}
+    assert kept(gallery, http.post(EDITS, json=asked, headers={"prefer": "respond-async"})) == {"image": large}

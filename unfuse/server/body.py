@@ -19,10 +19,12 @@ from unfuse.server.errors import Refusal
 
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 
-MAX_TEXT_BODY = 8 * 1024 * 1024
-"""The most bytes of a body with a picture as text, which is slow to decode; larger pictures must be sent as files."""
+MAX_TEXT = 8 * 1024 * 1024
+"""The most bytes of a field of a form that is no file."""
 
-MAX_SHOWN_BODY = 32 * 1024 * 1024  # the most bytes of a chat, whose messages may show pictures as text
+MAX_SHOWN_BODY = 32 * 1024 * 1024
+"""The most bytes of a JSON body that may hold pictures as text: of a chat, an edit, a video."""
+
 MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body: decoding them blocks all threads
 
 MAX_FORM = 32 * 1024 * 1024
@@ -82,10 +84,10 @@ async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object
 async def read_body(request: Request) -> dict[str, object]:
     """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
     if _type(request) != "multipart/form-data":
-        return await read_json(request, MAX_TEXT_BODY)
+        return await read_json(request, MAX_SHOWN_BODY)
     _require_plain(request)
     async with aclosing(_bounded(request, MAX_FORM)) as stream:
-        parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BODY)
+        parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT)
         try:
             form = await parser.parse()
         except MultiPartException as error:
