@@ -156,7 +156,7 @@ async def test_streams_that_open_at_once_hold_nobody_up(tmp_path: Path) -> None:
 
 async def test_whoever_came_first_is_begun_first(tmp_path: Path) -> None:
     async with gateway(tmp_path) as (app, _):
-        calls = [Call(app, "/version") for _ in range(20)]
+        calls = [Call(app, "/v1/models") for _ in range(20)]
         calls[3].task.cancel()
         await calls[10].begun()
         assert calls[3].task.cancelled()
