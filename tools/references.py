@@ -146,6 +146,7 @@ ADVICE = {
         "limit."
     ),
     "rate_limit_exceeded": "The key's `rate=` or `concurrent=` is reached: wait for as long as `Retry-After` says.",
+    "precondition_failed": "The file is another than the one that `If-Match` names: ask for it without that header.",
     "range_not_satisfiable": "The file ends before the range: `Content-Range` says how long it is.",
     "read_only": "Ask with a key without `read=yes`.",
     "stage_failed": "A stage failed in the same way wherever it ran; the message says why.",

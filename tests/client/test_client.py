@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.server.served import BROKEN, EVIDENCE, IDLE, MOVING, POISON, Served, film, picture, serve
 from unfuse.client import Client, Request, Result, connect
+from unfuse.client.errors import error_of
 from unfuse.core.errors import (
     ConfigError,
     InvalidParameter,
@@ -110,6 +112,14 @@ def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
             with pytest.raises(Overloaded) as caught:
                 anna.submit("a", model=MODEL)
             assert caught.value.retry_after >= 1
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("1.5", 1.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 1), ("", 1)])
+def test_a_proxy_s_refusal_says_when_to_come_again(header: str, seconds: float) -> None:
+    response = httpx2.Response(429, headers={"retry-after": header}, request=httpx2.Request("GET", "http://a/b"))
+    error = error_of(response)
+    assert isinstance(error, Overloaded)
+    assert error.retry_after == seconds
 
 
 def test_nobody_there_is_said_with_what_to_do() -> None:

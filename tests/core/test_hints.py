@@ -23,7 +23,10 @@ def hint(medium: Medium, name: str) -> str:
     (VIDEO, "duration", "seconds"), (VIDEO, "length", "seconds"), (VIDEO, "image", "input_reference"),
     (VIDEO, "first_frame", "input_reference"), (VIDEO, "end_image", "last_frame"), (VIDEO, "frame_rate", "fps"),
     (TEXT, "max_new_tokens", "max_tokens"), (TEXT, "prompt", "messages"),
-    (TEXT, "repeat_penalty", "repetition_penalty"),
+    (TEXT, "repeat_penalty", "repetition_penalty"), (IMAGE, "lora_weight", "lora_scale"),
+    (IMAGE, "lora_strength", "lora_scale"), (IMAGE, "image_urls", "image"), (IMAGE, "text_prompt", "prompt"),
+    (IMAGE, "count", "n"), (IMAGE, "model_name", "model"), (VIDEO, "first_frame_image", "input_reference"),
+    (VIDEO, "last_frame_image", "last_frame"), (VIDEO, "target_fps", "fps"), (TEXT, "model_id", "model"),
 ])  # fmt: skip
 def test_a_name_from_elsewhere_is_told_the_field_of_the_same_meaning(medium: Medium, name: str, meant: str) -> None:
     assert hint(medium, name) == f"did you mean {meant}?"

@@ -122,3 +122,47 @@ def test_every_error_names_the_field() -> None:
             with pytest.raises(InvalidParameter, match=r"^last_frame ") as refused:
                 read(data, "last_frame")
             assert refused.value.param == "last_frame"
+
+
+def bitfields_bmp(*opacities: int) -> bytes:
+    """A red BMP of 32 bits with a mask for each channel, as GIMP and Windows write it."""
+    row = b"".join(bytes([0, 0, 255, opacity]) for opacity in opacities)
+    masks = pack("<4I", 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    head = pack("<IiiHHIIiiII", 108, len(opacities), 1, 1, 32, 3, len(row), 0, 0, 0, 0) + masks + b"BGRs" + bytes(48)
+    return b"BM" + pack("<IHHI", 14 + len(head) + len(row), 0, 0, 14 + len(head)) + head + row
+
+
+def test_a_bmp_with_a_mask_for_each_channel_is_read() -> None:
+    data = bitfields_bmp(0, 255)
+    assert row_of(read_rgb(data)) == [WHITE, (255, 0, 0)]
+    assert has_transparency(data)
+
+
+def test_a_bmp_that_is_transparent_everywhere_is_opaque_as_in_browsers() -> None:
+    data = bitfields_bmp(0, 0)
+    assert row_of(read_rgb(data)) == [(255, 0, 0)] * 2
+    assert row_of(read_alpha(data)) == [255, 255]
+    assert not has_transparency(data)
+
+
+def with_chunk(kind: bytes, data: bytes) -> bytes:
+    whole = png(8, GRAY, b"\x05\x06")
+    return whole[:33] + chunk(kind, data) + whole[33:]
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_chunk(b"eXIf", b"no EXIF data"),
+        with_chunk(b"eXIf", b"II*\0\x08\0\0\0\xff\xff" + bytes(9)),
+        with_chunk(b"tEXt", b"Raw profile type exif\0\nexif\n 3\nno digits\n"),
+        with_chunk(b"iCCP", b"profile\0\0" + zlib.compress(bytes(3_000_000))),
+        with_chunk(b"zTXt", b"workflow\0\0" + zlib.compress(b"{}" * 2_000_000)),
+    ],
+    ids=["EXIF of no format", "EXIF that is cut", "EXIF as text", "large profile", "large comment"],
+)
+def test_what_is_beside_the_pixels_keeps_no_picture_from_being_read(data: bytes) -> None:
+    check_picture(data, "image")
+    assert size_of(data) == (2, 1)
+    assert row_of(read_rgb(data)) == [(5,) * 3, (6,) * 3]

@@ -27,7 +27,7 @@ from unfuse.core.errors import LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Params
-from unfuse.core.request import ResultFile, Timings
+from unfuse.core.request import FLAGGED_TYPE, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
@@ -48,6 +48,9 @@ POOLS = (*PICTURES.pools().values(), *MOVING.pools().values())
 WORKER = WorkerInfo("worker-1", "node", "all", POOLS, 4, "", 0)
 BROKEN = "a broken circle"
 """A prompt that the worker cannot draw."""
+
+NAKED = "a naked circle"
+"""A prompt whose pictures with an odd seed a safety checker flags."""
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 """What webhooks are signed with."""
@@ -131,6 +134,9 @@ class Worker:
         """A picture; or a video, whose frames are files if it is asked for as png."""
         params, request = lease.task.params, lease.task.request
         form, seed, index = str(params["output_format"]), int(str(params["seed"])), int(str(params["index"]))
+        if params["prompt"] == NAKED and seed % 2:
+            yield self.results.put(request, index, FLAGGED_TYPE, b"{}")
+            return
         if request.startswith("req_"):
             yield self.results.put(request, index, f"image/{form}", picture(seed, int(str(params["width"])), form))
             return

@@ -143,7 +143,8 @@ def test_websites_that_were_allowed_may_read_answers(opened: int) -> None:
     site = "Origin: https://app.example"
     answer = call(opened, "/v1/models", site)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
-    assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+    exposed = answer.headers["access-control-expose-headers"].lower()
+    assert "x-request-id" in exposed and "content-range" in exposed
     missing = call(opened, "/v1/requests/req_1", site)
     assert (missing.status, missing.headers["access-control-allow-origin"]) == (404, "https://app.example")
     refused(call(opened, "/v1/models", "Origin: https://app.example.evil.example"), "origin_not_allowed")

@@ -19,13 +19,13 @@ from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES, Reading
+from unfuse.server.body import MAX_TEXT, MAX_VALUES, Reading
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
 JSON = {"content-type": "application/json"}
-LARGE = MAX_TEXT_BODY - 1000
+LARGE = MAX_TEXT - 1000
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ async def test_streams_that_open_at_once_hold_nobody_up(tmp_path: Path) -> None:
 
 async def test_whoever_came_first_is_begun_first(tmp_path: Path) -> None:
     async with gateway(tmp_path) as (app, _):
-        calls = [Call(app, "/version") for _ in range(20)]
+        calls = [Call(app, "/v1/models") for _ in range(20)]
         calls[3].task.cancel()
         await calls[10].begun()
         assert calls[3].task.cancelled()

@@ -60,7 +60,7 @@ def test_one_range_is_206(
     answer = http.get(address, headers={"range": header})
     expected = whole[first:end]
     assert (answer.status_code, answer.content) == (206, expected)
-    begin = whole.index(expected) if first < 0 else first
+    begin = len(whole) + first if first < 0 else first
     assert answer.headers["content-range"] == f"bytes {begin}-{begin + len(expected) - 1}/{len(whole)}"
     assert answer.headers["content-length"] == str(len(expected))
     assert answer.headers["accept-ranges"] == "bytes"
@@ -107,6 +107,26 @@ def test_a_head_ignores_ranges(http: httpx2.Client, address: str, whole: bytes) 
 def test_two_range_headers_are_ignored(http: httpx2.Client, address: str, whole: bytes) -> None:
     answer = http.get(address, headers=[("range", "bytes=0-1"), ("range", "bytes=2-3")])
     assert (answer.status_code, answer.content) == (200, whole)
+
+
+def test_a_client_that_has_the_file_is_told_so(http: httpx2.Client, address: str, whole: bytes) -> None:
+    etag = http.head(address).headers["etag"]
+    for known in (etag, f"W/{etag}", f'"another", {etag}', "*"):
+        for method in ("GET", "HEAD"):
+            answer = http.request(method, address, headers={"if-none-match": known, "range": "bytes=0-1"})
+            assert (answer.status_code, answer.content) == (304, b""), known
+            assert answer.headers["etag"] == etag
+    for other in ('"another"', etag.strip('"'), "nonsense"):
+        assert http.get(address, headers={"if-none-match": other}).content == whole
+
+
+def test_a_file_that_is_not_the_one_that_is_meant_is_412(http: httpx2.Client, address: str, whole: bytes) -> None:
+    etag = http.head(address).headers["etag"]
+    for meant in (etag, f'"another", {etag}', "*"):
+        assert http.get(address, headers={"if-match": meant}).content == whole
+    for other in ('"another"', f"W/{etag}"):
+        answer = http.get(address, headers={"if-match": other})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (412, "precondition_failed")
 
 
 @pytest.mark.parametrize("header", ["items=0-1", "bytes=99999999-", "bytes=0-1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 from typing import Any
 
@@ -137,6 +138,15 @@ def test_a_body_of_another_type_is_refused(http: httpx2.Client) -> None:
     response = http.post(URL, content=json.dumps(ASKED), headers={"content-type": "text/plain"})
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x"])
+def test_a_compressed_body_is_told_so(http: httpx2.Client, kind: str) -> None:
+    headers = {"content-type": kind, "content-encoding": "gzip"}
+    response = http.post("/v1/images/edits", content=gzip.compress(json.dumps(ASKED).encode()), headers=headers)
+    assert response.status_code == 415
+    assert "without Content-Encoding" in response.json()["error"]["message"]
+    assert response.headers["accept-encoding"] == "identity"
 
 
 def test_a_body_too_large_is_refused(http: httpx2.Client) -> None:

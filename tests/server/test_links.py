@@ -66,6 +66,13 @@ def test_a_link_opens_its_result_without_a_key(http: httpx2.Client) -> None:
         assert http.get(link, headers={"authorization": "Bearer wrong"}).status_code == 200
 
 
+def test_a_link_opens_with_another_tenant_s_key_too(http: httpx2.Client) -> None:
+    link = links(http)[0]
+    assert http.get(link, headers=BERT).content == picture(5)
+    forged = link.replace("signature=", "signature=x")
+    assert (http.get(forged, headers=ANNA).status_code, http.get(forged, headers=BERT).status_code) == (200, 404)
+
+
 def test_links_of_the_request_object_open_too(http: httpx2.Client) -> None:
     id = urlsplit(links(http)[0]).path.split("/")[3]
     for path in (f"/v1/requests/{id}", "/v1/requests?limit=1"):

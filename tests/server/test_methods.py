@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -95,3 +98,32 @@ def test_options_and_405_name_all_methods_of_the_resource(http: httpx2.Client, p
 @pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "GET"])
 def test_what_is_not_there_is_404(http: httpx2.Client, method: str) -> None:
     assert http.request(method, "/v1/nothing").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/images/generations", "did you mean /v1/images/generations?"),
+        ("/v1//images/generations", "did you mean /v1/images/generations?"),
+        ("//v1/images/edits", "did you mean /v1/images/edits?"),
+        ("/v1/completions", "nothing is served at /v1/completions: see /docs"),
+        ("/", "nothing is served at /: see /docs"),
+    ],
+)
+def test_a_path_that_is_not_served_is_told_with_the_one_that_was_meant(served: Served, path: str, says: str) -> None:
+    with socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0), timeout=60) as connection:
+        connection.sendall(f"POST {path} HTTP/1.0\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65_536), b"")).decode()
+    assert answer.startswith("HTTP/1.1 404 ")
+    assert says in json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_method_that_is_not_served_is_told_with_those_that_are(http: httpx2.Client) -> None:
+    for method, path, says in (
+        ("DELETE", "/v1/videos", "DELETE is not served at /v1/videos: send GET, POST, HEAD"),
+        ("GET", "/v1/images/edits", "GET is not served at /v1/images/edits: send POST"),
+    ):
+        answer = http.request(method, path)
+        assert answer.status_code == 405
+        assert answer.json()["error"]["message"] == says

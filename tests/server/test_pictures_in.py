@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -124,3 +125,58 @@ def test_a_bad_one_of_several_is_refused_by_the_field_that_has_it(http: httpx2.C
 def test_models_say_how_many_they_see_and_whether_they_end_with_one(http: httpx2.Client) -> None:
     said = {one["id"]: (one["references"], one["last_frame"]) for one in http.get("/v1/models").json()["data"]}
     assert [said[one.name] for one in (SEEING, BETWEEN, ENDING, MOVING)] == [(3, ""), (0, "must"), (0, "may"), (0, "")]
+
+
+def form(*parts: tuple[str, bytes], charset: str = "") -> dict[str, Any]:
+    """A form as a browser writes it; each part has its head behind `form-data; name=`."""
+    head = "--limit\r\ncontent-disposition: form-data; name="
+    body = b"".join(f"{head}{named}\r\n\r\n".encode() + value + b"\r\n" for named, value in parts)
+    kind = f"multipart/form-data; boundary=limit{charset}"
+    return {"content": body + b"--limit--\r\n", "headers": {"content-type": kind, "prefer": "respond-async"}}
+
+
+SHOWN = ('"image"; filename="a.png"\r\ncontent-type: image/png', picture(1))
+ASKED = (('"model"', SEEING.name.encode()), ('"prompt"', b"a ring"))
+
+
+def test_fields_of_a_html_form_that_nobody_filled_in_are_left_out(gallery: Served, http: httpx2.Client) -> None:
+    empty = [(f'"{name}"', b"") for name in ("size", "seed", "n", "quality", "user", "stream", "negative_prompt")]
+    mask = ('"mask"; filename=""\r\ncontent-type: application/octet-stream', b"")
+
+    answer = http.post(EDITS, **form(*ASKED, SHOWN, *empty, mask))
+
+    assert kept(gallery, answer) == {"image": picture(1)}
+    assert answer.json()["params"]["negative_prompt"] == ""
+
+
+def test_fields_that_may_not_be_empty_are_named(http: httpx2.Client) -> None:
+    missing = ('"image"; filename=""\r\ncontent-type: application/octet-stream', b"")
+    named = ('"image"; filename="blob"\r\ncontent-type: image/png', b"")
+    for parts, says in (
+        ((*ASKED, missing), "image is missing"),
+        ((*ASKED, named), "image must have 1 to"),
+        ((*ASKED[:1], ('"prompt"', b""), SHOWN), "prompt must be 1 to"),
+        ((*ASKED, SHOWN, ('"colour"', b"")), "unknown parameter 'colour'"),
+    ):
+        answer = http.post(EDITS, **form(*parts))
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+
+
+def test_pictures_may_be_numbered(gallery: Served, http: httpx2.Client) -> None:
+    answer = send(http, SEEING.name, ("image[10]", 3), ("image[0]", 1), ("image[2]", 2))
+    assert kept(gallery, answer) == {"image": picture(1), "image_2": picture(2), "image_3": picture(3)}
+
+
+@pytest.mark.parametrize("charset", ["undefined", "punycode", "idna"])
+def test_a_form_of_a_charset_that_cannot_be_read_is_refused(http: httpx2.Client, charset: str) -> None:
+    answer = http.post(EDITS, **form(*ASKED, ('"user"', b"\xff.-\xfe"), SHOWN, charset=f"; charset={charset}"))
+    assert answer.status_code in (202, 400), answer.text
+
+
+def test_a_large_picture_may_come_as_json(gallery: Served, http: httpx2.Client) -> None:
+    """Ten megabytes, as of a phone's camera."""
+    large = picture(1) + bytes(10_000_000)
+    shown = {"image_url": f"data:image/png;base64,{base64.b64encode(large).decode()}"}
+    asked = {"model": SEEING.name, "prompt": "a ring", "images": [shown]}
+    assert kept(gallery, http.post(EDITS, json=asked, headers={"prefer": "respond-async"})) == {"image": large}

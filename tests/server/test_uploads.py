@@ -22,7 +22,7 @@ from tests.server.served import MOVING, Served, picture
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.pixels import MAX_PIXELS, MAX_SIDE
 from unfuse.queues.base import Filter
-from unfuse.server.body import MAX_FORM, MAX_TEXT_BODY
+from unfuse.server.body import MAX_FORM, MAX_SHOWN_BODY, MAX_TEXT
 from unfuse.server.uploads import MAX_BYTES, decode_data_url, read_picture
 
 ASKED = {"model": MOVING.name, "prompt": "a red circle"}
@@ -189,6 +189,9 @@ DATA_URLS: dict[str, Callable[[bytes], str]] = {
     "type without subtype": lambda data: f"data:image;base64,{as_base64(data)}",
     "no padding": lambda data: f"data:image/png;base64,{as_base64(data).rstrip('=')}",
     "escaped base64": lambda data: f"data:image/png;base64,{quote(as_base64(data), safe='')}",
+    "a file of no known type": lambda data: f"data:application/octet-stream;base64,{as_base64(data)}",
+    "a stored file": lambda data: f"data:binary/octet-stream;base64,{as_base64(data)}",
+    "no type": lambda data: f"data:;base64,{as_base64(data)}",
     "percent-coded": lambda data: f"data:image/png,{quote(data)}",
     "percent-coded with parameters": lambda data: f"data:image/png;charset=utf-8,{quote(data)}",
 }
@@ -294,7 +297,7 @@ def test_parts_are_few_and_each_is_sent_once(film_set: httpx2.Client) -> None:
         assert "sent twice" in message(film_set.post("/v1/videos", files=twice))
     file = film_set.post("/v1/videos", data=ASKED, files={"seed": b"5", "input_reference": picture(9)})
     assert "seed must be a whole number" in message(file)
-    long = {"prompt": (None, "x" * MAX_TEXT_BODY + "x")}
+    long = {"prompt": (None, "x" * MAX_TEXT + "x")}
     assert "Part exceeded maximum size" in message(film_set.post("/v1/videos", files=long))
 
 
@@ -307,7 +310,7 @@ def test_a_body_too_large_is_refused_before_it_is_whole(film_set: httpx2.Client)
     kind = {"content-type": "multipart/form-data; boundary=x"}
     for answer, bound in (
         (film_set.post("/v1/videos", content=more_than_is_read(), headers=kind), MAX_FORM),
-        (film_set.post("/v1/images/edits", json={"prompt": "x" * MAX_TEXT_BODY}), MAX_TEXT_BODY),
+        (film_set.post("/v1/images/edits", json={"prompt": "x" * MAX_SHOWN_BODY}), MAX_SHOWN_BODY),
     ):
         assert f"larger than the {bound} bytes" in message(answer, 413)
         assert answer.json()["error"]["code"] == "body_too_large"

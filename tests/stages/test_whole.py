@@ -262,7 +262,7 @@ def test_draws_without_a_generator_are_the_request_s_own() -> None:
     assert pipeline.drawn["b"] != wanted[:2]
 
 
-@pytest.mark.parametrize("name", ["nsfw_content_detected", "nsfw_detected"])
+@pytest.mark.parametrize("name", ["nsfw_content_detected", "nsfw_detected", "watermark_detected"])
 @pytest.mark.parametrize("flags", [[True], [False], None])
 def test_a_flagged_picture_is_no_file_of_its_own(name: str, flags: list[bool] | None) -> None:
     stage = stage_of(Pipeline())

@@ -100,7 +100,8 @@ def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, 
     """Print the files, and how long each stage took."""
     if json:
         names = [str(file) for file in files]
-        show.as_json({"id": result.id, "seed": result.seed, "files": names, "timings": result.timings})
+        flagged = {"flagged": result.flagged} if result.flagged else {}
+        show.as_json({"id": result.id, "seed": result.seed, "files": names, "timings": result.timings} | flagged)
         return
     for stage, seconds in result.timings.items():
         if not any(seconds.values()):
@@ -109,3 +110,6 @@ def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, 
         terminal.say(f"{stage:16} {parts}")
     for index, file in zip(result.indexes, files, strict=True):
         typer.echo(f"{file} (seed {nth_seed(result.seed, index * (not video))})")
+    for index in result.flagged:
+        seed = nth_seed(result.seed, index)
+        terminal.say(f"picture {index} (seed {seed}) is left out: the model's safety checker flagged it")

@@ -61,7 +61,8 @@ def tell(request: dict[str, Any], json: bool) -> None:
         for line in (request["error"].get("evidence") or "").splitlines():
             typer.echo(f"{'evidence':15} {line}")
     for file in request.get("result") or ():
-        typer.echo(f"{'result':15} {file['url']} ({file['content_type']}, {file['bytes']} bytes)")
+        about = "flagged" if file.get("flagged") else f"{file['content_type']}, {file['bytes']} bytes"
+        typer.echo(f"{'result':15} {file['url']} ({about})")
     typer.echo()
     charges = ["failures", "crashes", "recomputes"]
     columns = ["name", "status", "worker", "attempt", *charges, "queued_s", "run_s"]

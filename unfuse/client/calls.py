@@ -12,6 +12,7 @@ import httpx2
 import msgspec
 
 from unfuse.client.errors import error_of
+from unfuse.client.result import place_of
 from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
@@ -179,8 +180,7 @@ def accepted(response: httpx2.Response) -> httpx2.Response:
 
 def indexes_of(view: Mapping[str, Any]) -> list[int]:
     """The places of the results that a request object names, but for those that a safety checker flagged."""
-    files = [file for file in view["result"] if not file.get("flagged")]
-    return [int(urlsplit(file["url"]).path.rpartition("/")[2]) for file in files]
+    return [place_of(file) for file in view["result"] if not file.get("flagged")]
 
 
 def is_over(view: Mapping[str, Any]) -> bool:

@@ -27,7 +27,15 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
         case 404:
             return errors.UnknownModel(message, param) if code == "model_not_found" else errors.NotFound(message)
         case 429:
-            return errors.Overloaded(message, float(response.headers.get("retry-after", "1")))
+            return errors.Overloaded(message, _retry_after(response.headers.get("retry-after", "")))
         case 502 | 503 | 504:
             return errors.TransientError(message)
     return errors.PermanentError(message)
+
+
+def _retry_after(header: str) -> float:
+    """Return the seconds that a Retry-After header asks for; 1 where it has none, or a date as some proxies write."""
+    try:
+        return float(header)
+    except ValueError:
+        return 1.0

@@ -8,6 +8,7 @@ from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from unfuse.core.errors import InvalidParameter, PermanentError
 
@@ -44,6 +45,11 @@ class Result:
     def seed(self) -> int:
         """The seed of the first picture; each further one has the next."""
         return int(self.view["seed"])
+
+    @property
+    def flagged(self) -> list[int]:
+        """The places of the pictures that the model's safety checker flagged. They have no files."""
+        return [place_of(file) for file in self.view.get("result", ()) if file.get("flagged")]
 
     @property
     def timings(self) -> dict[str, dict[str, float]]:
@@ -90,7 +96,7 @@ class Result:
         if self.is_video:
             path.write_bytes(self.data[0])
             return [path]
-        several = len(self.data) > 1 or NUMBERED.search(path.name)
+        several = len(self.data) + len(self.flagged) > 1 or NUMBERED.search(path.name)
         paths = [_numbered(path, index) if several else path for index in self.indexes]
         for target, data, image in zip(paths, self.data, self.images, strict=True):
             if image.format == form:
@@ -98,6 +104,11 @@ class Result:
             else:
                 (image.convert("RGB") if form == "JPEG" else image).save(target, form)
         return paths
+
+
+def place_of(file: Mapping[str, Any]) -> int:
+    """Return the place of a result among what was asked for, by its entry in a request object."""
+    return int(urlsplit(file["url"]).path.rpartition("/")[2])
 
 
 def _numbered(path: Path, index: int) -> Path:

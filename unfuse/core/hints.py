@@ -12,20 +12,26 @@ SAME_MEANING = {
     "guidance_scale": ("cfg_scale", "cfg", "guidance", "cfg_guidance_scale", "text_guidance_scale"),
     "true_cfg_scale": ("true_cfg",),
     "size": ("resolution", "dimensions", "image_size", "video_size", "output_size", "target_size", "aspect_ratio"),
-    "n": ("num_images", "num_images_per_prompt", "num_outputs", "batch_size", "batch_count", "num_samples"),
+    "n": (
+        "num_images", "num_images_per_prompt", "num_outputs", "batch_size", "batch_count", "num_samples",
+        "count", "n_images",
+    ),
     "seconds": ("duration", "length", "duration_seconds", "video_duration", "video_length", "num_seconds"),
     "num_frames": ("frames", "num_video_frames", "video_frames"),
-    "fps": ("frame_rate", "framerate", "frames_per_second"),
+    "fps": ("frame_rate", "framerate", "frames_per_second", "target_fps", "video_fps"),
     "negative_prompt": ("negative", "neg_prompt", "uncond_prompt"),
     "seed": ("random_seed", "noise_seed", "manual_seed", "rng_seed", "generator"),
     "strength": ("denoise", "denoising_strength", "denoise_strength", "image_strength", "prompt_strength"),
+    "lora_scale": ("lora_strength", "lora_weight", "lora_alpha", "adapter_scale", "adapter_weight"),
     "lora": ("loras", "lora_name", "adapter", "adapters", "lora_path", "lora_weights"),
     "input_reference": (
         "image", "images", "image_url", "input_image", "init_image", "first_frame", "start_image", "reference_image",
-        "image_reference",
+        "image_reference", "first_frame_image", "first_image", "start_frame", "image_urls", "init_images",
     ),
-    "image": ("image_url", "input_image", "init_image", "reference_image", "input_reference"),
-    "last_frame": ("last_image", "end_image", "end_frame", "image_tail"),
+    "image": (
+        "image_url", "input_image", "init_image", "reference_image", "input_reference", "image_urls", "init_images",
+    ),
+    "last_frame": ("last_image", "end_image", "end_frame", "image_tail", "tail_image", "last_frame_image", "image_end"),
     "mask": ("mask_image", "mask_url"),
     "output_format": ("format", "file_format", "image_format", "output_type"),
     "output_compression": ("jpeg_quality", "compression_quality"),
@@ -34,7 +40,8 @@ SAME_MEANING = {
     "stop": ("stop_sequences", "stop_words", "stop_strings"),
     "repetition_penalty": ("repeat_penalty",),
     "messages": ("prompt", "input", "conversation", "chat_history"),
-    "prompt": ("text", "caption", "input"),
+    "prompt": ("text", "caption", "input", "text_prompt"),
+    "model": ("model_name", "model_id", "engine", "checkpoint"),
 }  # fmt: skip
 """Names that other servers and scripts have for a field. The first field that an endpoint has is named."""
 

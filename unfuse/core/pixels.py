@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 
-from PIL import Image, ImageMath, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageMath, PngImagePlugin, UnidentifiedImageError
 
 from unfuse.core.errors import InvalidParameter
 
@@ -28,6 +28,23 @@ ORIENTATION = 0x0112
 
 SIDEWAYS = (5, 6, 7, 8)
 """Values of ORIENTATION that swap width and height."""
+
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How a picture with such an ORIENTATION becomes upright."""
+
+RUN_LENGTHS = (1, 2)
+"""Values of a BMP file's compression that stand for runs of one color, which Pillow decodes slowly."""
+
+PngImagePlugin.MAX_TEXT_CHUNK = 16 * 1024 * 1024
+"""The most bytes of a color profile or comment in a PNG file. Pillow's 1 MiB is less than many have."""
 
 _KEY_SCALES = {"L;2": 85, "L;4": 17}
 """What Pillow multiplies gray values of 2 and 4 bits with; it does not do so with the value that is transparent."""
@@ -46,13 +63,13 @@ def size_of(data: bytes, name: str = "image") -> tuple[int, int]:
     """Return width and height of the upright picture, from its header. Raises as `check_picture` does."""
     with _opened(data, name) as image:
         width, height = image.size
-        return (height, width) if image.getexif().get(ORIENTATION) in SIDEWAYS else (width, height)
+        return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
 
 
 def has_transparency(data: bytes, name: str = "mask") -> bool:
     """Return whether the format of the picture says which pixels are transparent. Raises as `check_picture` does."""
     with _opened(data, name) as image:
-        return image.has_transparency_data
+        return _says_what_is_transparent(image)
 
 
 def read_rgb(data: bytes, name: str = "image") -> Image.Image:
@@ -83,7 +100,7 @@ def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
             if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
                 allowed = f"at most {MAX_SIDE} a side and {MAX_PIXELS} in all are allowed"
                 raise InvalidParameter(f"{name} is {width}x{height} pixels; {allowed}: send a smaller one", name)
-            if image.format == "BMP" and image.info.get("compression"):
+            if image.format == "BMP" and image.info.get("compression") in RUN_LENGTHS:
                 raise InvalidParameter(f"{name} is a compressed BMP picture: send it as PNG", name)
             yield image
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -104,10 +121,29 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if isinstance(key, tuple) and stored == "RGB;16B":
         image.info["transparency"] = tuple(part >> 8 for part in key)
 
-    upright = ImageOps.exif_transpose(image)
+    image.load()
+    turn = TURNS.get(_orientation(image))
+    upright = image if turn is None else image.transpose(turn)
     if upright.mode.startswith("I"):
         return _from_sixteen_bits(upright, key)
-    return upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+    return upright.convert("RGBA" if _says_what_is_transparent(image) else "RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the value of ORIENTATION; 1, for upright, where it is missing or the EXIF data cannot be read."""
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except _BROKEN:
+        return 1
+
+
+def _says_what_is_transparent(image: Image.Image) -> bool:
+    """Return whether the format says which pixels are transparent.
+
+    A BMP file whose pixels are all transparent says nothing: programs that know no transparency leave zeros there.
+    """
+    is_blank = image.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0)
+    return image.has_transparency_data and not is_blank
 
 
 def _from_sixteen_bits(image: Image.Image, key: object) -> Image.Image:

@@ -94,7 +94,7 @@ class Call:
         if len(key) > MAX_KEY:
             message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
             raise InvalidParameter(message, "Idempotency-Key")
-        fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
+        fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
         ends_with_client = self.gateway.cancels and self._belongs_to_its_client(key, delivery)
         who = Who(self.caller.tenant, key, fingerprint, ends_with_client, self.caller.allowance, base_of(self.request))
         id = self.gateway.queue.placed(request_ids(self.medium), who)

@@ -17,7 +17,10 @@ from unfuse.wire.address import is_loopback
 ANY = "*"
 EXEMPT = frozenset({"/health", "/ready", "/metrics"})  # paths for probes, which may reach the server under any address
 
-EXPOSED = ("x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms")
+EXPOSED = (
+    "x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms",
+    "etag", "accept-ranges", "content-range",
+)  # fmt: skip
 """Response headers that an allowed website may read."""
 
 MOST_SHOWN = 100  # the most characters of a name that a refusal quotes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from unfuse.core.errors import TransientError
 from unfuse.core.request import Allowance
 from unfuse.server.errors import BrokenOff, Refusal, envelope
 from unfuse.server.gateway import gateway_of
@@ -44,7 +46,7 @@ class Caller(msgspec.Struct, frozen=True):
 async def caller_of(request: Request) -> Caller:
     """The caller. Raises Refusal (401) for an unknown key, and 403 for what a key that only reads may not do.
 
-    Without configured keys, everyone is admitted. A signed link to a result needs no key.
+    Without configured keys, everyone is admitted. A signed link to a result opens without a key, and with any key.
     """
     gateway = await gateway_of(request)
     keys = gateway.keys
@@ -55,6 +57,9 @@ async def caller_of(request: Request) -> Caller:
         if await gateway.links.opens(request):
             return FOLLOWS_LINK
         raise _unknown()
+    with suppress(Refusal, TransientError):
+        if await gateway.links.opens(request):
+            return FOLLOWS_LINK
     if key.only_reads and request.method not in READS:
         raise Refusal(403, "read_only", "this key only reads: whoever keeps the keys can give one without read=yes")
     return Caller(key.tenant, None if key.admin else key.tenant, key.admin, key.models, key.allowance)

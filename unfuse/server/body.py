@@ -14,14 +14,17 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO
 from unfuse.server.errors import Refusal
 
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 
-MAX_TEXT_BODY = 8 * 1024 * 1024
-"""The most bytes of a body with a picture as text, which is slow to decode; larger pictures must be sent as files."""
+MAX_TEXT = 8 * 1024 * 1024
+"""The most bytes of a field of a form that is no file."""
 
-MAX_SHOWN_BODY = 32 * 1024 * 1024  # the most bytes of a chat, whose messages may show pictures as text
+MAX_SHOWN_BODY = 32 * 1024 * 1024
+"""The most bytes of a JSON body that may hold pictures as text: of a chat, an edit, a video."""
+
 MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body, without texts: decoding blocks all threads
 
 MAX_FORM = 32 * 1024 * 1024
@@ -30,6 +33,9 @@ MAX_FIELDS, MAX_FILES = 64, 8
 
 MAX_READING = 256 * 1024 * 1024  # the most bytes of all bodies that are being read at one time
 READING_PAUSE_S = 5  # seconds after which a client should try again if there was no room for its body
+
+MAY_BE_EMPTY = frozenset(one.name for one in (*IMAGE.parameters, *VIDEO.parameters) if one.kind != "text")
+"""Fields that a form leaves out by sending them empty, as HTML forms do. An empty text may be meant."""
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
@@ -55,8 +61,13 @@ class Reading:
         self.held -= size
 
 
+CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
+"""Ways to compress a body, of which none is read."""
+
+
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
     """The JSON object in a body. Raises Refusal for another type or a large body, InvalidParameter for bad JSON."""
+    _require_plain(request)
     if _type(request) != "application/json":
         raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
     body = bytearray()
@@ -74,13 +85,16 @@ async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object
 async def read_body(request: Request) -> dict[str, object]:
     """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
     if _type(request) != "multipart/form-data":
-        return await read_json(request, MAX_TEXT_BODY)
+        return await read_json(request, MAX_SHOWN_BODY)
+    _require_plain(request)
     async with aclosing(_bounded(request, MAX_FORM)) as stream:
-        parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BODY)
+        parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT)
         try:
             form = await parser.parse()
         except MultiPartException as error:
             raise InvalidParameter(f"the form cannot be read: {error.message}") from error
+        except UnicodeError as error:
+            raise InvalidParameter(f"the form cannot be read, send it in UTF-8: {error}") from error
     try:
         if not parser.whole:
             raise InvalidParameter("the form cannot be read: it ends before its last boundary")
@@ -101,6 +115,8 @@ class _Form(MultiPartParser):
 async def _fields(form: FormData) -> dict[str, object]:
     given: dict[str, object] = {}
     for name, part in form.multi_items():
+        if _is_left_out(name, part):
+            continue
         value = await part.read() if isinstance(part, UploadFile) else part
         outer, key = found.groups() if (found := _MEMBER.fullmatch(name)) else (name, "")
         before = given.get(outer)
@@ -110,7 +126,21 @@ async def _fields(form: FormData) -> dict[str, object]:
             members[key] = value
         else:
             raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
-    return given
+    return {name: _in_order(value) for name, value in given.items()}
+
+
+def _is_left_out(name: str, part: UploadFile | str) -> bool:
+    """Return whether a part of an HTML form stands for a field that nobody filled in."""
+    if isinstance(part, UploadFile):
+        return not part.filename and not part.size
+    return not part and name in MAY_BE_EMPTY
+
+
+def _in_order(value: object) -> object:
+    """Return the files of `image[0]`, `image[1]`, … as a list. Other values stay as they are."""
+    if not isinstance(value, dict) or not all(isinstance(one, bytes) and key.isdecimal() for key, one in value.items()):
+        return value
+    return [value[key] for key in sorted(value, key=int)]
 
 
 def _decoded(body: bytearray) -> object:
@@ -127,6 +157,14 @@ def _marks(body: bytes | bytearray) -> int:
 def _texts(body: bytearray) -> int:
     """About how many texts a body has: each value has two at most, one of them its key."""
     return (body.count(b'"') - body.count(b'\\"')) // 2
+
+
+def _require_plain(request: Request) -> None:
+    """Raise Refusal for a body that is compressed."""
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding in CODINGS:
+        message = f"the body is compressed ({coding}), which is not read: send it as it is, without Content-Encoding"
+        raise Refusal(415, "unsupported_media_type", message, headers={"accept-encoding": "identity"})
 
 
 def _type(request: Request) -> str:

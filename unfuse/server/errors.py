@@ -25,6 +25,7 @@ from unfuse.server.methods import allowed_methods
 
 log = structlog.get_logger(__name__)
 
+_SLASHES = re.compile("/+")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ERROR = thing({"message": TEXT, "type": TEXT, "param": perhaps(TEXT), "code": perhaps(TEXT)})
 _ENVELOPE: Schema = {
@@ -64,10 +65,21 @@ def install(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
-    refusal = refusal_of(error)
+    refusal, path = refusal_of(error), request.scope["path"]
+    if isinstance(error, HTTPException) and refusal.status == HTTPStatus.NOT_FOUND:
+        refusal = Refusal(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
-        refusal.headers = {"allow": allowed}
+        message = f"{request.method} is not served at {path[:80]}: send {allowed.removesuffix(', OPTIONS')}"
+        refusal = Refusal(405, refusal.code, message, headers={"allow": allowed})
     return _response(refusal)
+
+
+def _hint_at(scope: Scope) -> str:
+    """Return a hint to the path that was meant by a base URL without /v1, with it twice, or with a slash at its end."""
+    path = _SLASHES.sub("/", scope["path"])
+    meant = (path, f"/v1{path}", path.removeprefix("/v1"))
+    served = [one for one in meant if one != scope["path"] and allowed_methods({**scope, "path": one})]
+    return f"did you mean {served[0][:80]}?" if served else "see /docs"
 
 
 def _response(refusal: Refusal) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""A file as a response: whole, or in the ranges of its bytes that the client asks for (RFC 9110, section 14)."""
+"""A file as a response: whole, in ranges of its bytes, or not at all where the client has it (RFC 9110, 13 and 14)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anyio import to_thread
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 from unfuse.core.errors import NotFound
 from unfuse.server.errors import Refusal
@@ -22,13 +22,14 @@ Ranges = list[tuple[int, int]]
 """Ranges of bytes, each as its first byte and the one behind its last."""
 
 _RANGE = re.compile(r"([0-9]*)-([0-9]*)")
+_ETAG = re.compile(r'(?:W/)?"[^"]*"')
 
 
-async def file_response(request: Request, path: Path, media_type: str, sha256: str) -> FileResponse:
-    """Return the response with a file, or with the ranges of it that the call asks for.
+async def file_response(request: Request, path: Path, media_type: str, sha256: str) -> Response:
+    """Return the response with a file, or with the ranges of it that the call asks for; 304 if the client has it.
 
-    Its `sha256` becomes the ETag. Raises NotFound for a file that is gone, and Refusal (416) if the file ends before
-    every range.
+    Its `sha256` becomes the ETag. Raises NotFound for a file that is gone, and Refusal if the file ends before every
+    range (416) or is another than the one that is meant (412).
     """
     try:
         stat = await to_thread.run_sync(path.stat)
@@ -36,6 +37,11 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
         raise NotFound("the file is deleted") from error
     headers = {"etag": f'"{sha256}"'}
     response = FileResponse(path, media_type=media_type, headers=headers, stat_result=stat)
+    if _names(request, "if-match", response.headers["etag"]) is False:
+        message = "the file is another than the one that If-Match names: ask for it without that header"
+        raise Refusal(412, "precondition_failed", message, headers={"etag": response.headers["etag"]})
+    if _names(request, "if-none-match", response.headers["etag"]):
+        return Response(status_code=304, headers={name: response.headers[name] for name in ("etag", "last-modified")})
     asked = request.headers.getlist("range")
     condition = request.headers.get("if-range")
     is_unchanged = condition in (None, response.headers["etag"], response.headers["last-modified"])
@@ -51,6 +57,18 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
         kept.append((b"range", f"bytes={text}".encode()))
     request.scope["headers"] = kept
     return response
+
+
+def _names(request: Request, header: str, etag: str) -> bool | None:
+    """Return whether the header, a list of ETags or `*`, names this one; None where the call has no such header.
+
+    A weak ETag names it for `if-none-match` alone.
+    """
+    listed = ", ".join(request.headers.getlist(header)).strip()
+    if not listed:
+        return None
+    found = _ETAG.findall(listed)
+    return listed == "*" or etag in found or (header == "if-none-match" and f"W/{etag}" in found)
 
 
 def parse_ranges(header: str, size: int) -> Ranges | None:

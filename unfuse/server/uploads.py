@@ -18,6 +18,9 @@ EXAMPLES = {"image": "image/png", "video": "video/mp4"}
 PICTURE_PARTS = ("image_url", "image", "input_image")
 """Types of a message's parts that show a picture: of OpenAI, of transformers, of the Responses API."""
 
+UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
+"""Media types of files whose type a program does not know. Their first bytes tell what they are."""
+
 _DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
 """The head of a data: URL (RFC 2397): a media type, parameters of any kind, perhaps `;base64`, and a comma."""
 
@@ -62,20 +65,22 @@ def address_of(name: str, value: dict[str, object]) -> object:
 
 
 def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
-    """Return the bytes in a data: URL whose media type begins with `kind`, by RFC 2397. Raises InvalidParameter.
+    """Return the bytes in a data: URL whose media type begins with `kind`, or is not known. Raises InvalidParameter.
 
-    Spaces and line breaks in base64 are passed over, and its padding may be missing, as in browsers.
+    It is read by RFC 2397. Spaces and line breaks in base64 are passed over, and its padding may be missing, as in
+    browsers.
     """
     head = _DATA_URL.match(value) if isinstance(value, str) else None
     if not isinstance(value, str) or head is None:
         only = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
         rest = "other addresses are not fetched, files not kept to refer to"
         raise InvalidParameter(f"{name} must be {only} ({rest})", name)
-    if head["kind"].lower() != kind:
-        media_type = f"{head['kind']}{head['rest'].partition(';')[0]}"[:60]
+    media_type = f"{head['kind']}{head['rest'].partition(';')[0]}"[:60]
+    parameters = [one.strip().lower() for one in head["rest"].split(";")[1:]]
+    is_unknown = "base64" in parameters and media_type.lower() in UNKNOWN_TYPES
+    if head["kind"].lower() != kind and not is_unknown:
         raise InvalidParameter(f"{name} is a data: URL of type {media_type!r}: send one of {EXAMPLES[kind]}", name)
     body = value[head.end() :]
-    parameters = [one.strip().lower() for one in head["rest"].split(";")[1:]]
     if "base64" not in parameters:
         return unquote_to_bytes(body)
     return _from_base64(name, body)

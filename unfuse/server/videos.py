@@ -110,7 +110,7 @@ async def content(
 @router.post("/{id}/remix", include_in_schema=False)
 async def unknown(request: Request) -> None:
     """What OpenAI can make of a video that exists, and we cannot. Always raises NotFound."""
-    raise NotFound(f"{request.url.path} is not served: make a new video with POST /v1/videos")
+    raise NotFound(f"{request.scope['path']} is not served: make a new video with POST /v1/videos")
 
 
 async def _load(gateway: Gateway, id: str, tenant: str | None) -> Record:

@@ -32,7 +32,7 @@ from unfuse.stages.finite import remedy
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
 
-FLAGS = ("nsfw_content_detected", "nsfw_detected")
+FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
 """Fields by which outputs of pipelines say which pictures their safety checker made black."""
 
 FLAGGED = b'{"title": "the safety checker of the model flagged this picture", "type": "about:blank"}'
