@@ -169,6 +169,30 @@ def test_a_file_in_the_place_of_a_hub_s_is_hashed(
     assert len(seen) == 4
 
 
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", [FILE, "config.json"])
+def test_what_was_copied_over_a_hub_s_link_is_hashed(
+    name: str, listed: bool, snapshot: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy goes through the link into the blob, which keeps the name of its old content."""
+    if not listed:
+        (snapshot.path.parents[1] / "trees" / "c0ffee.json").unlink()
+        monkeypatch.setattr(ModelFolder, "_tree", None)
+    file, before = snapshot.path / "vae" / name, snapshot.identity("vae")
+    content = file.read_bytes()
+
+    def copied(data: bytes) -> str:
+        file.write_bytes(data)
+        while file.stat().st_ctime_ns <= file.lstat().st_ctime_ns:  # until the times of the file system show it
+            file.write_bytes(data)
+        return ModelFolder(snapshot.path).identity("vae")
+
+    other = WHOLE[:-1] + b"\1" if name == FILE else b" {}"
+    assert copied(other) != before
+    assert copied(content) == before
+
+
 @pytest.mark.parametrize(("folder", "hub"), [
     ("models--a--b/snapshots/c", ("a/b", "c")), ("models--b/snapshots/c", ("b", "c")),
     ("models--a--b/refs/c", None), ("my--models/snapshots/c", None), ("models/snapshots/c", None),

@@ -23,7 +23,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.models.quantised import SETTING, codes, is_whole_number, refusal
-from unfuse.models.single import single_of, singles_of
+from unfuse.models.single import own_names, single_of, singles_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
@@ -64,6 +64,7 @@ UNSERVED = {
 
 PAUSES_S = (0.5, 1.0, 2.0)  # before a header is asked for again
 HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
+SHA256_DIGITS = 64  # of the hub's name for a large file; that of another one is git's, which is shorter
 MAX_HEADER = 25_000_000  # longest header of a safetensors file, in bytes, as the hub's library has it: more is slow
 
 
@@ -273,6 +274,8 @@ class ModelFolder:
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
         if self.quantisation(component):
             return found
+        if name == self.single(component):
+            found = {key: found[key] for key in own_names(component, found)}
         if any(dtype.startswith("F8") for dtype, _ in found.values()):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
@@ -298,9 +301,9 @@ class ModelFolder:
         here, listed = self.path / path, file.lfs_sha256 or file.blob_id
         if not listed:
             return FINGERPRINTS.content(here)
-        if self._is_blob(here, listed) or not here.exists():
+        if not here.exists() or (self._is_blob(here, listed) and not _written_since_linked(here)):
             return listed.encode()
-        return FINGERPRINTS.of(here, "sha256" if file.lfs_sha256 else "git").encode()
+        return FINGERPRINTS.of(here, "sha256" if len(listed) == SHA256_DIGITS else "git").encode()
 
     def _is_blob(self, file: Path, name: str) -> bool:
         """Whether a file of a snapshot is a link to what the hub's library keeps under that name of its content."""
@@ -340,6 +343,14 @@ class ModelFolder:
             raise ConfigError(f"model {self.path}: {reason}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
+
+
+def _written_since_linked(link: Path) -> bool:
+    """Whether a hub's blob was written to, renamed or the like after the hub's library made this link to it.
+
+    The library makes the link last. A copy over the link writes into the blob, whose name is that of the old content.
+    """
+    return link.stat().st_ctime_ns > link.lstat().st_ctime_ns
 
 
 def header(file: Path) -> dict[str, Any]:
