@@ -435,3 +435,15 @@ def test_a_configuration_nested_for_ever_is_one_sentence(model: ModelFolder) -> 
     (model.path / "vae" / FILE).write_bytes(len(nested(5000)).to_bytes(8, "little") + nested(5000))
     with pytest.raises(ConfigError, match="not a safetensors file"):
         header(model.path / "vae" / FILE)
+
+
+def test_settings_of_how_a_language_model_is_served_are_no_part_of_it(tmp_path: Path) -> None:
+    """Given `serving.json` beside its weights, when an operator edits it, then the model that is served is the same."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(WHOLE)
+    before = ModelFolder(tmp_path).identity("model")
+
+    for setting in ("{}", '{"limits": {"max_tokens": 10}}'):
+        (tmp_path / "serving.json").write_text(setting)
+        assert ModelFolder(tmp_path).identity("model") == before
+    assert "serving.json" not in ModelFolder(tmp_path).files("model")

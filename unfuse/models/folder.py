@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from unfuse.core.errors import ConfigError
+from unfuse.models.defaults import SERVING
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.models.quantised import SETTING, codes, is_whole_number, refusal
@@ -255,7 +256,7 @@ class ModelFolder:
     def _files(self, component: str) -> dict[str, HubFile]:
         weights = self.weight_names(component)
         files = sorted(self._inside(self.at(component).rstrip("/")).items())
-        plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name}
+        plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name and name != SERVING}
         return {name: file for name, file in files if name in weights or name in plain}
 
     def _tensors(self, component: str, name: str) -> dict[str, tuple[str, int]]:
