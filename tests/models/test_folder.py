@@ -305,6 +305,17 @@ def test_a_component_with_other_weights_only(name: str, sentence: str, model: Mo
             ask("vae")
 
 
+@pytest.mark.row("P47")
+def test_weights_of_a_text_encoder_under_another_name_are_to_be_renamed(tmp_path: Path) -> None:
+    """As of a file that other tools have of T5, and that somebody put where it belongs."""
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder" / "config.json").write_text('{"architectures": ["UMT5EncoderModel"]}')
+    (tmp_path / "text_encoder" / "umt5_xxl_fp16.safetensors").write_bytes(WHOLE)
+
+    with pytest.raises(ConfigError, match=r"are umt5_xxl_fp16.safetensors, and .* model.safetensors alone: rename"):
+        ModelFolder(tmp_path).weights("text_encoder")
+
+
 def test_an_adapter_beside_the_weights_is_refused_as_transformers_would_apply_it(model: ModelFolder) -> None:
     (model.path / "vae" / "adapter_config.json").write_text("{}")
 

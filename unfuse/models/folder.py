@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -176,12 +176,8 @@ class ModelFolder:
         if (said := config.get(SETTING)) and (reason := refusal(said, self.is_whole)):
             raise ConfigError(f"model {self.path}: component {component} is quantised ({SETTING}) {reason}")
         found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "") or self.single(component)
-        if not found and len(several := singles_of(files)) > 1:
-            both, place = " and ".join(several[:2]), self.at(component) or "the folder"
-            reason = f"{both}, each of which may be all of its weights: keep one of them in {place}"
-            raise ConfigError(f"model {self.path}: component {component} has {len(several)} files, {reason}")
-        if not found and (instead := unserved(files)):
-            raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
+        if not found and (reason := self._unloadable(component, files)):
+            raise ConfigError(f"model {self.path}: {reason}")
         names = ["*.safetensors"] if not found or found.endswith(".json") else [found]
         if found.endswith(".json"):
             listing = self._json(f"{self.at(component)}{found}", f"component {component} is incomplete")
@@ -194,6 +190,17 @@ class ModelFolder:
             if (self.path / self.at(component) / name).exists():
                 self._tensors(component, name)
         return names
+
+    def _unloadable(self, component: str, files: Collection[str]) -> str:
+        """Return why none of a component's files has its weights, in words; "" where files are lacking."""
+        if len(several := singles_of(files)) > 1:
+            both, place = " and ".join(several[:2]), self.at(component) or "the folder"
+            reason = f"{both}, each of which may be all of its weights: keep one of them in {place}"
+            return f"component {component} has {len(several)} files, {reason}"
+        instead = unserved(files)
+        if (other := single_of(files, ADAPTER)).endswith(".safetensors"):
+            instead = f"{other}, and the library of its class reads model.safetensors alone: rename that file"
+        return f"the weights of component {component} are {instead}" if instead else ""
 
     def single(self, component: str) -> str:
         """The one file of another tool from which a component is loaded; "" of one in its library's layout."""
