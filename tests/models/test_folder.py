@@ -169,6 +169,30 @@ def test_a_file_in_the_place_of_a_hub_s_is_hashed(
     assert len(seen) == 4
 
 
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", [FILE, "config.json"])
+def test_what_was_copied_over_a_hub_s_link_is_hashed(
+    name: str, listed: bool, snapshot: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy goes through the link into the blob, which keeps the name of its old content."""
+    if not listed:
+        (snapshot.path.parents[1] / "trees" / "c0ffee.json").unlink()
+        monkeypatch.setattr(ModelFolder, "_tree", None)
+    file, before = snapshot.path / "vae" / name, snapshot.identity("vae")
+    content = file.read_bytes()
+
+    def copied(data: bytes) -> str:
+        file.write_bytes(data)
+        while file.stat().st_ctime_ns <= file.lstat().st_ctime_ns:  # until the times of the file system show it
+            file.write_bytes(data)
+        return ModelFolder(snapshot.path).identity("vae")
+
+    other = WHOLE[:-1] + b"\1" if name == FILE else b" {}"
+    assert copied(other) != before
+    assert copied(content) == before
+
+
 @pytest.mark.parametrize(("folder", "hub"), [
     ("models--a--b/snapshots/c", ("a/b", "c")), ("models--b/snapshots/c", ("b", "c")),
     ("models--a--b/refs/c", None), ("my--models/snapshots/c", None), ("models/snapshots/c", None),
@@ -279,6 +303,17 @@ def test_a_component_with_other_weights_only(name: str, sentence: str, model: Mo
     for ask in (model.weights, model.size, model.identity, model.tensors):
         with pytest.raises(ConfigError, match=rf"the weights of component vae are {name}, {sentence}"):
             ask("vae")
+
+
+@pytest.mark.row("P47")
+def test_weights_of_a_text_encoder_under_another_name_are_to_be_renamed(tmp_path: Path) -> None:
+    """As of a file that other tools have of T5, and that somebody put where it belongs."""
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder" / "config.json").write_text('{"architectures": ["UMT5EncoderModel"]}')
+    (tmp_path / "text_encoder" / "umt5_xxl_fp16.safetensors").write_bytes(WHOLE)
+
+    with pytest.raises(ConfigError, match=r"are umt5_xxl_fp16.safetensors, and .* model.safetensors alone: rename"):
+        ModelFolder(tmp_path).weights("text_encoder")
 
 
 def test_an_adapter_beside_the_weights_is_refused_as_transformers_would_apply_it(model: ModelFolder) -> None:
@@ -411,3 +446,15 @@ def test_a_configuration_nested_for_ever_is_one_sentence(model: ModelFolder) -> 
     (model.path / "vae" / FILE).write_bytes(len(nested(5000)).to_bytes(8, "little") + nested(5000))
     with pytest.raises(ConfigError, match="not a safetensors file"):
         header(model.path / "vae" / FILE)
+
+
+def test_settings_of_how_a_language_model_is_served_are_no_part_of_it(tmp_path: Path) -> None:
+    """Given `serving.json` beside its weights, when an operator edits it, then the model that is served is the same."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(WHOLE)
+    before = ModelFolder(tmp_path).identity("model")
+
+    for setting in ("{}", '{"limits": {"max_tokens": 10}}'):
+        (tmp_path / "serving.json").write_text(setting)
+        assert ModelFolder(tmp_path).identity("model") == before
+    assert "serving.json" not in ModelFolder(tmp_path).files("model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from unfuse.models import find
 from unfuse.models.base import Runtime
 from unfuse.models.folder import ModelFolder
 from unfuse.models.quantised import codes
+from unfuse.models.unplaced import unplaced
 
 Copied = Callable[[str], Path]
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -125,3 +127,71 @@ def test_weights_of_torchao_are_codes_that_are_served(undivided: c.Undivided) ->
     folder = undivided.folder("wan-int8")
     stored = ModelFolder(folder).tensors("transformer")
     assert codes(stored) and json.loads((folder / "transformer/config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.row("K3")
+@pytest.mark.parametrize(("name", "may_be_there"), [
+    ("caption_projection.y_embedding", True),  # PixArt-alpha's own folders
+    ("pos_embed", True), ("y_embedder.y_embedding", True),  # Sana
+    ("model.diffusion_model.norm_final.weight", True),  # Lumina, as ComfyUI has it
+    ("model.diffusion_model.time_embed.cond_proj.weight", True),  # merges with LCM
+    ("loss.logvar", True), ("first_stage_model.loss.discriminator.main.0.weight", True), ("model_ema.decay", True),
+    ("net.accum_video_sample_counter", True), ("net.pos_embedder.seq", True), ("repa_projectors.0.weight", True),
+    ("model.layers.0.self_attn.rotary_emb.inv_freq", True), ("rotary_emb.cos_cached", True),
+    ("vision_model.embeddings.position_ids", True), ("bn.num_batches_tracked", True),
+    ("blocks.2.attn1.to_q.weight", False), ("blocks.0.attn1.to_q.other_scale", False), ("pos_embed.proj.weight", False),
+    ("blocks.0.loss_scale", False), ("y_embedder.y_proj.fc1.weight", False), ("norm_final.bias", False),
+    ("__index_timestep_zero__", False),
+])  # fmt: skip
+def test_names_in_published_files_that_nothing_computes_with(name: str, may_be_there: bool) -> None:
+    assert unplaced(SimpleNamespace(config=SimpleNamespace()), [name]) == ([] if may_be_there else [name])
+
+
+def test_a_mark_of_another_tool_may_be_there_where_the_configuration_says_the_same() -> None:
+    """Qwen-Image-Edit 2511 as ComfyUI has it: without `zero_cond_t` pictures would be those of an older model."""
+    marks = ["__index_timestep_zero__", "model.diffusion_model.__index_timestep_zero__"]
+    for is_said in (True, False):
+        model = SimpleNamespace(config=SimpleNamespace(zero_cond_t=is_said))
+        assert unplaced(model, marks) == ([] if is_said else marks)
+
+
+def as_they_are(file: Path, tensors: dict[str, str]) -> None:
+    """Write a file with one number for each name, in the dtype that safetensors calls so."""
+    width = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "I32": 4, "F32": 4}
+    head, end = {}, 0
+    for name, dtype in tensors.items():
+        head[name] = {"dtype": dtype, "shape": [], "data_offsets": [end, end := end + width[dtype]]}
+    raw = json.dumps(head).encode()
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(end))
+
+
+@pytest.mark.row("K3")
+@pytest.mark.parametrize(("component", "tensors", "own"), [
+    ("transformer", {"model.diffusion_model.a.weight": "F16", "text_encoders.t5xxl.transformer.b.weight": "F8_E4M3",
+                     "text_encoders.t5xxl.transformer.scaled_fp8": "F8_E4M3"}, {"model.diffusion_model.a.weight"}),
+    ("transformer", {"model.diffusion_model.a.weight": "BF16", "text_encoders.gemma2_2b.spiece_model": "U8"},
+     {"model.diffusion_model.a.weight"}),
+    ("unet", {"model.diffusion_model.a.weight": "F32", "model_ema.num_updates": "I32", "betas": "F32"},
+     {"model.diffusion_model.a.weight"}),
+    ("vae", {"model.diffusion_model.a.weight": "F8_E4M3", "first_stage_model.b.weight": "F16"},
+     {"first_stage_model.b.weight"}),
+    ("vae", {"decoder.b.weight": "F32", "model_ema.num_updates": "I32", "model_ema.decay": "F32"},
+     {"decoder.b.weight"}),
+    ("transformer", {"model.diffusion_model.a.weight": "F8_E4M3", "vae.b.weight": "BF16"}, None),
+    ("transformer", {"a.weight": "F8_E4M3"}, None),
+    ("vae", {"first_stage_model.b.weight": "I32", "model.diffusion_model.a.weight": "F16"}, None),
+])  # fmt: skip
+def test_what_a_file_of_all_parts_has_of_others_may_be_quantised(
+    component: str, tensors: dict[str, str], own: set[str] | None, tmp_path: Path
+) -> None:
+    """As in Stability's SD3 with its T5 in 8 bits, Lumina with a tokenizer inside, and SD 1.5 with its averages."""
+    folder = tmp_path / component
+    folder.mkdir()
+    (folder / "config.json").write_text('{"_class_name": "Any"}')
+    as_they_are(folder / "all.safetensors", tensors)
+
+    if own is None:
+        with pytest.raises(ConfigError, match=r"8-bit floats|is quantised"):
+            ModelFolder(tmp_path).tensors(component)
+    else:
+        assert ModelFolder(tmp_path).tensors(component).keys() == own

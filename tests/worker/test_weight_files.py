@@ -129,6 +129,30 @@ def test_a_file_that_is_written_to_is_compared_once_that_is_over(
     assert [changed.compared for changed in look(files).values()] == [True]
 
 
+@pytest.mark.row("K1")
+def test_a_clock_that_was_set_back_delays_no_comparison(
+    folder: Path, files: WeightFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a file whose times are an hour ahead, when it stays as it is, then it is compared all the same."""
+    wall, monotonic = time.time(), time.monotonic()
+    monkeypatch.setattr(weight_files.time, "time", lambda: wall - 3600)
+    monkeypatch.setattr(weight_files.time, "monotonic", lambda: monotonic)
+    overwrite(folder / VAE)
+    files.look()
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [False]
+
+    monkeypatch.setattr(weight_files.time, "monotonic", lambda: monotonic + 60)
+    replace(folder / VAE)
+    files.look()
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [False]
+
+    monkeypatch.setattr(weight_files.time, "monotonic", lambda: monotonic + 120)
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [True]
+
+
 @pytest.mark.usefixtures("written")
 def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_back(
     folder: Path, card: ModelCard, files: WeightFiles

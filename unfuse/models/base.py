@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +32,7 @@ from unfuse.models.quantised import check, is_whole_number, packed_bytes
 from unfuse.models.shared import Mapped, held, load_together, moved
 from unfuse.models.single import load_single
 from unfuse.models.source import source_of
+from unfuse.models.unplaced import unplaced
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, VAE_DECODE
@@ -333,7 +334,7 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        if unused := sorted(_unplaced(model, info["unexpected_keys"])):
+        if unused := sorted(unplaced(model, info["unexpected_keys"])):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} have {unused[0]} "
                 f"({len(unused)} tensors in all), which {name} with its configuration has no place for: give the "
@@ -438,17 +439,3 @@ class Loader:
     def _tell(self, component: str, began: float, size: int) -> None:
         if self._report is not None:
             self._report(component, time.monotonic() - began, size)
-
-
-def _unplaced(model: Any, unexpected: Iterable[str]) -> list[str]:
-    """Of the tensors in files that a model has no place for, those that its class would compute with.
-
-    A class of transformers that is a part of a larger model, such as an encoder, may be given the files of the whole:
-    the head, the decoder or the tower that it does not have lies in modules of their own.
-    """
-    prefix = getattr(model, "base_model_prefix", None)
-    if prefix is None:
-        return [*unexpected]
-    children = {name for name, _ in model.named_children()}
-    inside = {key: key if key.partition(".")[0] in children else key.removeprefix(f"{prefix}.") for key in unexpected}
-    return [key for key, own in inside.items() if own.partition(".")[0] in children]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,10 +20,11 @@ import msgspec
 import xxhash
 
 from unfuse.core.errors import ConfigError
+from unfuse.models.defaults import SERVING
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.models.quantised import SETTING, codes, is_whole_number, refusal
-from unfuse.models.single import single_of, singles_of
+from unfuse.models.single import own_names, single_of, singles_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
@@ -64,6 +65,7 @@ UNSERVED = {
 
 PAUSES_S = (0.5, 1.0, 2.0)  # before a header is asked for again
 HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
+SHA256_DIGITS = 64  # of the hub's name for a large file; that of another one is git's, which is shorter
 MAX_HEADER = 25_000_000  # longest header of a safetensors file, in bytes, as the hub's library has it: more is slow
 
 
@@ -174,12 +176,8 @@ class ModelFolder:
         if (said := config.get(SETTING)) and (reason := refusal(said, self.is_whole)):
             raise ConfigError(f"model {self.path}: component {component} is quantised ({SETTING}) {reason}")
         found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "") or self.single(component)
-        if not found and len(several := singles_of(files)) > 1:
-            both, place = " and ".join(several[:2]), self.at(component) or "the folder"
-            reason = f"{both}, each of which may be all of its weights: keep one of them in {place}"
-            raise ConfigError(f"model {self.path}: component {component} has {len(several)} files, {reason}")
-        if not found and (instead := unserved(files)):
-            raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
+        if not found and (reason := self._unloadable(component, files)):
+            raise ConfigError(f"model {self.path}: {reason}")
         names = ["*.safetensors"] if not found or found.endswith(".json") else [found]
         if found.endswith(".json"):
             listing = self._json(f"{self.at(component)}{found}", f"component {component} is incomplete")
@@ -192,6 +190,17 @@ class ModelFolder:
             if (self.path / self.at(component) / name).exists():
                 self._tensors(component, name)
         return names
+
+    def _unloadable(self, component: str, files: Collection[str]) -> str:
+        """Return why none of a component's files has its weights, in words; "" where files are lacking."""
+        if len(several := singles_of(files)) > 1:
+            both, place = " and ".join(several[:2]), self.at(component) or "the folder"
+            reason = f"{both}, each of which may be all of its weights: keep one of them in {place}"
+            return f"component {component} has {len(several)} files, {reason}"
+        instead = unserved(files)
+        if (other := single_of(files, ADAPTER)).endswith(".safetensors"):
+            instead = f"{other}, and the library of its class reads model.safetensors alone: rename that file"
+        return f"the weights of component {component} are {instead}" if instead else ""
 
     def single(self, component: str) -> str:
         """The one file of another tool from which a component is loaded; "" of one in its library's layout."""
@@ -254,7 +263,7 @@ class ModelFolder:
     def _files(self, component: str) -> dict[str, HubFile]:
         weights = self.weight_names(component)
         files = sorted(self._inside(self.at(component).rstrip("/")).items())
-        plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name}
+        plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name and name != SERVING}
         return {name: file for name, file in files if name in weights or name in plain}
 
     def _tensors(self, component: str, name: str) -> dict[str, tuple[str, int]]:
@@ -273,6 +282,8 @@ class ModelFolder:
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
         if self.quantisation(component):
             return found
+        if name == self.single(component):
+            found = {key: found[key] for key in own_names(component, found)}
         if any(dtype.startswith("F8") for dtype, _ in found.values()):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
@@ -298,9 +309,9 @@ class ModelFolder:
         here, listed = self.path / path, file.lfs_sha256 or file.blob_id
         if not listed:
             return FINGERPRINTS.content(here)
-        if self._is_blob(here, listed) or not here.exists():
+        if not here.exists() or (self._is_blob(here, listed) and not _written_since_linked(here)):
             return listed.encode()
-        return FINGERPRINTS.of(here, "sha256" if file.lfs_sha256 else "git").encode()
+        return FINGERPRINTS.of(here, "sha256" if len(listed) == SHA256_DIGITS else "git").encode()
 
     def _is_blob(self, file: Path, name: str) -> bool:
         """Whether a file of a snapshot is a link to what the hub's library keeps under that name of its content."""
@@ -340,6 +351,14 @@ class ModelFolder:
             raise ConfigError(f"model {self.path}: {reason}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
+
+
+def _written_since_linked(link: Path) -> bool:
+    """Whether a hub's blob was written to, renamed or the like after the hub's library made this link to it.
+
+    The library makes the link last. A copy over the link writes into the blob, whose name is that of the old content.
+    """
+    return link.stat().st_ctime_ns > link.lstat().st_ctime_ns
 
 
 def header(file: Path) -> dict[str, Any]:

@@ -22,12 +22,8 @@ WITHIN = (
 )  # fmt: skip
 """What names of a part begin with, in a file of all parts of a model."""
 
-UNCOMPUTED = (
-    "norm_final.weight", "per_channel_statistics.", "logvar.", "pos_embedder.", "accum_", "_extra_state",
-    "y_embedder.y_embedding", "embeddings_connector",
-)  # fmt: skip
-"""Parts of names of tensors that makers publish and no forward reads: counters of training, numbers that are in the
-configuration, and what belongs to another component. Diffusers' conversions leave these out on purpose."""
+OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
+"""What the names of a component begin with, in a file of all parts of a model; "" is a denoiser."""
 
 
 def single_of(files: Collection[str], *usual: str) -> str:
@@ -40,6 +36,15 @@ def singles_of(files: Collection[str]) -> list[str]:
     """Those of a component's files of which each may have all of its weights, in order."""
     whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
     return sorted(name for name in whole if Path(name).suffix in (GGUF, ".safetensors"))
+
+
+def own_names(component: str, names: Collection[str]) -> list[str]:
+    """Return the names of the tensors that a component is loaded from.
+
+    A file of all parts of a model has also those of others, which may be stored in any way: they are not read.
+    """
+    begins = next((begin for begin in OWN.get(component, OWN[""]) if any(name.startswith(begin) for name in names)), "")
+    return [name for name in names if (name.startswith(begins) if begins else not _part(name))]
 
 
 def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[str, list[str]]]:
@@ -87,7 +92,6 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
     used = sources_of([tensor for name, tensor in empty.items() if name in own])
     parts = {_part(name) for name in used}
     left = [name for name in shapes if name not in used and _part(name) in parts]
-    left = [name for name in left if not any(part in name for part in UNCOMPUTED)]
     return [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
 
 

@@ -16,7 +16,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import Choice
 from unfuse.models import card_of
-from unfuse.models.fingerprints import FileState
+from unfuse.models.fingerprints import COARSE_S, FileState
 from unfuse.models.gguf_model import files_of
 
 log = structlog.get_logger(__name__)
@@ -55,6 +55,8 @@ class WeightFiles:
         self._models: list[LoadedModel] = []
         self._loaded: dict[Path, FileState | None] = {}
         self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
+        self._seen: dict[Path, tuple[FileState | None, float]] = {}
+        """States that differ from the loaded ones, and when each was seen first, in monotonic seconds."""
         known = set[str]()
         for card, (_, folder, dtype) in zip(cards, models, strict=True):
             model = _loaded_model(card, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
@@ -69,6 +71,8 @@ class WeightFiles:
         """
         changed: dict[str, ChangedFile] = {}
         for model, path, state in self._differing():
+            if path not in self._seen or self._seen[path][0] != state:
+                self._seen[path] = state, time.monotonic()
             spoiled = self._spoiled_by(path, state)
             file = ChangedFile(_name_of(model, path), compared=bool(spoiled))
             for pool in spoiled or model.files[path]:
@@ -97,8 +101,7 @@ class WeightFiles:
                 for owner, path, state in self._differing()
                 if owner is model and not self._spoiled_by(path, state)
             }
-            now = time.time()
-            if not states or not all(state is None or state.is_settled(now) for state in states.values()):
+            if not states or not all(self._is_written(path, state) for path, state in states.items()):
                 continue
             other = _pools_with_other_bytes(model)
             for path, state in states.items():
@@ -125,6 +128,15 @@ class WeightFiles:
             for path in model.files
             if (state := _state_of(path)) != self._loaded[path]
         ]
+
+    def _is_written(self, path: Path, state: FileState | None) -> bool:
+        """Whether a file is complete, as far as its times say, or as it was the same for long enough.
+
+        Times say nothing where a clock was set back, or that of a file server is ahead.
+        """
+        seen, since = self._seen.get(path, (None, 0.0))
+        was_same = seen == state and time.monotonic() - since >= COARSE_S
+        return state is None or was_same or state.is_settled(time.time())
 
     def _spoiled_by(self, path: Path, state: FileState | None) -> frozenset[str]:
         """Return the pools that a file in that state was found to have other bytes for; none if it was not compared."""
