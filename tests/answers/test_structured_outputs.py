@@ -63,8 +63,8 @@ def test_an_answer_is_what_peers_call_guided(scripted: Server, about: dict[str, 
         ({"response_format": {"type": "json_object"}, "ebnf": EBNF}, "ebnf", "send one of them"),
         ({"ebnf": "root ::= ("}, "ebnf", "cannot be held to"),
         ({"guided_regex": "((("}, "guided_regex", "cannot be held to"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "not served"),
-        ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "it has one of"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "send one of"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused(scripted: Server, about: dict[str, Any], param: str, says: str) -> None:

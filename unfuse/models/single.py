@@ -20,14 +20,14 @@ WITHIN = (
     "model.diffusion_model.", "model_ema.", "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.",
     "text_encoders.",
 )  # fmt: skip
-"""What names of a part begin with, in a file of all parts of a model."""
+"""Prefixes of tensor names in a single file that holds several components."""
 
 UNCOMPUTED = (
     "norm_final.weight", "per_channel_statistics.", "logvar.", "pos_embedder.", "accum_", "_extra_state",
     "y_embedder.y_embedding", "embeddings_connector",
 )  # fmt: skip
-"""Parts of names of tensors that makers publish and no forward reads: counters of training, numbers that are in the
-configuration, and what belongs to another component. Diffusers' conversions leave these out on purpose."""
+"""Parts of the names of published tensors that no forward uses: training counters, values that are in the
+configuration, and tensors of another component. Diffusers' conversions drop them on purpose."""
 
 
 def single_of(files: Collection[str], *usual: str) -> str:
@@ -37,7 +37,7 @@ def single_of(files: Collection[str], *usual: str) -> str:
 
 
 def singles_of(files: Collection[str]) -> list[str]:
-    """Those of a component's files of which each may have all of its weights, in order."""
+    """Return those of a component's files that may each hold all of its weights, sorted."""
     whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
     return sorted(name for name in whole if Path(name).suffix in (GGUF, ".safetensors"))
 
@@ -64,10 +64,9 @@ def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[st
 
 
 def _unused(kind: Any, model: Any, file: Path) -> list[str]:
-    """The tensors of a file that diffusers drops or finds no place for, by the file's names.
+    """Return the names of a file's tensors that diffusers drops or that the model does not have.
 
-    Diffusers' conversion is done once more, of tensors without numbers. A file of all parts of a model may have more
-    than this one.
+    Diffusers' conversion is run again on tensors without data. Tensors of other components in the file are ignored.
     """
     import torch
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -82,7 +81,7 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
         convert = next(one for one in named if one)["checkpoint_mapping_fn"]
         try:
             empty = convert(config=dict(model.config), checkpoint=empty)
-        except (RuntimeError, NotImplementedError):  # it would compare numbers
+        except (RuntimeError, NotImplementedError):  # the conversion needs tensor values
             return []
     used = sources_of([tensor for name, tensor in empty.items() if name in own])
     parts = {_part(name) for name in used}
@@ -92,7 +91,7 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
 
 
 def _part(name: str) -> str:
-    """What the name of a tensor begins with in a file of all parts of a model; "" in others."""
+    """Return the component's prefix of a tensor name in a file of several components; "" if it has none."""
     return next((part for part in WITHIN if name.startswith(part)), "")
 
 

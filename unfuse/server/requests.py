@@ -53,7 +53,7 @@ async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> d
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
 async def result(id: str, index: int, request: Request, gateway: Served, caller: Known) -> FileResponse:
-    """One picture or video of a request, or ranges of its bytes."""
+    """Return one picture or video of a request, or ranges of its bytes."""
     files = {file.index: file for file in (await gateway.load(id, caller.sees)).context.result}
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")

@@ -22,7 +22,7 @@ class Detokenizer:
     """Turns tokens into text, one by one. Its state follows from the tokens: a new one that gets them all goes on.
 
     A token may be half a character. What is no UTF-8 becomes U+FFFD, as soon as no later token can repair it. Special
-    tokens are no text, but for `marks`, which has the text of some by id.
+    tokens are left out, except those in `marks`, which maps ids to text.
     """
 
     def __init__(self, tokenizer: Pieces, marks: Mapping[int, str] | None = None) -> None:
@@ -52,7 +52,7 @@ class Stops:
     def __init__(self, strings: Sequence[str]) -> None:
         self._matches = [_Match(string) for string in strings if string]
         self._stopped = False
-        self.stopped_by = ""  # the string that the text ended with
+        self.stopped_by = ""  # the stop string that ended the text
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(what may be shown now, whether the text has stopped): what follows a stop is never shown."""
@@ -69,11 +69,11 @@ class Stops:
         return _cut(held, had, text, had + len(text) - self._held().length), False
 
     def skip(self, text: str) -> str:
-        """What may be shown of text in which no string stops it: all of it."""
+        """Add text without looking for stop strings. Returns the text that may be sent: all of it."""
         return text
 
     def finish(self, *, cut: bool = False) -> str:
-        """What was held back, when no text follows, also because the text was `cut`."""
+        """Return the text that was held back, at the end of the answer. `cut` makes no difference here."""
         held = self._held() if self._matches and not self._stopped else None
         return held.string[: held.length] if held else ""
 
