@@ -40,4 +40,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rows = {value: report.outcome for report in ordered for name, value in report.user_properties if name == "row"}
     if rows:
         terminalreporter.section("rows of public bug reports")
-        terminalreporter.write_line("\n".join(f"{row:<12}{outcome}" for row, outcome in sorted(rows.items())))
+        terminalreporter.write_line("\n".join(f"{row:<28} {outcome}" for row, outcome in sorted(rows.items())))

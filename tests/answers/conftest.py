@@ -29,7 +29,10 @@ Folder = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    """Return a ready `unfuse serve` with these arguments and variables. Equal calls share one server."""
+    """Return a ready `unfuse serve` with these arguments and variables. Equal calls share one server.
+
+    It is stopped when MAX_SERVERS others were asked for since: ask for it in each test, or in one module.
+    """
     running: OrderedDict[tuple[object, ...], tuple[ExitStack, Server]] = OrderedDict()
 
     def serve(*arguments: str | Path, **variables: str) -> Server:
@@ -67,18 +70,23 @@ def sampled(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="session")
-def scripted(served: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """Return a server of the scripted models in `scripts`, each under its name there."""
+def scripted_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the folders of the scripted models in `scripts`, in their order."""
     folder = tmp_path_factory.mktemp("scripted")
-    models = [
+    return [
         make_scripted_model(
             folder / name, texts, scripts.TEMPLATES[name],
             specials=scripts.SPECIALS.get(name, ()), marks=scripts.MARKS.get(name, ()),
         )
         for name, texts in scripts.SCRIPTS.items()
     ]  # fmt: skip
+
+
+@pytest.fixture
+def scripted(served: Serve, scripted_models: list[Path]) -> Server:
+    """Return a server of the scripted models, each under its name in `scripts`."""
     names = [word for name in scripts.SCRIPTS for word in ("--served-model-name", name)]
-    return served(*models, *names, "--kv", "8MiB", "--workers", "all=1")
+    return served(*scripted_models, *names, "--kv", "8MiB", "--workers", "all=1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

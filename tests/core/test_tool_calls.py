@@ -214,6 +214,13 @@ def test_a_call_that_was_cut_is_there_so_far_and_no_content(
     assert (content(parts), called(parts)) == ("", begun)
 
 
+def test_a_mark_that_was_cut_behind_a_call_is_no_content() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_'
+    parts = read(text, "hermes", cut=True)
+    assert content(parts) == "" and "".join(part.raw for part in parts) == text
+    assert [part.text for part in parts if part.kind == "call"] == ["f"]
+
+
 def test_only_a_forced_answer_hides_a_cut_object_without_marks() -> None:
     text = '{"name": "f", "par'
     assert content(read(text, "llama3_json", cut=True)) == text

@@ -74,7 +74,7 @@ class CallReader:
             self._end_call(cut)
         elif self._text:
             blank = self._between and not self._text.strip(" \r\n\t,;]")
-            hidden = blank or (cut and (self._forced or self._is_part_of_mark(self._text)))
+            hidden = blank or (cut and (self._forced or self._between or self._is_part_of_mark(self._text)))
             self._emit("mark" if hidden else "content", "" if hidden else self._text, self._text)
         self._text = ""
         return self._taken()

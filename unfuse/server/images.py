@@ -99,7 +99,7 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
                 yield _event(f"{kind}.completed", context, b"", said | _FLAGGED)
                 continue
             data = await to_thread.run_sync(gateway.results.read, request, file.index)
-            yield _event(f"{kind}.completed", context, data, said | {"size": _size(data)})
+            yield _event(f"{kind}.completed", context, data, said | _true_size(data, file))
     except UnfuseError as error:
         yield sse.event(envelope(refusal_of(error)))
 
@@ -114,10 +114,12 @@ def _form(context: RequestContext) -> dict[str, object]:
     return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
 
 
-def _size(picture: bytes) -> str:
-    """Return WIDTHxHEIGHT in pixels from the header of a generated picture."""
+def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
+    """Return the size in the header of a generated picture; empty for another content type."""
+    if not file.content_type.startswith("image/"):
+        return {}
     with Image.open(BytesIO(picture)) as image:
-        return f"{image.width}x{image.height}"
+        return {"size": f"{image.width}x{image.height}"}
 
 
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
@@ -127,7 +129,7 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
 
 def _reply(results: ResultStore, context: RequestContext, address: Callable[[int], str] | None) -> bytes:
     """Return the response in OpenAI's form, with base64 pictures, or with links made by `address`. Reads files."""
-    data, size = [], ""
+    data, size = [], dict[str, object]()
     for file in context.result:
         picture = _seed(context, file)
         if file.flagged:
@@ -136,7 +138,7 @@ def _reply(results: ResultStore, context: RequestContext, address: Callable[[int
             continue
         if address is None:
             content = results.read(context.id, file.index)
-            size = _size(content)
+            size = _true_size(content, file)
             picture["b64_json"] = base64.b64encode(content).decode()
         else:
             picture["url"] = address(file.index)
@@ -149,7 +151,7 @@ def _reply(results: ResultStore, context: RequestContext, address: Callable[[int
             "data": data,
             "output_format": context.params.get("output_format"),
             **_form(context),
-            **({"size": size} if size else {}),
+            **size,
             "usage": _USAGE,
         }
     )

@@ -218,6 +218,7 @@ class Worker:
         is_new = await asyncio.to_thread(weights.look)
         if is_new:
             await self._register(served, weights)
+            self._changed.set()
 
     async def _go_on(self) -> None:
         """Ask for work again after compute has restarted, except for pools whose files have changed."""
@@ -243,6 +244,8 @@ class Worker:
         after = ended if self._swapping.going else ""
         if not (self._objects and self._executor and self._executor.ready) or self._swapping.going and not after:
             return WITHDRAW
+        if self._served and self._weights and self._weights.changed.keys() >= set(self._served.pools):
+            return WITHDRAW  # the scheduler would answer an Ask without pools immediately, in a loop
         room = self._holding.room(self._objects.free, self._objects.usage().used)
         return self._holding.ask(room, self._loaded, self._swapping.holds, after)
 
