@@ -38,7 +38,7 @@ class Trials:
             whys.append(why)
             if UNSATISFIABLE in why:
                 break
-        raise InvalidParameter(f"{param} cannot be held to: {whys[0]}", param)
+        raise InvalidParameter(f"{param} cannot be enforced: {whys[0]}", param)
 
     async def _refusal(self, grammar: bytes) -> str:
         """Return why a grammar cannot be used, or ""."""
