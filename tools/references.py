@@ -58,11 +58,11 @@ Paths and methods that are not there are 404 and 405, with their phrase as the c
 """
 
 RETRIES = """
-## What is tried again
+## Retry policy
 
-A task that ends with an error goes by the first line that names the error. What is wrong with a request is refused
-before anything runs, where that can be seen. A task that fails in a batch is run alone first: it costs the others
-nothing.
+The first row that matches the exception of a failed task decides. Wrong requests are refused before anything runs, if
+this can be detected in advance. A task that fails in a batch is first run again alone, so that the other tasks of the
+batch are not affected.
 
 """
 
@@ -94,8 +94,8 @@ ADVICE = {
         "smaller size."
     ),
     "context_length_exceeded": (
-        "Shorten the messages, ask for fewer tokens, or send `truncate_prompt_tokens`; `max_model_len` in "
-        "`GET /v1/models` says how many there may be."
+        "Shorten the messages, ask for fewer tokens, or send `truncate_prompt_tokens`; the limit is `max_model_len` in "
+        "`GET /v1/models`."
     ),
     "damaged": "A record cannot be read. Its request makes no progress; cancel it, and ask again.",
     "expired": (
@@ -119,15 +119,18 @@ ADVICE = {
     ),
     "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
     MODERATION_BLOCKED: (
-        "The model's safety checker flagged all that was made: change the prompt, or try another seed. Where it "
-        "flagged some of several pictures, these alone are marked as `flagged`."
+        "The model's safety checker flagged all results: change the prompt, or try another seed. If it flagged only "
+        "some pictures, the request completes, and these are marked with `flagged`."
     ),
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
-    "invalid_link": "The link was changed: `GET /v1/requests/{id}` has new ones.",
-    "link_expired": "Links open for an hour, those of webhooks for a day: `GET /v1/requests/{id}` has new ones.",
+    "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
+    "link_expired": (
+        "Links are valid for an hour, those in webhooks for a day: get a new one with `GET /v1/requests/{id}`."
+    ),
     "model_error": (
-        "The same error on two workers, most often a defect: `unfuse dead show ID` has the traceback. Please report it."
+        "The stage failed twice with the same type of exception, usually a defect: `unfuse dead show ID` has the "
+        "traceback. Please report it."
     ),
     "model_not_found": "`GET /v1/models`, or `unfuse models`, lists what is served.",
     "no_model": "Start a worker, or wait until those that start have loaded.",
@@ -156,8 +159,8 @@ ADVICE = {
     "too_many_bodies": "Try again: many clients are sending pictures.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (
-        "A file of the model has changed since it was loaded; the message names it. Restart the server to serve what "
-        "the file has now, or put the old file back."
+        "A file of the model has changed since it was loaded; the message names it. Restart the server to load the new "
+        "file, or restore the old one."
     ),
     "unavailable": "A part such as Redis does not answer: try again, and look at the server's log.",
     "unsupported_media_type": "Send JSON with its content type, or a form.",
@@ -286,7 +289,7 @@ def refused() -> str:
     assert refusal_of(errors.NotFound("…")).code in ADVICE
     codes = table("code | status | what to do", rows)
     rules = [[rule.errors, rule.outcome, code(rule.code)] for rule in RULES]
-    retries = table("error | what becomes of the task | code if the request ends by it", rules)
+    retries = table("error | what happens to the task | error code if the request fails", rules)
     return ERRORS + codes + RETRIES + retries + IN_PYTHON + table("error | is a | exit code | when", tree())
 
 

@@ -61,10 +61,10 @@ def test_an_answer_is_what_peers_call_guided(scripted: Server, about: dict[str, 
     [
         ({"guided_json": CITY, "guided_regex": "a"}, "guided_regex", "send one of them"),
         ({"response_format": {"type": "json_object"}, "ebnf": EBNF}, "ebnf", "send one of them"),
-        ({"ebnf": "root ::= ("}, "ebnf", "cannot be held to"),
-        ({"guided_regex": "((("}, "guided_regex", "cannot be held to"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "not served"),
-        ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "it has one of"),
+        ({"ebnf": "root ::= ("}, "ebnf", "cannot be enforced"),
+        ({"guided_regex": "((("}, "guided_regex", "cannot be enforced"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "not supported"),
+        ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "send one of"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused(scripted: Server, about: dict[str, Any], param: str, says: str) -> None:
@@ -94,4 +94,4 @@ def test_a_schema_is_not_strict_unless_it_says_so(scripted: Server, schema: dict
     with pytest.raises(HTTPError) as refused:
         say(scripted, response_format=format(strict=True))
     error = json.load(refused.value)["error"]
-    assert error["param"] == "response_format" and "cannot be held to" in error["message"]
+    assert error["param"] == "response_format" and "cannot be enforced" in error["message"]

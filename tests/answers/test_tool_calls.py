@@ -188,7 +188,7 @@ def test_functions_are_not_strict_unless_they_say_so(
     assert made["message"]["tool_calls"][0]["function"]["name"] == "f"
     strict = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
     error = refusal(scripted, tools=strict, tool_choice="required")
-    assert error["param"] == "tools" and "cannot be held to" in error["message"]
+    assert error["param"] == "tools" and "cannot be enforced" in error["message"]
 
 
 @pytest.mark.row("C43", "N3")

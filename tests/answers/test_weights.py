@@ -145,7 +145,7 @@ def test_a_model_whose_file_is_overwritten_is_unavailable_until_a_restart(folder
             file.write(changed.read_bytes())
         until(lambda: server.get(f"/v1/models/{model}")["state"] == "unavailable", "the change to show", server.process)
 
-        reason = f"{TRANSFORMER} has changed since it was loaded: restart the server to serve what it has now"
+        reason = f"{TRANSFORMER} has changed since it was loaded: restart the server to load the new file"
         until(lambda: server.get(f"/v1/models/{model}")["reason"] == reason, "the bytes to be compared", server.process)
         pools = {pool["id"]: pool["reason"] for pool in server.get("/v1/pools")["data"]}
         assert pools[server.get(f"/v1/models/{model}")["stages"]["denoise"]] == reason

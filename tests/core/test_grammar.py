@@ -65,12 +65,12 @@ def test_only_a_strict_schema_lets_nothing_pass(strict: object, lenient: bool) -
         ({}, "None"),
         ({"type": "xml"}, "'xml'"),
         ({"type": ["json_object"]}, "a list"),
-        ({"type": "json_schema"}, "with a schema in it"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "with a schema in it"),
+        ({"type": "json_schema"}, "with a schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "with a schema"),
         ({"type": "json_schema", "json_schema": {"schema": "x"}}, "must be an object"),
         ({"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}, "true or false"),
-        ({"type": "regex", "regex": 3}, "a text regex"),
-        ({"type": "grammar"}, "a text grammar"),
+        ({"type": "regex", "regex": 3}, "a string regex"),
+        ({"type": "grammar"}, "a string grammar"),
     ],
 )
 def test_what_is_no_format_is_refused(said: object, says: str) -> None:
@@ -139,7 +139,7 @@ def test_a_choice_says_what_may_be_called() -> None:
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools", "of type custom"),
         ({"functions": []}, "functions", "send tools"),
         ({"function_call": "auto"}, "function_call", "send tool_choice"),
-        ({"tools": [tool()], "tool_choice": allowed("g")}, "tool_choice", "allowed tools"),
+        ({"tools": [tool()], "tool_choice": allowed("g")}, "tool_choice", "allowed tool must"),
         ({"tools": [tool()], "tool_choice": allowed()}, "tool_choice", "at least one"),
         ({"tools": [tool()], "tool_choice": named("g")}, "tool_choice", r"\(f\)"),
     ],
@@ -221,7 +221,7 @@ def test_a_format_and_tools_are_either() -> None:
     found = grammar_of(answer_format({FORMAT: {"type": "json_object"}}), tools, TAGGED)
     assert found and found.text.startswith("start: calls | answer")
     for said in ({FORMAT: {"type": "regex", "regex": "a"}}, {"guided_regex": "a"}):
-        with pytest.raises(InvalidParameter, match="tool_choice none"):
+        with pytest.raises(InvalidParameter, match="set tool_choice to none"):
             grammar_of(answer_format(said), tools, TAGGED)
 
 
@@ -291,10 +291,10 @@ def test_what_peers_call_a_format_is_one(said: dict[str, Any], kind: str, has: s
         ({"structured_outputs": "json"}, "structured_outputs", "an object"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "send tools"),
         ({FORMAT: {"type": "structural_tag"}}, FORMAT, "send tools"),
-        ({"guided_json": "{"}, "guided_json", "is no JSON"),
-        ({"guided_regex": 3}, "guided_regex", "a text"),
+        ({"guided_json": "{"}, "guided_json", "is not JSON"),
+        ({"guided_regex": 3}, "guided_regex", "a string"),
         ({"guided_choice": []}, "guided_choice", "1 to"),
-        ({"guided_choice": ["a", 3]}, "guided_choice", "list of texts"),
+        ({"guided_choice": ["a", 3]}, "guided_choice", "list of strings"),
         ({"guided_choice": "a"}, "guided_choice", "list"),
     ],
 )

@@ -43,7 +43,7 @@ def test_one_wrong_letter_is_found(name: str, meant: str) -> None:
 @pytest.mark.row("P46")
 @pytest.mark.parametrize("name", ["sampler", "sampler_name", "scheduler", "sample_solver", "flow_shift"])
 def test_a_noise_scheduler_is_the_folder_s_affair(name: str) -> None:
-    assert hint(IMAGE, name) == "the model's folder decides the noise scheduler, and a request cannot"
+    assert hint(IMAGE, name) == "the noise scheduler is set in the model's folder, a request cannot change it"
 
 
 @pytest.mark.parametrize("name", [

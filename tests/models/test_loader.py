@@ -106,7 +106,7 @@ def test_a_noise_scheduler_that_draws_for_itself_is_left_to_its_pipeline(copied:
     classes = {"scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler")}
 
     assert find(folder) is WHOLE
-    with pytest.raises(ConfigError, match="draws noise between steps, which only an undivided pipeline does"):
+    with pytest.raises(ConfigError, match="draws noise between steps, which is only supported"):
         Loader(ModelFolder(folder), classes, Runtime("cpu", {}), None).noise_scheduler()
 
 

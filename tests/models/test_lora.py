@@ -211,10 +211,10 @@ class TestRefusals:
         assert np.array_equal(make("good"), undivided.result("lora-plain")["latents"])
 
     @pytest.mark.parametrize(("name", "says"), [
-        ("text", "only the denoiser is adapted"), ("other", "made for another one"), ("second", "no such layer"),
-        ("kohya", "cannot be loaded|another one"),
+        ("text", "only the denoiser is adapted"), ("other", "made for another model"), ("second", "no such layer"),
+        ("kohya", "cannot be loaded|another model"),
         ("ranks", "of different ranks"), ("wide", "does not fit the model"), ("empty", "is empty"),
-        ("half", "no half of a low-rank pair"), ("more", "no half of a low-rank pair"),
+        ("half", "half of the low-rank pair"), ("more", "not part of a low-rank pair"),
         ("pickle", "cannot be loaded"), ("cut", "cannot be loaded"),
     ])  # fmt: skip
     def test_a_file_that_is_no_adapter_of_the_model(self, name: str, says: str, run: Callable[[str], Any]) -> None:

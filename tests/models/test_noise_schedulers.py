@@ -126,16 +126,16 @@ def test_no_field_is_blamed_where_several_are_wrong() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of diffusers' schedulers under numpy 2
 @pytest.mark.parametrize(("pipeline", "kind", "config", "reason"), [
-    ("FluxPipeline", "FlowMatchHeunDiscreteScheduler", {}, "gives its noise scheduler mu, which a FlowMatchHeun"),
-    ("FluxPipeline", "DDIMScheduler", {}, "needs set_begin_index of its noise scheduler, which a DDIM"),
+    ("FluxPipeline", "FlowMatchHeunDiscreteScheduler", {}, "passes mu to its noise scheduler, which FlowMatchHeun"),
+    ("FluxPipeline", "DDIMScheduler", {}, "uses set_begin_index of its noise scheduler, which DDIM"),
     ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, "needs use_dynamic_shifting"),
     ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True, "use_dynamic_shifting": True}, ""),
-    ("QwenImagePipeline", "DPMSolverMultistepScheduler", {"use_dynamic_shifting": True}, "scheduler sigmas, which"),
-    ("StableDiffusionPipeline", "FlowMatchEulerDiscreteScheduler", {}, "needs init_noise_sigma"),
+    ("QwenImagePipeline", "DPMSolverMultistepScheduler", {"use_dynamic_shifting": True}, "passes sigmas to its"),
+    ("StableDiffusionPipeline", "FlowMatchEulerDiscreteScheduler", {}, "uses init_noise_sigma"),
     ("StableDiffusionPipeline", "LCMScheduler", {}, ""),
     ("StableDiffusion3Pipeline", "FlowMatchHeunDiscreteScheduler", {}, ""),
     ("WanPipeline", "FlowMatchHeunDiscreteScheduler", {}, ""),
-    ("WanPipeline", "HeliosScheduler", {}, "works in stages of its own pipeline"),
+    ("WanPipeline", "HeliosScheduler", {}, "needs a pipeline with stages"),
 ])  # fmt: skip
 def test_what_a_pipeline_cannot_run_with_is_said_before_a_request(
     pipeline: str, kind: str, config: dict[str, Any], reason: str

@@ -122,7 +122,7 @@ def test_a_link_ends_after_an_hour_of_the_server_s_clock(
     assert http.get(link).status_code == 200
     monkeypatch.setattr(keyed.scheduler.clock, "wall", lambda: now + LASTS_S + 5)
     assert code(http.get(link)) == (403, "link_expired")
-    assert "new one" in http.get(link).json()["error"]["message"]
+    assert "new link" in http.get(link).json()["error"]["message"]
     assert http.get(link, headers=ANNA).status_code == 200
     monkeypatch.setattr(keyed.scheduler.clock, "wall", lambda: now)
     assert http.get(link).status_code == 200

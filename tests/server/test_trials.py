@@ -54,7 +54,7 @@ def grammar(text: str) -> bytes:
 async def test_what_came_of_a_grammar_is_known_afterwards(trial: Trials, tried: Tried) -> None:
     tried.may.set()
     for param in ("response_format", "tools"):
-        with pytest.raises(InvalidParameter, match=f"{param} cannot be held to: it is bad") as refused:
+        with pytest.raises(InvalidParameter, match=f"{param} cannot be enforced: it is bad") as refused:
             await trial.choose([grammar("bad")], param)
         assert refused.value.param == param
         assert await trial.choose([grammar("good")], param) == grammar("good")
@@ -77,7 +77,7 @@ async def test_the_first_that_can_be_used_is_chosen(trial: Trials, tried: Tried)
     """But not behind one that nothing matches: a looser one would let pass what is forbidden."""
     tried.may.set()
     assert await trial.choose([grammar("bad"), grammar("good"), grammar("better")], "tools") == grammar("good")
-    with pytest.raises(InvalidParameter, match="tools cannot be held to: it is bad"):
+    with pytest.raises(InvalidParameter, match="tools cannot be enforced: it is bad"):
         await trial.choose([grammar("bad"), grammar("bad too")], "tools")
     with pytest.raises(InvalidParameter, match="Unsatisfiable"):
         await trial.choose([grammar("never"), grammar("good")], "tools")

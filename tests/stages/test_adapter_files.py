@@ -55,7 +55,7 @@ def test_a_request_for_such_a_file_is_refused_before_it_is_queued(tmp_path: Path
 
     assert entries(tmp_path / "half.safetensors") == {"a.lora_A.weight": Entry("F32", (2, 8))}
     for _ in range(2):
-        with pytest.raises(Unsuitable, match=r"lora 'half' holds a\.lora_A\.weight, .*without a\.lora_B\.weight"):
+        with pytest.raises(Unsuitable, match=r"lora 'half' holds a\.lora_A\.weight without a\.lora_B\.weight"):
             loras.ids_of("half")
     assert loras.ids_of("odd") == loras.id_of("odd")
 

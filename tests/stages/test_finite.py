@@ -14,9 +14,9 @@ from unfuse.stages.finite import remedy
     (torch.float16, {}, "serve the model in float32"),
     (None, {}, "serve the model in float32"),
     (torch.bfloat16, {"guidance_scale": 5.0}, "try a smaller guidance_scale, or serve the model in float32"),
-    (torch.float32, {}, "fetch the model's files anew, in case they are damaged"),
+    (torch.float32, {}, "download the model's files again, in case they are damaged"),
     (torch.float32, {"guidance_scale": 5.0, "lora": "ink"},
-     "try a smaller guidance_scale or lora_scale, or fetch the model's files anew, in case they are damaged"),
+     "try a smaller guidance_scale or lora_scale, or download the model's files again, in case they are damaged"),
 ])  # fmt: skip
 def test_the_advice_fits_the_dtype_and_the_request(dtype: torch.dtype | None, params: Params, advice: str) -> None:
     assert remedy("the model", dtype, params) == advice

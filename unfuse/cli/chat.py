@@ -33,7 +33,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.", metavar="TEXT")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="How freely to draw; 0: the likeliest.", min=0)] = None,
-    seed: Annotated[int | None, typer.Option(help="Draw as with this seed before; -1: any.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the answers; -1: a random one.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="Picture to show with the first line; may be repeated.", metavar="FILE")
     ] = None,
@@ -69,25 +69,28 @@ def chat(
 
 
 def _shown(file: Path) -> dict[str, Any]:
-    """A picture as messages show it. Raises OSError for one that cannot be read."""
+    """Return the content part with a picture as a data URL. Raises OSError if the file cannot be read."""
     kind = mimetypes.guess_type(file.name)[0] or "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 
 
 def _answered(answer: Chat, progress: Progress, *, whole: bool) -> dict[str, Any]:
-    """Show an answer as it comes, and return its message. Raises PermanentError if it was to be `whole`, and is cut."""
+    """Print an answer as it streams, and return its message.
+
+    Raises PermanentError if the answer must be `whole` and ran out of tokens.
+    """
     for part in answer:
         if part and answer.text == part:
             progress.close()
         typer.echo(part, nl=False)
     typer.echo()
     if whole and answer.finish_reason == "length":
-        raise PermanentError("the answer was cut before it had what --schema says: allow more by --max-tokens")
+        raise PermanentError("the answer ran out of tokens before it matched --schema: raise --max-tokens")
     return answer.message
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, line by line, empty ones left out. Raises InvalidParameter for bytes that are no UTF-8."""
+    """Yield the user's lines, without empty ones. Raises InvalidParameter for bytes that are not UTF-8."""
     asks = "> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -65,8 +65,10 @@ def serve(
 
 @contextmanager
 def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Forks | InheritedForks | None]:
-    """The fork server, whose imports take longest, before anything heavy is imported here: for workers on CPUs, of
-    models that need not be downloaded. It is closed behind the block. With the descriptor of an inherited one, that.
+    """Start the fork server before this process imports anything heavy, and close it after the block.
+
+    Its imports take longest. Yields None unless all workers run on CPUs and all models are local. With the descriptor
+    of an `inherited` fork server, yields that one instead.
     """
     if inherited is not None:
         with closing(InheritedForks(inherited)) as forks:

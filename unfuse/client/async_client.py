@@ -162,14 +162,14 @@ class AsyncClient:
             raise calls.cut_short(self.url)
 
     async def _choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield what is told of the only choice. A caller that stops before the end cancels the rest."""
+        """Yield the deltas of the only choice. Closing the iterator before the end cancels the request."""
         conversation = calls.Conversation()
         try:
             async with aclosing(self._resumed_choices(body, conversation)) as choices:
                 async for choice in choices:
                     yield choice
         except (GeneratorExit, asyncio.CancelledError):
-            with suppress(UnfuseError, RuntimeError):  # a client that is closed raises RuntimeError
+            with suppress(UnfuseError, RuntimeError):  # a closed client raises RuntimeError
                 if conversation.request:
                     await self.post(conversation.cancel_path)
             raise

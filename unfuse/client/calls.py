@@ -92,13 +92,13 @@ def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapp
 
 
 def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a chat whose answer comes in parts. Raises InvalidParameter for texts that are no Unicode."""
+    """Return the body of a streamed chat. Raises InvalidParameter for text that is not valid Unicode."""
     said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
     body = {**params, "messages": said, "stream": True}
     try:
         msgspec.json.encode(body)
     except UnicodeEncodeError as error:
-        message = "messages: half a surrogate pair is no text; read bytes as UTF-8 before you send them"
+        message = "messages: a lone surrogate is not valid Unicode; decode bytes as UTF-8 before you send them"
         raise InvalidParameter(message, "messages") from error
     return body
 
@@ -109,7 +109,7 @@ def event_of(message: httpx2.ServerSentEvent) -> Event | None:
 
 
 class Chunk(NamedTuple):
-    """A chat event's id, the id of its request, and what it tells of choices."""
+    """A chat event: its id, the id of its request, and the deltas of the choices."""
 
     id: str
     request: str
@@ -117,9 +117,9 @@ class Chunk(NamedTuple):
 
 
 class Conversation:
-    """One chat as it is sent, and sent again where its connection breaks.
+    """The state of one streamed chat across reconnections.
 
-    `headers` are those of the next call, `lost` is how often in a row the connection broke, `request` the request's id.
+    `headers` are sent with the next call. `lost` counts consecutive broken connections. `request` is the request's id.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Conversation:
         self.request = ""
 
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """Note how far the answer has come. Returns what the chunk tells of choices."""
+        """Record the progress of the answer. Returns the deltas of the choices."""
         if chunk.id:
             self.headers["last-event-id"] = chunk.id
         self.lost, self.request = 0, chunk.request or self.request
@@ -136,7 +136,7 @@ class Conversation:
 
     @property
     def cancel_path(self) -> str:
-        """Where the request is cancelled."""
+        """The path of the call that cancels the request."""
         return f"/v1/requests/{self.request}/cancel"
 
 

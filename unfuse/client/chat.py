@@ -7,10 +7,10 @@ from typing import Any, Self
 
 
 class Answer:
-    """What is known of an answer, and all of it when its last part was there.
+    """The answer received so far; complete after the last delta.
 
-    `tool_calls` are the calls that the model makes, as the messages of a chat have them, `reasoning` is what it wrote
-    before its answer, if that is told apart, and `finish_reason` says why the answer ended.
+    `tool_calls` have the form that messages of a chat have. `reasoning` is the text before the answer, if the server
+    parses reasoning. `finish_reason` says why the answer ended.
     """
 
     def __init__(self) -> None:

@@ -106,18 +106,18 @@ class Client:
         """Answer messages, or a text of the user's; gives the parts of the answer as they come, each once.
 
         `params` are those of POST /v1/chat/completions, such as response_format and tools, without n. A connection that
-        breaks is taken up again where it broke. Who drops the answer before its end cancels the rest. The parts raise
+        breaks is resumed where it broke. Closing the answer before its end cancels the request. Iterating raises
         InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
         """
         return Chat(self._choices(calls.conversation(messages, params)))
 
     def _choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield what is told of the only choice. A caller that stops before the end cancels the rest."""
+        """Yield the deltas of the only choice. Closing the iterator before the end cancels the request."""
         conversation = calls.Conversation()
         try:
             yield from self._resumed_choices(body, conversation)
         except (GeneratorExit, KeyboardInterrupt):
-            with suppress(UnfuseError, RuntimeError):  # a client that is closed raises RuntimeError
+            with suppress(UnfuseError, RuntimeError):  # a closed client raises RuntimeError
                 if conversation.request:
                     self.post(conversation.cancel_path)
             raise

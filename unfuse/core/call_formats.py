@@ -1,4 +1,4 @@
-"""How models write calls of tools."""
+"""The formats in which models write tool calls."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Literal
 import msgspec
 
 Syntax = Literal["json", "tags", "named", "listed", "python"]
-"""What is behind a mark: an object, tags, a name and then arguments, a list of objects or a name, Python calls."""
+"""What follows a start mark: a JSON object; tags; a name and then arguments; a list of objects or a name; Python."""
 
 SEPARATOR = "<｜tool▁sep｜>"
-"""The mark of `named` calls between what is called and its arguments."""
+"""The mark between the function's name and its arguments in `named` calls."""
 
 
 class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One format. The first group of fields is for reading calls, the second for the grammar that makes a model call.
+    """One tool-call format. The first group of fields is for parsing, the second for grammars that enforce a call.
 
-    `starts` are marks behind which a call begins. Where `bare` is not empty, a line that begins with one of its
-    characters may be a call, too. `ends` are marks that may follow a call, and are not part of the content. `inner`
-    are marks within a call.
+    A call begins after one of the marks `starts`. A line that begins with one of the characters in `bare` may also be
+    a call. `ends` are marks that may follow a call and are not part of the content. `inner` are marks within a call.
 
-    A grammar writes `open`, calls with `between` them, `close`. A call is `head`, with NAME replaced, arguments as
-    JSON, `tail`. What has another format as `written` is written in that one by grammars.
+    A grammar writes `open`, then calls separated by `between`, then `close`. A call is `head` with NAME replaced, the
+    arguments as JSON, then `tail`. If `written` is set, grammars use that format instead.
     """
 
     name: str
@@ -40,10 +39,10 @@ class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that may be special tokens of a model, and are no content."""
+        """All marks. They may be special tokens of the model, and are never content."""
         return (*self.starts, *self.ends, *self.inner)
 
     @property
     def as_written(self) -> CallFormat:
-        """The format in which a grammar makes the model call."""
+        """The format that grammars write."""
         return self.written or self

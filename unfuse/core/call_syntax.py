@@ -1,4 +1,4 @@
-"""Parsers of a single call in each format, which are given the text of an answer character by character."""
+"""Incremental parsers of a single tool call, one per format, fed character by character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from unfuse.core.call_formats import SEPARATOR, CallFormat
 
-#: A parser: it is sent characters, and returns a value when it has read what it is for.
+#: A parser coroutine: it receives characters by `send`, and returns a value when its element is complete.
 Parsing = Generator[None, str, Any]
 Event = tuple[Literal["call", "arguments", "mark"], str, str]
 
@@ -23,36 +23,36 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class NotACall(Exception):
-    """What began like a call is none."""
+    """The text started like a call but is not one."""
 
 
 @dataclass
 class Found:
-    """What is known of an object that may be a call."""
+    """What has been parsed of a JSON object that may be a call."""
 
     name: str = ""
-    #: Arguments as text, if they were there before the name.
+    #: Arguments as text, if they came before the name.
     arguments: str = ""
     #: How many objects are open.
     depth: int = 1
 
 
 class Chars:
-    """The characters of a call, as parsers take them, and the events that they make of them."""
+    """The input characters of one call, and the events that the parser emits."""
 
     def __init__(self) -> None:
         self.reset("")
 
     def reset(self, start: str) -> None:
-        """Begin with a call that starts with this text, which is read already."""
-        self._pending = [*start]  # read, and not part of an event
-        self._returned = ""  # a character that was read, and is to be read again
+        """Prepare for a new call. `start` is its text that was already consumed."""
+        self._pending = [*start]  # consumed, but not yet part of an event
+        self._returned = ""  # a character that was put back
         self._events = list[Event]()
-        self._streams = False  # whether what is pending are arguments
-        self.started = False  # whether a call is certain
+        self._streams = False  # whether pending characters are arguments
+        self.started = False  # whether this is certainly a call
 
     def next(self) -> Parsing:
-        """The next character."""
+        """Return the next character."""
         if self._returned:
             char, self._returned = self._returned, ""
         else:
@@ -61,11 +61,11 @@ class Chars:
         return char
 
     def put_back(self) -> None:
-        """Have the last character read again."""
+        """Return the last character to the input, so that `next` returns it again."""
         self._returned = self._pending.pop()
 
     def emit(self, kind: Literal["call", "arguments", "mark"], text: str) -> None:
-        """Add an event that was made of all that is pending."""
+        """Emit an event that covers all pending characters."""
         self.started = self.started or kind == "call"
         self._events.append((kind, text, "".join(self._pending)))
         self._pending.clear()
@@ -79,20 +79,20 @@ class Chars:
             self.emit("arguments", text)
 
     def stream(self, on: bool) -> None:
-        """Whether the characters from here on are arguments, just as they are."""
+        """Turn on or off emitting the following characters unchanged as arguments."""
         if self._streams:
             self._flush()
         self._streams = on
 
     def taken(self) -> list[Event]:
-        """The events since the last time."""
+        """Return the events since the last call."""
         if self._streams:
             self._flush()
         events, self._events = self._events, []
         return events
 
     def left(self) -> str:
-        """What is read, and not part of an event."""
+        """Return the consumed characters that are not part of an event."""
         return "".join(self._pending) + self._returned
 
     def _flush(self) -> None:
@@ -101,7 +101,7 @@ class Chars:
 
 
 class Syntaxes:
-    """The parsers for one answer. They raise NotACall for what is none, also if its function is not offered."""
+    """The call parsers for one answer. They raise NotACall for other text, and for a function that is not offered."""
 
     def __init__(
         self, format: CallFormat, functions: Mapping[str, Mapping[str, str]], chars: Chars, several: bool
@@ -110,7 +110,7 @@ class Syntaxes:
         self._tagged: Tagged | None = None
 
     def parse(self, start: str) -> Parsing:
-        """Read a call behind this start of it."""
+        """Parse the rest of a call whose beginning `start` was consumed."""
         self._tagged = None
         match self._format.syntax:
             case "tags":
@@ -126,7 +126,7 @@ class Syntaxes:
         self._chars.emit("mark", "")
 
     def end(self) -> None:
-        """The answer has ended within a call: complete what can be."""
+        """Complete the arguments as far as possible, because the answer ended within a call."""
         if self._tagged is not None:
             self._chars.emit("arguments", (self._tagged.argument() if self._tagged.begun else "") + "}")
 
@@ -136,13 +136,13 @@ class Syntaxes:
         self._chars.emit("call", name)
 
     def _space(self) -> Parsing:
-        """The next character that is no white space."""
+        """Return the next character that is not white space."""
         while (char := (yield from self._chars.next())) in SPACE:
             pass
         return char
 
     def _until(self, mark: str, stops: str = "\n") -> Parsing:
-        """The text before a mark, which has none of these characters. The mark is read, too."""
+        """Return the text before a mark, and consume the mark. Raises NotACall at a character in `stops`."""
         text = ""
         while not text.endswith(mark):
             text += yield from self._chars.next()
@@ -161,9 +161,9 @@ class Syntaxes:
         yield from self._object(char)
 
     def _object(self, char: str) -> Parsing:
-        """An object whose arguments may be an object or a text, and which may have other keys, in any order.
+        """Parse an object with a name, arguments (an object or a string) and any other keys, in any order.
 
-        OpenAI's form, where both are in an object `function`, is read too.
+        Also accepts OpenAI's form, where name and arguments are in an object `function`.
         """
         if char != "{":
             raise NotACall
@@ -186,7 +186,7 @@ class Syntaxes:
             self._chars.emit("arguments", "{}")
 
     def _field(self, found: Found) -> Parsing:
-        """Read a key, whose first quote is read, and its value."""
+        """Parse a key, whose opening quote was consumed, and its value."""
         key = yield from self._string()
         if (yield from self._space()) != ":":
             raise NotACall
@@ -205,7 +205,7 @@ class Syntaxes:
             self._chars.emit("arguments", found.arguments)
 
     def _arguments(self, char: str, name: str) -> Parsing:
-        """Arguments as text; "" if the name was known, so that they were streamed."""
+        """Return the arguments as text; "" if they were streamed, because the name was already known."""
         if char == "{" and name:
             self._chars.put_back()
             self._begin(name)
@@ -252,7 +252,7 @@ class Syntaxes:
         return "".join(text)
 
     def _string(self) -> Parsing:
-        """The text of a JSON string whose first quote is read."""
+        """Return the value of a JSON string whose opening quote was consumed."""
         written, escaped = ['"'], False
         while True:
             char = yield from self._chars.next()
@@ -266,7 +266,7 @@ class Syntaxes:
             raise NotACall from error
 
     def _other(self, char: str) -> Parsing:
-        """Pass over the value of a key that says nothing of the call. Before that is certain, only a simple one."""
+        """Skip the value of another key. Until the call is certain, raises NotACall for an object or list."""
         if char == '"':
             yield from self._string()
         elif char in "{[":
@@ -277,7 +277,7 @@ class Syntaxes:
             yield from self._word(char)
 
     def _word(self, char: str) -> Parsing:
-        """A number or constant that begins with this character."""
+        """Return a number or constant that begins with this character."""
         word = ""
         while char in _JSON and char not in ' \r\n\t,:"[]{}':
             word += char
@@ -288,7 +288,7 @@ class Syntaxes:
         return word
 
     def _named_arguments(self) -> Parsing:
-        """A name and a mark, or a type, a mark and the name on a line; then JSON, perhaps in a fence."""
+        """Parse `NAME mark JSON`, or `TYPE mark NAME newline JSON`. The JSON may be in a code fence."""
         head = yield from self._until(SEPARATOR, stops="")
         name = head.strip().removeprefix(self._format.starts[1]).strip()
         if name == "function":
@@ -300,7 +300,7 @@ class Syntaxes:
         yield from self._arguments_of(name, char)
 
     def _listed(self, start: str) -> Parsing:
-        """A list of objects, or a name, perhaps an id, and arguments."""
+        """Parse a list of objects, or a name, an optional id and arguments."""
         char = start if start == "{" else (yield from self._space())
         if char == "[":
             char = yield from self._space()
@@ -324,13 +324,13 @@ class Syntaxes:
         yield from self._arguments_of(name, char)
 
     def _arguments_of(self, name: str, char: str) -> Parsing:
-        """The arguments of a call whose name is known."""
+        """Parse the arguments of a call whose name is known."""
         if char != "{":
             raise NotACall
         yield from self._arguments(char, name or " ")
 
     def _tags(self, start: str) -> Parsing:
-        """A tag for the function, in it one for each parameter. JSON in the outer tag is read too."""
+        """Parse a function tag with one tag per parameter. Also accepts JSON in the outer tag."""
         if start == "<tool_call>":
             char = yield from self._space()
             if char in "{[":
@@ -350,7 +350,7 @@ class Syntaxes:
         self._chars.emit("arguments", "}")
 
     def _tag(self) -> Parsing:
-        """The beginning of a tag, up to its first = or >; "" where there is none."""
+        """Return the beginning of a tag, up to its first = or >; "" if no tag follows."""
         if (yield from self._space()) != "<":
             self._chars.put_back()
             return ""
@@ -360,7 +360,7 @@ class Syntaxes:
         return tag
 
     def _tagged_value(self) -> Parsing:
-        """Read the value of a parameter, and the beginning of the next tag of the call, which is returned."""
+        """Parse the value of a parameter, and return the beginning of the call's next tag."""
         assert self._tagged
         while True:
             tag = self._tagged.add((yield from self._chars.next()))
@@ -369,7 +369,7 @@ class Syntaxes:
                 return tag
 
     def _python(self, start: str) -> Parsing:
-        """A list of calls with keyword arguments that are literals."""
+        """Parse a Python list of calls whose keyword arguments are literals."""
         if start != "[" and (yield from self._space()) != "[":
             raise NotACall
         while True:
@@ -391,7 +391,7 @@ class Syntaxes:
                 return
 
     def _parentheses(self) -> Parsing:
-        """The text up to the parenthesis that closes the one that was read."""
+        """Return the text up to the closing parenthesis; the opening one was consumed."""
         open, text = 1, ""
         quote, escaped = "", False
         while open:
@@ -410,18 +410,18 @@ class Syntaxes:
 
 
 class Tagged:
-    """Arguments of a call that are written as tags, by the types of its function's parameters."""
+    """Converts arguments written as tags to JSON, by the types of the function's parameters."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
         self._types, self._count = types, 0
         self._name, self._value = "", list[str]()
 
     def begin(self, name: str) -> None:
-        """Read the value of this parameter."""
+        """Start the value of this parameter."""
         self._name, self._value = name, []
 
     def add(self, char: str) -> str:
-        """Add a character of the value; returns the tag behind it, once that is there.
+        """Add a character. Returns the tag after the value once it is complete, else "".
 
         A closing tag that is not followed by another tag of the call belongs to the value. Where a model has left it
         out, the value ends with the call.
@@ -471,7 +471,7 @@ class Tagged:
 
 
 def json_value(text: str, types: Sequence[str]) -> str:
-    """A text as JSON of one of these types; a text where it is of none."""
+    """Return a text as a JSON value of one of these types, or as a JSON string if it is of none of them."""
     word = text.strip()
     if word in ("null", "None") and "null" in types:
         return "null"
@@ -501,7 +501,7 @@ def _python_value(text: str) -> str:
 
 
 def keywords(text: str) -> str:
-    """The keyword arguments of a Python call as JSON. Raises NotACall for others, and for what is no literal."""
+    """Return the keyword arguments of a Python call as JSON. Raises NotACall for positional or non-literal ones."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
@@ -538,7 +538,7 @@ def _text(key: ast.expr | None) -> str:
 
 
 def object_in(text: str) -> str:
-    """Arguments that were written as a text. Raises NotACall if that is no JSON object."""
+    """Return arguments that were written as a string. Raises NotACall if it is not a JSON object."""
     try:
         value = json.loads(text or "{}")
         text.encode()

@@ -20,9 +20,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     says why it is one stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
     `starts` are uploads that a request may bring, to redraw a picture, each with the strength that is usual with it.
     It may bring so many pictures as `references`, which are seen, not redrawn. `last_frame`: whether a video that
-    starts from a picture `may` end with another one, or `must`. `follows_picture`: unless a request says a size, its
-    result has the shape of the picture that it starts from. Where the pipeline takes no size, results are
-    `picture_scale` times as large as that picture (0: it takes a size).
+    starts from a picture `may` end with another one, or `must`. `follows_picture`: without a size, a
+    result has the shape of its start picture. `picture_scale` is for pipelines that take no size: their results are
+    so many times as large as the start picture (0: the pipeline takes a size).
     """
 
     name: str

@@ -42,10 +42,11 @@ def check(
 ) -> tuple[Params, int]:  # fmt: skip
     """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
 
-    A field that the client left out, or sent as null, gets the card's default; a missing or random seed is drawn. The
-    results have the seeds s … s + n − 1, as `nth_seed` counts. Raises InvalidParameter, also for an unknown field, and
-    if `strict` for one without effect. The request brings `uploads` of these names too, in the fields `files`. The
-    medium's rule for further parameters gets `derived` values beside the checked ones; no client can send them.
+    A field that the client left out, or sent as null, gets the card's default. A missing seed, and -1, is replaced by
+    a random one. The results have the seeds s … s + n − 1 (see `nth_seed`). `uploads` names the request's uploads,
+    `files` the fields that may hold them. `derived` values, which no client can send, are passed to the medium's
+    `settle` beside the checked ones. Raises InvalidParameter for a bad value, an unknown field, and, if `strict`, a
+    field without effect.
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = medium.known(card.defaults)
@@ -95,10 +96,10 @@ def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
 
 
 def size_from(card: ModelCard, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
-    """Return width and height of a result that starts from a picture of this size, unless the client says a size.
+    """Return width and height of a result that starts from a picture of this size; empty if the client sets a size.
 
-    It has the picture's shape and about as many pixels as `params` say, or as the picture where the model's pipeline
-    makes results as large as that. Nothing for a model that makes one size alone.
+    The result has the picture's shape and about as many pixels as `params` say. If the pipeline takes no size, its
+    number of pixels follows from the picture. Empty too for a model that makes only one size.
     """
     if asks_size(given) or not card.follows_picture:
         return {}

@@ -17,7 +17,7 @@ MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _building = Lock()
-"""Held while msgspec learns a type: a second thread that decoded with what is half learned would crash the process."""
+"""Guards the first use of a type: a thread that used msgspec's half-built type information would crash the process."""
 
 
 @cache

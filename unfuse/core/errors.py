@@ -31,7 +31,7 @@ class InvalidParameter(UnfuseError):
 
 
 class ContextLengthExceeded(InvalidParameter):
-    """The messages and the answer have more tokens than the model takes together. Never retried."""
+    """Messages and answer together exceed the model's maximum context length. Never retried."""
 
 
 class UnknownModel(InvalidParameter):
@@ -39,7 +39,7 @@ class UnknownModel(InvalidParameter):
 
 
 class WeightsChanged(UnfuseError):
-    """The model cannot be served, since a file of it has changed since it was loaded; the message names the file."""
+    """The model is unavailable, because one of its files changed after loading; the message names the file."""
 
 
 class NotFound(UnfuseError):
@@ -66,7 +66,7 @@ class LimitReached(Overloaded):
 
 
 class ShuttingDown(Overloaded):
-    """The server accepts no more requests, because it is about to end. Another server may accept this one."""
+    """The server is shutting down and accepts no more requests. Another server may accept this one."""
 
 
 class TransientError(UnfuseError):

@@ -17,9 +17,9 @@ Kind = Literal["json_schema", "regex", "lark", "ebnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What llguidance reads: a JSON schema (`schema_text`), a regular expression, or a grammar in a notation.
+    """A JSON schema (made by `schema_text`), a regular expression, or a grammar, for llguidance.
 
-    That is Lark's, or the EBNF of llama.cpp (GBNF), which XGrammar has too.
+    A grammar is in Lark's notation, or in the EBNF of llama.cpp (GBNF) and XGrammar.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Hints for unknown fields: the field that means the same, or the one that was mistyped, or none."""
+"""Hints for unknown fields: the field of the same meaning, or the one that was mistyped."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ SAME_MEANING = {
     "prompt": ("text", "caption", "input", "text_prompt"),
     "model": ("model_name", "model_id", "engine", "checkpoint"),
 }  # fmt: skip
-"""Names that other servers and scripts have for a field. The first field that an endpoint has is named."""
+"""Names that other servers and scripts use for a field. The hint names the first field that the endpoint has."""
 
 NOISE_SCHEDULER = (
     "sampler", "sampler_name", "sampler_index", "sampling_method", "scheduler", "scheduler_name", "sample_solver",
     "noise_scheduler", "flow_shift", "shift", "sigmas", "timesteps",
 )  # fmt: skip
-"""Names that other servers have for what only the model's folder decides here."""
+"""Names that other servers use for the choice of the noise scheduler, which is fixed by the model's folder here."""
 
 LEAST_TYPO = 5
-"""Names of fewer letters are too near to each other: one letter makes another word."""
+"""Shorter names are not checked for typing errors: one letter more or less is often another word."""
 
 
 def hint_for(name: str, known: Collection[str], files: Collection[str] = ()) -> str:
-    """Return a sentence for a field that is none of `known` and of the upload fields `files`; "" if none fits."""
+    """Return a hint for a field that is neither in `known` nor an upload field in `files`; "" if there is none."""
     if name in NOISE_SCHEDULER and "num_inference_steps" in known:
-        return "the model's folder decides the noise scheduler, and a request cannot"
+        return "the noise scheduler is set in the model's folder, a request cannot change it"
     fields = {*known, *files}
     if meant := _meant(name, fields) or _mistyped(name, fields):
         return f"did you mean {meant}?"
     if not files and "num_inference_steps" in known and name in ("mask", "image", "images", *SAME_MEANING["image"]):
-        return "send pictures to start from to /v1/images/edits"
+        return "send start pictures to /v1/images/edits"
     return ""
 
 
 def _meant(name: str, fields: Collection[str]) -> str:
-    """Return the field of another spelling or another name."""
+    """Return the field with another spelling of this name, or with another name for the same meaning."""
     plain = _plain(name)
     spelled = [field for field in fields if _plain(field) == plain]
     if spelled:
@@ -82,7 +82,7 @@ def _plain(name: str) -> str:
 
 
 def _mistyped(name: str, fields: Iterable[str]) -> str:
-    """Return the only field that one inserted, left out, wrong or swapped letter makes of this name."""
+    """Return the only field whose name differs by one inserted, missing, wrong or swapped letter; "" if not unique."""
     if not LEAST_TYPO <= len(name) <= 64:
         return ""
     spellings = {field: (field, *SAME_MEANING.get(field, ())) for field in fields}

@@ -81,14 +81,14 @@ def _settle_common(limits: Limits, params: Params, read: Mapping[str, Any]) -> P
 
 
 def asks_size(given: Mapping[str, Any]) -> bool:
-    """Return whether these fields say how large the result is to be."""
+    """Return whether these fields set the size of the result."""
     return given.get("size") not in (None, "auto") or any(given.get(side) is not None for side in ("width", "height"))
 
 
 def _frames(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
-    """The number of frames of a video: `num_frames`, else the fewest that last for `seconds`.
+    """Return the number of frames of a video: `num_frames`, else the fewest that last for `seconds`.
 
-    Without either it is the model's default, or the most that the model makes if that default is 1.
+    Without either it is the model's default, or the model's maximum if that default is 1.
     """
     multiple, fps = limits.frame_multiple, default_of(params, "fps")
     most = limits.max_frames - (limits.max_frames - 1) % multiple
@@ -120,7 +120,7 @@ def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
 
 
 def _checked_size(limits: Limits, params: Params, read: Mapping[str, Any]) -> tuple[int, int]:
-    """The width and height that were asked for by `size`, or each by itself; the model's default for one left out."""
+    """Return the requested width and height, from `size` or `width` and `height`; a missing side has its default."""
     size, sides = read.get("size", "auto"), ("width", "height")
     if size == "auto":
         width, height = (int(read.get(side) or default_of(params, side)) for side in sides)
@@ -142,10 +142,10 @@ def _checked_size(limits: Limits, params: Params, read: Mapping[str, Any]) -> tu
 
 
 def size_like(limits: Limits, area: float, width: int, height: int) -> tuple[int, int]:
-    """Return the size of about `area` pixels that the model can make and that has the shape of width x height.
+    """Return a size of about `area` pixels with the shape of width x height that the model can make.
 
-    Sides are rounded down to multiples, as diffusers' scripts for pictures to video do. A shape that is too long for
-    the model's limits is made smaller.
+    Sides are rounded down to multiples, as in diffusers' image-to-video scripts. A size with a side above the model's
+    limit is scaled down.
     """
     multiple = limits.size_multiple
     area = min(area, limits.max_pixels)
@@ -177,12 +177,12 @@ COMMON = (
         flag="--negative",
     ),
     Parameter("size", "form", use="request", default="auto", metavar="WxH",
-        description="width and height in pixels; auto: the model's own, in the shape of the picture to start from",
+        description="width and height in pixels; auto: the model's default, in the shape of the start picture if any",
         form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)")),
     Parameter("width", "integer", 1, MAX_SIDE, use="request", flag=None,
-        description="width in pixels, instead of size; the model's own if only height is sent"),
+        description="width in pixels, instead of size; the model's default if only height is sent"),
     Parameter("height", "integer", 1, MAX_SIDE, use="request", flag=None,
-        description="height in pixels, instead of size; the model's own if only width is sent"),
+        description="height in pixels, instead of size; the model's default if only width is sent"),
     Parameter("num_inference_steps", "integer", 1, "max_steps", description="denoising steps", flag="--steps"),
     Parameter("guidance_scale", "number", 0, "max_guidance",
         description="how strongly to follow the prompt", flag="--guidance"),
@@ -195,7 +195,7 @@ COMMON = (
     Parameter("feature_cache", "number", 0, 1, by_model=True, flag=None,
         description="where pools batch: skip transformer blocks while the first one's effect differs by less"),
     Parameter("seed", "integer", MIN_SEED, MAX_SEED, use="request",
-        description="seed of the first picture; if left out, or -1, it is drawn, and the answer has it"),
+        description="seed of the first picture; without it, or with -1, random; the answer contains it"),
     Parameter("lora", "scaled", -10, 10, metavar="NAME[:SCALE]",
         description="adapter to use, by its name in --loras, and how strong it is; several are added up"),
     Parameter("lora_scale", "number", -10, 10, description="how strong adapters without a scale are; 1 if left out"),
@@ -225,7 +225,7 @@ IMAGE = Medium(
         Parameter("frame_count", "choice", choices=(1, "1"), use="nothing"),
         Parameter("frame_duration_ms", "any", use="nothing", description=IGNORED),
         Parameter("svg", "any", use="nothing", description=IGNORED),
-        Parameter("markup", "any", use="refused", description="is not read: draw it into the picture that you send"),
+        Parameter("markup", "any", use="refused", description="is not supported: draw it into the picture"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
         Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery", description="of answers"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
@@ -243,7 +243,7 @@ VIDEO = Medium(
         Parameter("num_frames", "integer", 1, MAX_FRAMES, use="request",
             description="length of a video, in frames", flag="--frames"),
         Parameter("seconds", "number", MIN_S, MAX_S, use="request",
-            description="length of a video, in seconds; rounded up to one that the model can make; num_frames wins"),
+            description="length of a video in seconds, rounded up to what the model can make; ignored with num_frames"),
     ),
 )  # fmt: skip
 """With output_format png, every frame is a file of its own, without loss."""

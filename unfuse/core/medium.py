@@ -12,10 +12,10 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.parameters import Parameter, Params
 
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
-"""The smallest and the largest seed: what torch's `manual_seed` takes. It reads -1 as 2**64 - 1, and so on."""
+"""The range of seeds that torch's `manual_seed` accepts. It takes negative seeds modulo 2**64: -1 is 2**64 - 1."""
 
 RANDOM_SEED = -1
-"""A client that sends this seed has one drawn."""
+"""A client sends this seed to get a random one."""
 
 MIN_S, MAX_S = 0.001, 86_400  # bounds of a time that a client may say, in seconds
 
@@ -80,9 +80,9 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def nth_seed(seed: int, index: int) -> int:
-    """Return the seed of result `index` of a request: each further one has the next, and 0 follows the largest.
+    """Return the seed of result `index`: consecutive integers, with 0 after the largest seed.
 
-    It is never RANDOM_SEED, so that a client can send each of them: the largest seed is the same to torch.
+    Instead of RANDOM_SEED it is the largest seed, which is equal for torch, so that a client can send it again.
     """
     following = (seed + index) % 2**64 if seed + index > MAX_SEED else seed + index
     return MAX_SEED if following == RANDOM_SEED else following
@@ -112,11 +112,11 @@ class Medium(msgspec.Struct, frozen=True):
     parameters: tuple[Parameter, ...]
     size: tuple[str, ...] = PIXELS
     earlier: str = ""
-    """What ids of its requests began with before, which are still in queues and folders; "" if nothing else."""
+    """The id prefix of earlier versions, which queues and folders may still contain; "" if it did not change."""
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What ids of its requests begin with."""
+        """The current and the earlier prefix of request ids."""
         return (self.prefix, self.earlier) if self.earlier else (self.prefix,)
 
     def made_by(self, limits: Mapping[str, float]) -> bool:

@@ -76,9 +76,9 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class ChangedFile(msgspec.Struct, frozen=True):
-    """A file that is not what a worker loaded, by its name in the model's folder.
+    """A model file that was changed after a worker loaded it; `name` is relative to the model's folder.
 
-    While it is not `compared`, it may still turn out to have the same bytes.
+    Until it is `compared`, its bytes may still be the same.
     """
 
     name: str
@@ -86,8 +86,8 @@ class ChangedFile(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.compared:
-            return f"{self.name} has changed since it was loaded: restart the server to serve what it has now"
-        return f"{self.name} was touched since it was loaded: wait until it is compared with what was loaded"
+            return f"{self.name} has changed since it was loaded: restart the server to load the new file"
+        return f"{self.name} was modified since it was loaded: wait until its bytes are compared"
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -104,7 +104,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
     Of its `sets` of pools, by name, it has the weights of one at a time: of the one it `holds` ("": of none now), which
     took `load_s` seconds; it is `going` to load another one in its place ("": none). Without sets it has all.
-    Declared pools that it cannot serve any more, since their files have `changed`, are not among its pools.
+    `changed` maps declared pools that it no longer serves, because a model file changed, to that file.
     """
 
     id: str
@@ -142,7 +142,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker introduces itself; one without pools asks what it should serve, unless they have `changed`.
+    """A worker registers. Without pools, and without `changed` pools, it asks what it should serve.
 
     `secret` proves its identity.
     """
@@ -301,9 +301,9 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A task ended without output. `object_id` names the input that was lost; `evidence` is for whoever debugs it.
+    """A task ended without output. `object_id` names the lost input; `evidence` helps to debug the failure.
 
-    `error` is the type of an error that no rule of `core/retries.py` names ("": one that a rule names).
+    `error` is the type of an exception that no rule in `core/retries.py` names ("" if a rule names it).
 
     After a crash, `company` says that other tasks had begun in the same compute process, so that one of them may be
     the cause. `reason` says that a permanent failure is the client's mistake (REFUSED), or why a task is handed back.

@@ -23,10 +23,10 @@ Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "
 several, each with a scale or without one; `any` is not checked."""
 
 Use = Literal["stages", "request", "delivery", "nothing", "unused", "refused"]
-"""Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody.
+"""Which part uses a parameter: the stages, the creation of the request, its delivery, or none ("nothing").
 
-An `unused` one would change the result elsewhere, so `--strict-params` refuses it. A `refused` one is always refused:
-its description goes on from its name and says why.
+An `unused` parameter has no effect here, but would change the result on another server: `--strict-params` refuses it.
+A `refused` parameter is always refused; the error message is its name followed by its description.
 """
 
 Bound = float | str  # a number, or the name of one of the model's limits

@@ -1,7 +1,7 @@
-"""Pixels of uploaded pictures: edits, masks, first and last frames and chats all read them here.
+"""Decodes uploaded pictures: the only decoder for edits, masks, first and last frames, and chats.
 
-Sizes are read from a file's header and checked before anything of that size is allocated. What a picture holds beside
-its pixels (color profile, comments, further frames) is not read.
+The size is read from the file's header and checked before memory is allocated. Color profiles, comments and further
+frames are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image, ImageMath, PngImagePlugin, UnidentifiedImageError
 from unfuse.core.errors import InvalidParameter
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "AVIF")
-"""The formats that are read. TIFF is not: its decoders have many faults, and it does not say what its numbers mean."""
+"""The accepted formats. TIFF is not: its decoders have many vulnerabilities, and its value range is not defined."""
 
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 
@@ -24,7 +24,7 @@ MAX_SIDE = 16_384
 MAX_PIXELS = 40_000_000
 
 ORIENTATION = 0x0112
-"""The EXIF entry that says how a picture is to be turned."""
+"""The EXIF tag with the orientation of a picture."""
 
 SIDEWAYS = (5, 6, 7, 8)
 """Values of ORIENTATION that swap width and height."""
@@ -47,33 +47,33 @@ PngImagePlugin.MAX_TEXT_CHUNK = 16 * 1024 * 1024
 """The most bytes of a color profile or comment in a PNG file. Pillow's 1 MiB is less than many have."""
 
 _KEY_SCALES = {"L;2": 85, "L;4": 17}
-"""What Pillow multiplies gray values of 2 and 4 bits with; it does not do so with the value that is transparent."""
+"""Pillow scales gray values of 2 and 4 bits by these factors, but not the value of the transparent color."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 """Errors that Pillow raises for damaged pictures."""
 
 
 def check_picture(data: bytes, name: str) -> None:
-    """Raise InvalidParameter for the field `name` unless `data` is a whole picture of a size that is allowed."""
+    """Raise InvalidParameter, naming the field `name`, unless `data` is a complete picture within the size limits."""
     with _opened(data, name) as image:
         image.load()
 
 
 def size_of(data: bytes, name: str = "image") -> tuple[int, int]:
-    """Return width and height of the upright picture, from its header. Raises as `check_picture` does."""
+    """Return width and height from the header, with EXIF rotation applied. Raises as `check_picture` does."""
     with _opened(data, name) as image:
         width, height = image.size
         return (height, width) if _orientation(image) in SIDEWAYS else (width, height)
 
 
 def has_transparency(data: bytes, name: str = "mask") -> bool:
-    """Return whether the format of the picture says which pixels are transparent. Raises as `check_picture` does."""
+    """Return whether the picture has an alpha channel or a transparent color. Raises as `check_picture` does."""
     with _opened(data, name) as image:
         return _says_what_is_transparent(image)
 
 
 def read_rgb(data: bytes, name: str = "image") -> Image.Image:
-    """Return the upright first frame in RGB, 8 bits a channel. Raises as `check_picture` does.
+    """Return the first frame in 8-bit RGB, with EXIF rotation applied. Raises as `check_picture` does.
 
     Transparent pixels are composited on white, as transformers' image processors do. Gray of 16 bits is divided by 257.
     """
@@ -86,14 +86,17 @@ def read_rgb(data: bytes, name: str = "image") -> Image.Image:
 
 
 def read_alpha(data: bytes, name: str = "mask") -> Image.Image:
-    """Return the opacity of the upright first frame, 0 to 255 (mode L). Raises as `check_picture` does."""
+    """Return the alpha channel of the first frame, 0 to 255 (mode L), with EXIF rotation applied.
+
+    Raises as `check_picture` does.
+    """
     with _opened(data, name) as image:
         return _eight_bits(image).convert("RGBA").getchannel("A")
 
 
 @contextmanager
 def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
-    """Open a picture of a format and a size that are allowed; its pixels are not decoded yet."""
+    """Open a picture of an accepted format and size. Its pixels are not decoded yet."""
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -112,7 +115,7 @@ def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return the upright picture as RGBA if its format says which pixels are transparent, else as RGB."""
+    """Return the picture as RGBA if it has transparency, else as RGB, with EXIF rotation applied."""
     tiles = getattr(image, "tile", None)
     stored = str(tiles[0].args) if tiles else ""
     key = image.info.get("transparency")
@@ -147,7 +150,7 @@ def _says_what_is_transparent(image: Image.Image) -> bool:
 
 
 def _from_sixteen_bits(image: Image.Image, key: object) -> Image.Image:
-    """Return gray of 16 bits as RGB, or as RGBA where pixels of the value `key` are transparent."""
+    """Return 16-bit gray as RGB, or as RGBA if pixels of the value `key` are transparent."""
     wide = image.convert("I")
     gray = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     if not isinstance(key, int):

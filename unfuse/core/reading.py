@@ -1,4 +1,4 @@
-"""How the text of an answer is read: reasoning, content and calls of tools, by the formats of its model."""
+"""Splits the text of an answer into reasoning, content and tool calls, by the model's formats."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
 from unfuse.core.tool_calls import CallReader, Part
 
 READING = "reading"
-"""The parameter of a request that has its Reading as JSON. Requests whose answers are plain text have none."""
+"""The request parameter with its Reading as JSON. It is missing if the answer is not parsed."""
 
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is read out of an answer.
+    """How to parse an answer.
 
     `calls` and `reasoning` are formats (None: none is read). `functions` may be called, and have the types of
     their parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
@@ -30,19 +30,19 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that may be special tokens of the model, and have to be read."""
+        """Marks that may be special tokens of the model. They must be kept in the text, so that it can be parsed."""
         calls = self.calls.marks if self.calls else ()
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return (*calls, *reasoning)
 
 
 def reading_in(params: object) -> Reading | None:
-    """The Reading in the parameter of a request, or None."""
+    """Return the Reading in the value of the parameter READING, or None."""
     return msgspec.json.decode(params, type=Reading) if isinstance(params, str) else None
 
 
 class AnswerReader:
-    """Reads an answer that comes in pieces, however it is cut."""
+    """Parses an answer incrementally. The parts do not depend on where the text is split."""
 
     def __init__(self, reading: Reading) -> None:
         self.reasoning = ReasoningReader(reading.reasoning, reading.opened) if reading.reasoning else None
@@ -53,20 +53,20 @@ class AnswerReader:
 
     @property
     def over(self) -> bool:
-        """Whether nothing that follows is read."""
+        """Whether the answer is complete, so that further text is ignored."""
         return self._calls is not None and self._calls.over
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+        """Add text. Returns the parts that are certain now."""
         return self._read(self.reasoning.feed(text) if self.reasoning else [Part("content", text, text)])
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """What was held back, when no text follows, because the answer was `cut` at its longest or has ended."""
+        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
         parts = self._read(self.reasoning.finish(cut=cut)) if self.reasoning else []
         return parts + (self._calls.finish(cut=cut) if self._calls else [])
 
     def _read(self, parts: list[Part]) -> list[Part]:
-        """Calls in the content among these parts."""
+        """Replace content by the parts that the call parser makes of it."""
         if self._calls is None:
             return parts
         found = list[Part]()

@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes before its answer, between marks of its own. It is shown apart from the content."""
+"""Reasoning: the text between marks that a model writes before its answer. Clients get it apart from the content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unfuse.core.tool_calls import LEAST, Part
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The marks around reasoning, by vLLM's name of the reasoning parser. `always`: it begins without the first one."""
+    """The marks around reasoning. `name` is that of vLLM's parser. `always`: reasoning may start without `begin`."""
 
     name: str
     begin: str = "<think>"
@@ -28,18 +28,18 @@ def opened(format: ReasoningFormat, start: str, *, continues: bool = False) -> b
 
 
 class ReasoningReader:
-    """Takes reasoning out of a text that comes in pieces, without the white space around it.
+    """Separates the reasoning at the beginning of an answer from the rest, incrementally.
 
-    It is at the beginning of an answer. Where the prompt has `opened` it, the answer begins with it.
+    White space around the reasoning is dropped. `opened`: the prompt already contains the begin mark.
     """
 
     def __init__(self, format: ReasoningFormat, opened: bool) -> None:
         self._format, self._held = format, ""
-        self._blank = True  # whether there was only white space since reasoning began
+        self._blank = True  # whether the reasoning so far is only white space
         self.state: Literal["start", "opened", "inside", "behind", "content"] = "opened" if opened else "start"
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+        """Add text. Returns the parts that are certain now."""
         self._held += text
         parts = list[Part]()
         while self._held and (more := self._advance()) is not None:
@@ -47,7 +47,7 @@ class ReasoningReader:
         return parts
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """What was held back, when no text follows, because the answer was `cut` at its longest or has ended."""
+        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
         held, self._held = self._held, ""
         if self.state in ("opened", "inside"):
             shown = "" if cut or not held.strip() else held.rstrip()
@@ -56,7 +56,7 @@ class ReasoningReader:
         return _mark(held) if marked or not held else [Part("content", held, held)]
 
     def _advance(self) -> list[Part] | None:
-        """Read on: some parts. None where that needs more text."""
+        """Parse one step. Returns its parts, or None if more text is needed."""
         match self.state:
             case "start" | "opened":
                 return self._read_start()
@@ -86,7 +86,7 @@ class ReasoningReader:
         return _mark(mark)
 
     def _read_reasoning(self) -> list[Part] | None:
-        """Reasoning up to its end; white space waits for what follows."""
+        """Parse reasoning up to its end mark. Trailing white space is held back, because it may precede the mark."""
         if self._blank:
             text = self._held.lstrip()
             mark = _mark(self._held[: len(self._held) - len(text)])
@@ -106,7 +106,7 @@ class ReasoningReader:
         return [Part("reasoning", sure, sure)]
 
     def _read_behind(self) -> list[Part]:
-        """White space between reasoning and content."""
+        """Drop white space between reasoning and content."""
         text = self._held.lstrip()
         mark = self._held[: len(self._held) - len(text)]
         self._held = text
@@ -116,7 +116,7 @@ class ReasoningReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many of the last characters of a text begin the mark."""
+    """Return the length of the longest end of `text` that is a beginning of `mark`."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
 
 

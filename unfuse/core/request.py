@@ -60,10 +60,10 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 FLAGGED_TYPE = "application/problem+json"
-"""The content type of a file that stands for a picture or video which the model's safety checker withheld."""
+"""The content type of the placeholder for a picture or video that the model's safety checker flagged."""
 
 MODERATION_BLOCKED = "moderation_blocked"
-"""The error code of a request all of whose pictures were withheld, as OpenAI calls it."""
+"""OpenAI's error code for a request whose results were all flagged."""
 
 
 class ResultFile(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class ResultFile(msgspec.Struct, frozen=True):
 
     @property
     def flagged(self) -> bool:
-        """Whether a safety checker withheld the picture or video: the file says so in its place."""
+        """Whether this is the placeholder for a flagged picture or video."""
         return self.content_type == FLAGGED_TYPE
 
 
@@ -98,8 +98,8 @@ class StageState(msgspec.Struct, frozen=True):
     after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
     `leased_s` seconds. It waits for what another request encodes, which it `follows`. `lost` is the id of the last
     output that was given up: nobody reads it any more, though its owner may still have it. Its pool `slept`.
-    The last error that no rule names was of the type `failed_with`, on the worker `failed_on`; while another worker
-    could run the stage, the task `avoids` that one.
+    `failed_with` is the type of the last exception that no retry rule names, `failed_on` the worker where it was
+    raised. The task is not leased to the worker in `avoids` while another one could run it.
     """
 
     status: TaskStatus = "waiting"
@@ -153,9 +153,9 @@ class RequestContext(msgspec.Struct, frozen=True):
     tells a repeat from another request. `cost` is the predicted seconds of compute that admission counts. `order`
     sorts its tasks among those of their priority. A `dead` request is a dead letter: somebody should look at it.
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
-    for `limit_s` seconds in all (None: any time). One that `ends_with_client` is cancelled
-    when its client disconnects. `makes` is the hash of what its results depend on beside its pools ("": nobody is given
-    them). The `webhook` is told of its end. The deadline has `moved` by so many seconds, since pools slept.
+    for `limit_s` seconds in all (None: any time). With `ends_with_client` it is cancelled when its client disconnects.
+    `makes` is the hash of what its results depend on beside its pools ("": they are not reused). The `webhook` is
+    told of its end. The deadline has `moved` by so many seconds, since pools slept.
     """
 
     id: str

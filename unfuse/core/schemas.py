@@ -1,4 +1,4 @@
-"""JSON schemas as grammars have them, and what of a schema that need not be strict can be left out."""
+"""JSON schemas for grammars, and the keywords that may be dropped from a schema that is not strict."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ GUIDANCE = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[ \n]{0,16}",
 }
-"""How JSON is written, in llguidance's words: with white space as one likes, but not for ever."""
+"""llguidance's options for JSON: any white space, but at most 16 characters at a time."""
 
 UNSURE = {
     "pattern", "patternProperties", "format", "propertyNames", "not", "if", "then", "else", "contains", "minContains",
     "maxContains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
     "unevaluatedItems", "contentMediaType", "contentEncoding", "contentSchema", "multipleOf", "$dynamicRef",
 }  # fmt: skip
-"""Keywords that a grammar may not be able to hold an answer to."""
+"""Keywords that llguidance may be unable to enforce."""
 
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -34,7 +34,7 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
 
 def strict_in(about: Mapping[Any, Any], param: str) -> bool:
-    """Whether something says that it is strict. Raises InvalidParameter."""
+    """Return the field `strict` of an object, by default false. Raises InvalidParameter."""
     strict = about.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{param}: strict must be true or false, not {printable(strict)}", param)
@@ -42,10 +42,10 @@ def strict_in(about: Mapping[Any, Any], param: str) -> bool:
 
 
 def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False) -> str:
-    """A JSON schema as grammars have it.
+    """Return a JSON schema with llguidance's options.
 
-    One that is not `strict` lets pass what it cannot be held to; `relaxed`, it has no keyword that grammars may fail
-    on. Raises InvalidParameter, which names this parameter.
+    Unless it is `strict`, keywords that llguidance does not support are ignored. With `relaxed`, the keywords in UNSURE
+    are removed as well, if it is not strict. Raises InvalidParameter, naming `param`.
     """
     if schema is True or schema is False:
         schema = {} if schema else {"enum": []}
@@ -86,7 +86,7 @@ def _known_types(said: object) -> str | list[str]:
 
 
 def types_of(schema: object) -> dict[str, str]:
-    """The type of each property of an object, several with | between; "" where the schema does not say."""
+    """Return the type of each property of an object schema, several separated by |; "" if it gives none."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return {}

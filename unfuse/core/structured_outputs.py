@@ -1,4 +1,4 @@
-"""What a request says that the text of its answer must be, in the names of OpenAI, vLLM, SGLang and llama.cpp."""
+"""Structured outputs: the format that a request demands, with the names of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WITHOUT_EFFECT = (
     "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "_backend",
     "_backend_was_auto",
 )  # fmt: skip
-"""What vLLM has in structured_outputs beside what the answer must be."""
+"""Options of vLLM's structured_outputs that are accepted and ignored."""
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):
-    """What the text of an answer must be, by the parameter that says so: a schema, or the text of a grammar."""
+    """The required format of an answer: a JSON schema, or the text of a grammar. `param` is the field it came from."""
 
     param: str
     kind: Kind
@@ -34,18 +34,18 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     strict: bool = False
 
     def grammar(self, relaxed: bool = False) -> Grammar:
-        """Its grammar, `relaxed` as in `schema_text`. Raises InvalidParameter."""
+        """Return the grammar, `relaxed` as in `schema_text`. Raises InvalidParameter."""
         if self.kind != "json_schema":
             return Grammar(self.kind, self.text)
         return Grammar("json_schema", schema_text(self.schema, self.strict, self.param, relaxed))
 
 
 def answer_format(fields: Mapping[str, Any]) -> AnswerFormat | None:
-    """What an answer must be; None if that is any text. Raises InvalidParameter."""
+    """Return the format that a request demands; None for free text. Raises InvalidParameter."""
     found = [one for one in _asked(fields) if one is not None]
     if len(found) > 1:
         first, second = found[0].param, found[1].param
-        raise InvalidParameter(f"{first} and {second} both say what the answer must be: send one of them", second)
+        raise InvalidParameter(f"{first} and {second} both set the format of the answer: send one of them", second)
     return found[0] if found else None
 
 
@@ -62,7 +62,7 @@ def _asked(fields: Mapping[str, Any]) -> Iterator[AnswerFormat | None]:
     for name, value in structured.items():
         if name not in STRUCTURES and name not in WITHOUT_EFFECT:
             known = ", ".join(STRUCTURES)
-            raise InvalidParameter(f"{STRUCTURED} has no {printable(name)}: it has one of {known}", STRUCTURED)
+            raise InvalidParameter(f"{STRUCTURED} has no {printable(name)}: send one of {known}", STRUCTURED)
         if name in STRUCTURES and value is not None and value is not False:
             yield STRUCTURES[name](value, STRUCTURED)
 
@@ -72,13 +72,13 @@ def _schema(value: object, param: str) -> AnswerFormat:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidParameter(f"{param} must be a JSON schema, and is no JSON: {error}", param) from error
+            raise InvalidParameter(f"{param} must be a JSON schema, but is not JSON: {error}", param) from error
     return AnswerFormat(param, "json_schema", schema=value)
 
 
 def _text(kind: Kind, value: object, param: str) -> AnswerFormat:
     if not isinstance(value, str):
-        raise InvalidParameter(f"{param} must be a text, not {printable(value)}", param)
+        raise InvalidParameter(f"{param} must be a string, not {printable(value)}", param)
     return AnswerFormat(param, kind, value)
 
 
@@ -91,16 +91,16 @@ def _ebnf(value: object, param: str) -> AnswerFormat:
 
 
 def _grammar(value: object, param: str) -> AnswerFormat:
-    """As vLLM reads one: in EBNF if it has a rule of that, or in Lark's notation."""
+    """Read a grammar as vLLM does: as EBNF if it contains `::=`, else in Lark's notation."""
     return _text("ebnf" if isinstance(value, str) and "::=" in value else "lark", value, param)
 
 
 def _choice(value: object, param: str) -> AnswerFormat:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
-        raise InvalidParameter(f"{param} must be a list of 1 to {MAX_CHOICES} texts", param)
+        raise InvalidParameter(f"{param} must be a list of 1 to {MAX_CHOICES} strings", param)
     texts = [one for one in value if isinstance(one, str)]
     if len(texts) < len(value):
-        raise InvalidParameter(f"{param} must be a list of texts", param)
+        raise InvalidParameter(f"{param} must be a list of strings", param)
     choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     return AnswerFormat(param, "lark", f"start: {choices}")
 
@@ -110,7 +110,7 @@ def _json_object(value: object, param: str) -> AnswerFormat:
 
 
 def _structural_tag(value: object, param: str) -> AnswerFormat:
-    message = f"{param}: structural_tag is not served; send tools, whose functions may be strict, in its place"
+    message = f"{param}: structural_tag is not supported: send tools with strict functions instead"
     raise InvalidParameter(message, param)
 
 
@@ -126,7 +126,7 @@ FIELDS: dict[str, Read] = {
     "ebnf": _ebnf,
     "structural_tag": _structural_tag,
 }
-"""Parameters of vLLM and SGLang, and how each is read."""
+"""Parameters of vLLM and SGLang, each with its reader."""
 
 STRUCTURES: dict[str, Read] = {
     "json": _schema,
@@ -136,11 +136,15 @@ STRUCTURES: dict[str, Read] = {
     "json_object": _json_object,
     "structural_tag": _structural_tag,
 }
-"""What vLLM's structured_outputs may have, and how each is read."""
+"""Fields of vLLM's structured_outputs, each with its reader."""
 
 
-NEEDS = {"json_schema": "json_schema, with a schema in it", "regex": "a text regex", "grammar": "a text grammar"}
-"""What a response_format of each type must have."""
+NEEDS = {
+    "json_schema": "an object json_schema with a schema",
+    "regex": "a string regex",
+    "grammar": "a string grammar",
+}
+"""The field that a response_format of each type must have."""
 
 
 def _response_format(value: object) -> AnswerFormat | None:
@@ -169,5 +173,5 @@ def _response_format(value: object) -> AnswerFormat | None:
 
 
 def _strict(schema: object, about: Mapping[Any, Any]) -> AnswerFormat:
-    """A schema, strict as the object says that has it."""
+    """Return the format for a schema, with `strict` from the object around it."""
     return AnswerFormat(FORMAT, "json_schema", schema=schema, strict=strict_in(about, FORMAT))

@@ -61,9 +61,10 @@ class TextLoad(msgspec.Struct, frozen=True):
 
 
 class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of a token, whatever of them is text yet, and those of the `top` tokens, in their order.
+    """The bytes of a token, and of the `top` tokens in their order.
 
-    So many tokens of the answer are `certain` with it: their text is shown, and no stop text takes it back.
+    The bytes may be a part of a character. `certain` counts the answer's first tokens whose text is final: it was sent,
+    and no stop string can remove it.
     """
 
     data: bytes
@@ -86,14 +87,14 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 def token_name(data: bytes) -> str:
-    """What a token is called: its text, with bytes that are no text on their own as `\\xf0`."""
+    """Return a token as text. Bytes that are not UTF-8 on their own are written as `\\xf0`."""
     return data.decode(errors="backslashreplace")
 
 
 class Answer(msgspec.Struct, frozen=True):
     """A whole answer: its text, why it ended ("stop" or "length"), and its tokens.
 
-    `stop_reason` is the text of `stop`, or the token of `stop_token_ids`, that ended it.
+    `stop_reason` is the stop string, or the id in `stop_token_ids`, that ended it.
     """
 
     text: str

@@ -1,7 +1,7 @@
-"""Calls of tools in the text of an answer, read while it grows.
+"""Incremental parser of the tool calls in the text of an answer.
 
-Where the text is cut into pieces makes no difference to what is read. What turns out to be no call of a function that
-the request offers is content, as it was written.
+The result does not depend on where the text is split. Text that starts like a call, but is not a call of an offered
+function, is content, unchanged.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LEAST = 4  # characters of a mark that was cut, by which it is known
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of what a model wrote.
+    """A part of the text that a model wrote.
 
-    `text` is content or reasoning, the name of a function that is called, a piece of the arguments of the last call,
-    or "" for a mark. `raw` is the model's text that it was made of: those of all parts together are the whole text.
+    `text` is content, reasoning, the name of a called function, a piece of the last call's arguments, or "" for a mark.
+    `raw` is the model's text for this part: the `raw` of all parts together are the whole text.
     """
 
     kind: Kind
@@ -35,11 +35,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class CallReader:
-    """Takes calls of the offered `functions` out of a text that comes in pieces.
+    """Extracts calls of the offered `functions` from a text, incrementally.
 
-    `functions` has the type of each parameter by name, for formats that do not write it. Without `several`, only the
-    first call is read, and the text is `over` behind it. If the answer is `forced` to be calls, what is left of one
-    that was cut is never content.
+    `functions` maps each function to the types of its parameters by name, for formats without types. Without
+    `several`, only the first call is parsed, and the text is `over` after it. `forced` means that the answer consists
+    of calls, so that the rest of a truncated call is never content.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class CallReader:
         self._chars = Chars()
         self._syntax = Syntaxes(format, functions, self._chars, several)
         self._parts = list[Part]()
-        self._text = ""  # what is not read yet
-        self._candidate, self._marked = "", False  # what began a call that is not certain yet; whether with a mark
+        self._text = ""  # not parsed yet
+        self._candidate, self._marked = "", False  # the start of a possible call; whether it is a mark
         self._parsing: Generator[None, str, None] | None = None
-        self._between = False  # whether the last thing read was a call
+        self._between = False  # whether the last parsed element is a call
         self._new_line, self._begun = True, False
         self.calls, self.over = 0, False
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that are certain now."""
+        """Add text. Returns the parts that are certain now."""
         self._text += text
         while self._text and not self.over and self._advance():
             pass
@@ -72,7 +72,7 @@ class CallReader:
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[Part]:
-        """What was held back, when no text follows, because the answer was `cut` at its longest or has ended."""
+        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
         if self._parsing is not None:
             self._end_call(cut)
         elif self._text:
@@ -83,18 +83,18 @@ class CallReader:
         return self._taken()
 
     def _is_part_of_mark(self, text: str) -> bool:
-        """Whether a text is surely the first part of a mark: a short one may be anything."""
+        """Whether a text is the beginning of a start mark, and long enough not to be something else."""
         text = text.strip()
         return len(text) >= LEAST and any(mark.startswith(text) for mark in self._format.starts)
 
     def _advance(self) -> bool:
-        """Read on. False where that needs more text."""
+        """Parse one step. Returns False if more text is needed."""
         if self._parsing is not None:
             return self._parse()
         return self._read_between() if self._between else self._read_content()
 
     def _read_content(self) -> bool:
-        """Content up to where a call may begin. White space that begins an answer waits for what follows."""
+        """Parse content up to a possible call. White space at the beginning of an answer is held back."""
         text, place = self._text, 0
         if not self._begun:
             place = len(text) - len(text.lstrip())
@@ -120,7 +120,7 @@ class CallReader:
         return False
 
     def _start(self, text: str, place: int) -> str | None:
-        """What begins a call at this place: "" for nothing, None if more text decides."""
+        """Return the text that begins a call at this place: "" if none does, None if more text is needed."""
         if self._new_line and text[place] in self._format.bare:
             return text[place]
         marks = [mark for mark in self._format.starts if mark[0] == text[place]]
@@ -154,19 +154,19 @@ class CallReader:
         return True
 
     def _goes_on(self, rest: str) -> bool:
-        """Whether this may be one more object of a list, or of calls that are bare."""
+        """Whether this may be a further object of a list, or a further bare call."""
         listed = self._format.syntax in ("json", "listed") and rest[0] == "{"
         return listed or rest[0] in self._format.bare
 
     def _begin(self, before: str, start: str) -> None:
-        """Read a call that begins with `start`, behind white space or separators that are content if it is none."""
+        """Start parsing a possible call at `start`. If it is not a call, `before` and `start` are content."""
         self._chars.reset(before + start)
         self._candidate, self._marked = before + start, start in self._format.starts
         self._parsing = self._syntax.parse(start)
         next(self._parsing)
 
     def _parse(self) -> bool:
-        """Give the text to the parser of the call, up to the end of that."""
+        """Feed the text to the call parser, up to the end of the call."""
         assert self._parsing is not None
         text, self._text = self._text, ""
         for place, char in enumerate(text):
@@ -186,7 +186,7 @@ class CallReader:
             self.calls += kind == "call"
 
     def _close(self, failed: bool) -> None:
-        """The parser has ended: what it could not read is content, or read again."""
+        """Handle the end of the call parser: its unparsed text is content, or is parsed again."""
         self._parsing = None
         left = self._chars.left()
         began = self._chars.started
@@ -200,7 +200,7 @@ class CallReader:
         self.over = not self._several and self.calls > 0
 
     def _end_call(self, cut: bool) -> None:
-        """No text follows a call that was begun."""
+        """End an unfinished call at the end of the text."""
         assert self._parsing is not None
         if not cut:
             self._syntax.end()
@@ -214,7 +214,7 @@ class CallReader:
         self._emit("content", text, text)
 
     def _emit(self, kind: Kind, text: str, raw: str) -> None:
-        """Add a part, joined to the last one where that is of its kind."""
+        """Add a part; join it to the last one if both are of the same kind."""
         if not raw and not text:
             return
         last = self._parts[-1] if self._parts else None

@@ -19,14 +19,14 @@ from unfuse.core.structured_outputs import AnswerFormat
 
 MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most calls that a model may write at once
 NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
-SHOWN_NOTHING = {"type": "object", "properties": {}}  # and how a template shows it
+SHOWN_NOTHING = {"type": "object", "properties": {}}  # the same for chat templates
 
 _NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")  # as MCP has them; OpenAI's API has 64 characters, and no dot
 
 Choice = Literal["auto", "required"]
 
 OLDER = {"functions": "tools", "function_call": "tool_choice"}
-"""Parameters that OpenAI has replaced, and by what."""
+"""Parameters that OpenAI has deprecated, with their replacements."""
 
 
 class Tools(msgspec.Struct, frozen=True):
@@ -44,12 +44,12 @@ class Tools(msgspec.Struct, frozen=True):
 
     @property
     def types(self) -> dict[str, dict[str, str]]:
-        """The types of the parameters of those, by name."""
+        """The types of the parameters of each callable function, by name."""
         return {function["name"]: types_of(function.get("parameters")) for function in self.callable}
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """All functions as chat templates read them: with a description and parameters, if they have none."""
+        """All functions for chat templates. A missing description or missing parameters are added, empty."""
         return [{**tool, "function": _complete(tool["function"])} for tool in self.functions]
 
 
@@ -65,7 +65,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
     """What a request says of tools; None if it has none, or wants none. Raises InvalidParameter."""
     for name, newer in OLDER.items():
         if fields.get(name) is not None:
-            raise InvalidParameter(f"{name} is the older form of {newer}: send {newer} in its place", name)
+            raise InvalidParameter(f"{name} is deprecated: send {newer} instead", name)
     functions, choice = fields.get("tools"), fields.get("tool_choice")
     if functions is None or functions == []:
         if choice not in (None, "none", "auto"):
@@ -81,7 +81,7 @@ def read_tools(fields: Mapping[str, Any]) -> Tools | None:
 
 
 def _chosen(choice: object, tools: Tools) -> Tools | None:
-    """The tools, by what `tool_choice` says of them."""
+    """Return the tools as restricted by `tool_choice`; None for "none"."""
     names = tools.names
     match choice:
         case "none":
@@ -101,7 +101,7 @@ def _chosen(choice: object, tools: Tools) -> Tools | None:
 
 
 def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names among these that are allowed."""
+    """Return the names of the allowed tools. Raises InvalidParameter for one that is not in `names`."""
     found = list[str]()
     for one in allowed:
         match one:
@@ -110,7 +110,7 @@ def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
             case {"type": "function", "name": str(name)} if name in names:
                 found.append(name)
             case _:
-                message = f"tool_choice: each of the allowed tools must be a function in tools, not {printable(one)}"
+                message = f"tool_choice: each allowed tool must be a function in tools, not {printable(one)}"
                 raise InvalidParameter(message, "tool_choice")
     if not found:
         raise InvalidParameter("tool_choice: at least one tool must be allowed", "tool_choice")
@@ -120,7 +120,7 @@ def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
 def _function(value: Any, where: str) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        message = f"{where} is of type {kind[:40]}, which is not served: describe it as a tool of type function"
+        message = f"{where} is of type {kind[:40]}, which is not supported: send it as a tool of type function"
         raise InvalidParameter(message, "tools")
     if kind == "function" and "function" not in value and "name" in value:  # as the Responses API has it
         value = {"type": kind, "function": {key: one for key, one in value.items() if key != "type"}}
@@ -142,11 +142,11 @@ def _function(value: Any, where: str) -> dict[str, Any]:
 def grammar_of(
     answer: AnswerFormat | None, tools: Tools | None, how: CallFormat, relaxed: bool = False
 ) -> Grammar | None:
-    """What an answer must be, by its format and its tools; None if it may be anything.
+    """Return the grammar of an answer with this format and these tools; None if it may be any text.
 
-    A model that may call, and otherwise has to answer in some format, does either. One that may call, and has strict
-    functions, is held to them once it begins a call. Schemas are `relaxed` as in `schema_text`. Raises
-    InvalidParameter.
+    With a format and optional tools, the model writes either calls or an answer of the format. With optional tools of
+    which some are strict, any text is allowed, but a call must follow the schema. Schemas are `relaxed` as in
+    `schema_text`. Raises InvalidParameter.
     """
     if tools is None:
         return answer.grammar(relaxed) if answer else None
@@ -156,7 +156,7 @@ def grammar_of(
         strict = any(function.get("strict") is True for function in tools.callable)
         return _lark(*_free(how), *_calls(tools, how, relaxed)) if strict and how.open and not how.written else None
     if answer.kind != "json_schema":
-        message = f"{answer.param} of type {answer.kind} leaves no room for calls: send tool_choice none too"
+        message = f"{answer.param} of type {answer.kind} does not allow tool calls: set tool_choice to none"
         raise InvalidParameter(message, answer.param)
     schema = answer.grammar(relaxed).text
     return _lark("start: calls | answer", f"answer: %json {schema}", *_calls(tools, how.as_written, relaxed))
@@ -167,7 +167,7 @@ def _lark(*rules: str) -> Grammar:
 
 
 def _literal(text: str) -> str:
-    """A text in Lark's notation; nothing for no text."""
+    """Return a text as a literal in Lark's notation; "" for ""."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
@@ -183,7 +183,7 @@ def _free(how: CallFormat) -> list[str]:
 
 
 def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
-    """Rules of `calls`, one or several, and of their `bodies`."""
+    """Return the rules for `calls`, one or several, and for their `bodies`."""
     names = [f"body_{number}" for number in range(len(tools.callable))]
     more = f" ({_literal(how.between)} body){{0,{MAX_CALLS - 1}}}" if tools.several and how.between else ""
     rules = [

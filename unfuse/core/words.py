@@ -61,14 +61,14 @@ def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Para
 
 
 def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
-    """How many tokens the answer may have. Raises ContextLengthExceeded where there is no room for them."""
+    """Return the most tokens that the answer may have. Raises ContextLengthExceeded if they do not fit."""
     prompt, window = read["prompt_tokens"], limits.max_tokens
     asked, room = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED)), window - prompt
     if asked == 0:
         raise InvalidParameter("max_tokens must be 1 or more, or -1 for as many as there is room for", "max_tokens")
     is_window = f"This model's maximum context length is {window} tokens."
     if room < 1:
-        however = f"However, your messages resulted in {prompt} tokens, and the answer needs one at least."
+        however = f"However, your messages resulted in {prompt} tokens, and the answer needs at least one."
         raise ContextLengthExceeded(f"{is_window} {however} Please reduce the length of the messages.", "messages")
     if asked > room:
         however = (
@@ -81,7 +81,7 @@ def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
 
 
 def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
-    """What else decides where an answer ends, and what it may not have; nothing of what was not asked for."""
+    """Return the further parameters that decide where an answer ends and which texts it must not contain."""
     settled: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
     if least := read.get("min_tokens", 0):
         if least > most:
@@ -106,7 +106,7 @@ def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
 
 
 def read_bad_words(value: object) -> list[str]:
-    """The words that an answer may not have. Raises InvalidParameter."""
+    """Return the checked `bad_words`. Raises InvalidParameter."""
     if not isinstance(value, list) or len(value) > MAX_BAD_WORDS:
         raise InvalidParameter(f"bad_words must be a list of at most {MAX_BAD_WORDS} texts", "bad_words")
     return [text("bad_words", word, 1, MAX_STOP) for word in value]
@@ -140,11 +140,11 @@ TEXT = Medium(
         Parameter("max_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
             description="as max_completion_tokens"),
         Parameter("min_tokens", "integer", 0, MAX_ASKED, use="request", flag=None,
-            description="so many come before anything ends the answer"),
+            description="minimum number of tokens before the answer can end"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
         Parameter("top_p", "number", 0, 1, default=1.0, description="of the likeliest tokens that make up so much"),
         Parameter("top_k", "integer", -1, 1_000_000, default=0,
-            description="of so many likeliest tokens; 0 or -1: of all"),
+            description="sample from this many likeliest tokens; 0 or -1: from all"),
         Parameter("min_p", "number", 0, 1, default=0.0, description="of tokens this likely beside the likeliest"),
         Parameter("frequency_penalty", "number", -2, 2, default=0.0, description="against what was often said"),
         Parameter("presence_penalty", "number", -2, 2, default=0.0, description="against what was said"),
@@ -154,7 +154,7 @@ TEXT = Medium(
         Parameter("stop", "any", use="request", flag=None, description="texts before which the answer ends"),
         Parameter("stop_token_ids", "any", use="request", flag=None, description="tokens that end the answer"),
         Parameter("include_stop_str_in_output", "flag", use="request", flag=None,
-            description="show the text or token of `stop` or `stop_token_ids` that ended the answer"),
+            description="keep the stop string or stop token in the answer"),
         Parameter("ignore_eos", "flag", use="request", flag=None,
             description="go on behind the model's own end of a text, unless the answer is held to a format"),
         Parameter("skip_special_tokens", "flag", use="request", flag=None,
@@ -171,25 +171,25 @@ TEXT = Medium(
             description="whether it calls any: none, auto, required, or the name of one as an object"),
         Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
         Parameter("structured_outputs", "any", use="request", flag=None,
-            description="what the text must be, as vLLM has it: one of json, regex, choice, grammar, json_object"),
-        Parameter("guided_json", "any", use="request", flag=None, description="a JSON schema, as an object or a text"),
-        Parameter("guided_regex", "any", use="request", flag=None, description="what the text matches"),
-        Parameter("guided_choice", "any", use="request", flag=None, description="the texts that it may be"),
-        Parameter("guided_grammar", "any", use="request", flag=None, description="a grammar, in EBNF or as Lark's"),
-        Parameter("json_schema", "any", use="request", flag=None, description="as guided_json"),
-        Parameter("regex", "any", use="request", flag=None, description="as guided_regex"),
+            description="format of the answer, as in vLLM: one of json, regex, choice, grammar, json_object"),
+        Parameter("guided_json", "any", use="request", flag=None, description="a JSON schema, an object or a string"),
+        Parameter("guided_regex", "any", use="request", flag=None, description="a regular expression for the answer"),
+        Parameter("guided_choice", "any", use="request", flag=None, description="the possible answers"),
+        Parameter("guided_grammar", "any", use="request", flag=None, description="a grammar in EBNF or Lark"),
+        Parameter("json_schema", "any", use="request", flag=None, description="same as guided_json"),
+        Parameter("regex", "any", use="request", flag=None, description="same as guided_regex"),
         Parameter("ebnf", "any", use="request", flag=None, description="a grammar in EBNF"),
         Parameter("guided_decoding_backend", "any", use="nothing", flag=None, description="accepted and ignored"),
         Parameter("seed", "integer", MIN_SEED, MAX_SEED, use="request",
-            description="of the first choice; if left out, or -1, it is drawn, and the answer has it"),
+            description="seed of the first choice; without it, or with -1, random; the answer contains it"),
         Parameter("n", "integer", 1, "max_n", use="request", default=1, description="how many choices"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
         Parameter("stream_options", "any", use="nothing",
-            description="include_usage: a last event has the usage; continuous_usage_stats: so does each event"),
-        Parameter("modalities", "any", use="nothing", description="what is made: only text is"),
+            description="include_usage: the last event has the usage; continuous_usage_stats: each event has it"),
+        Parameter("modalities", "any", use="nothing", description="only text is supported"),
         *DELIVERED,
         *(
-            Parameter(name, "any", use="nothing", description="of other servers' disaggregation; accepted and ignored")
+            Parameter(name, "any", use="nothing", description="for disaggregated SGLang; accepted and ignored")
             for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
         ),
         *(

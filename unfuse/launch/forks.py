@@ -98,9 +98,9 @@ class Forks:
 
 
 class InheritedForks:
-    """The socket to a fork server of whoever started this process, who may share it among several servers.
+    """The socket to a fork server that the parent process owns and may share among several servers.
 
-    That fork server is not started, restarted or ended here.
+    This process neither starts, restarts nor stops that fork server.
     """
 
     starts = False

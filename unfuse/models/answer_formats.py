@@ -1,4 +1,4 @@
-"""How models write calls of tools and reasoning: a line of a table each, by vLLM's names of its parsers."""
+"""The formats of tool calls and reasoning, one table row each, under vLLM's parser names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REASONING_FORMATS = {
 
 
 def format_of(template: str) -> CallFormat:
-    """The format in which a model with this chat template writes calls."""
+    """Return the tool-call format of a model with this chat template."""
     if "<function=" in template:
         return CALL_FORMATS["qwen3_coder"]
     if "<tool_call>" in template:
@@ -69,6 +69,6 @@ def format_of(template: str) -> CallFormat:
 
 
 def reasoning_of(template: str) -> ReasoningFormat | None:
-    """The format in which a model with this chat template reasons, or None."""
+    """Return the reasoning format of a model with this chat template, or None."""
     found = (REASONING_FORMATS[name] for name in ("seed_oss", "mistral", "qwen3"))
     return next((one for one in found if one.begin in template or one.end in template), None)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
 
-EXTRAS = ("scipy", "torchsde")  # packages that single noise schedulers need, and unfuse does not install
+EXTRAS = ("scipy", "torchsde")  # packages that a few noise schedulers need; unfuse does not install them
 
 Report = Callable[[str, float, int], None]  # called for each loaded component: name, seconds, bytes of memory
 
@@ -348,7 +348,7 @@ class Loader:
         return model.eval()
 
     def _rounded(self, component: str, model: Any) -> str:
-        """The first of a model's floats that its files have as whole numbers; "" if there is none."""
+        """The first floating-point tensor of a model that its files store as integers; "" if there is none."""
         stored = self.folder.tensors(component)
         floats = (key for key, tensor in model.state_dict().items() if tensor.is_floating_point() and key in stored)
         return next((key for key in floats if is_whole_number(stored[key][0])), "")
@@ -372,12 +372,12 @@ class Loader:
         return vae
 
     def noise_scheduler(self) -> Any:
-        """The noise scheduler of a split model. Raises ConfigError for one that would draw noise between steps."""
+        """The noise scheduler of a split model. Raises ConfigError if it draws noise between steps."""
         scheduler = self.plain("scheduler")
         if draws_noise(scheduler.config):
             raise ConfigError(
-                f"model {self.folder.path}: its noise scheduler draws noise between steps, which only an undivided "
-                "pipeline does from the request's seed"
+                f"model {self.folder.path}: its noise scheduler draws noise between steps, which is only supported "
+                "for undivided pipelines"
             )
         return scheduler
 
@@ -422,7 +422,7 @@ class Loader:
             raise ConfigError(self._unreadable(component, path, whole, error)) from error
 
     def _unreadable(self, component: str, path: Path, kind: Any, error: Exception) -> str:
-        """Why a component cannot be loaded, and of one without weights which field of which file is to blame."""
+        """Why a component cannot be loaded. For one without weights, names the wrong field of its configuration."""
         reason = " ".join(str(error).split()) or type(error).__name__
         sentence = f"component {component} in {path} cannot be loaded as {self.class_of(component)}"
         if isinstance(error, ImportError):

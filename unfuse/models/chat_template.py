@@ -148,7 +148,7 @@ def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict
 
 
 def text_alone(message: Message) -> Message:
-    """A message without those parts of its content that are no text."""
+    """Return a message with only the text parts of its content."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message

@@ -39,7 +39,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters a language model may have defaults for. `max_tokens`: of an answer whose request does not say it."""
+    """Default parameters of a language model. `max_tokens` is for requests that set no maximum."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     temperature: Annotated[float, Meta(ge=0, le=2)] | UnsetType = UNSET
@@ -96,7 +96,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextServing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`serving.json` of a language model. All parts may be partial."""
+    """`serving.json` of a language model. Every field is optional."""
 
     defaults: TextDefaults = TextDefaults()
     limits: dict[str, int | float] = {}

@@ -1,4 +1,4 @@
-"""Fingerprints of files: a hash of all their bytes, remembered as long as a file is the same by size and times."""
+"""Fingerprints of files: hashes of all their bytes, cached until a file's size or times change."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from unfuse.core.errors import ConfigError
 
 FILE = "fingerprints.json"  # in the data folder
 
-PIECE_BYTES = 16 << 20  # a fingerprint is the hash of the hashes of pieces of this size, so that threads share a file
-READ_BYTES = 1 << 20  # what one thread reads at a time; it stays in the processor's cache until it is hashed
+PIECE_BYTES = 16 << 20  # files are hashed in pieces of this size, so that several threads can hash one file
+READ_BYTES = 1 << 20  # bytes that a thread reads at a time, few enough to stay in the CPU cache until hashed
 THREADS = 4
 
 REMEMBERED_FROM = 1 << 20  # bytes; hashing a smaller file costs less than remembering it
-MAX_ENTRIES = 4096  # fingerprints in the file, the latest
+MAX_ENTRIES = 4096  # the latest fingerprints that the file keeps
 WHOLE_BYTES = 64 << 20
-"""Files up to this size are in longer hashes with their content, as in earlier versions: pools keep their names."""
+"""Files up to this size enter a component's hash with their content, as in earlier versions: pools keep their names."""
 
-LOGGED_FROM = 1 << 30  # bytes; hashing a smaller file takes no time that a person notices
+LOGGED_FROM = 1 << 30  # bytes; hashing a smaller file is too quick to be worth a log line
 
 COARSE_S = 2.0
-"""The coarsest times of a file system, in seconds. A file may change once more within them without showing it."""
+"""The coarsest file-system timestamps, in seconds. A second change within this time may leave the times equal."""
 
-TRIES = 3  # how often a file is hashed that changes meanwhile
+TRIES = 3  # attempts to hash a file that changes in the meantime
 
 Algorithm = Literal["xxh3_128", "sha256", "git"]
-"""`sha256` and `git` give the hub's names of contents: of large files, and of others."""
+"""The hub names large files by their `sha256`, and small files by their `git` blob hash."""
 
 ENTRY = re.compile(r"(xxh3_128|sha256|git)( \d+){5}")
 DIGEST = re.compile(r"[0-9a-f]{32,64}")
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 
 class FileState(NamedTuple):
-    """What shows that a file is still the one that was read: its place on the disk, its size and its times."""
+    """The identity of a file's content as the file system shows it: device, inode, size and times."""
 
     device: int
     inode: int
@@ -59,21 +59,21 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return the present state of a file, of the one that a link points to. Raises OSError."""
+        """Return the present state of a file. Follows symbolic links. Raises OSError."""
         found = path.stat()
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_settled(self, now: float) -> bool:
-        """Whether any later change will show in the times, even where these are coarse; `now` is in Unix seconds."""
+        """Whether a later change is sure to change the times, even coarse ones; `now` is in Unix seconds."""
         since_modified = now - self.mtime_ns / 1e9
         return now - self.ctime_ns / 1e9 >= COARSE_S and not 0 <= since_modified < COARSE_S
 
 
 class Fingerprints:
-    """The fingerprints of files, hashed when they are first asked for.
+    """Computes fingerprints of files when they are first needed, and caches them.
 
-    They are remembered in memory, and from `remember_in` on also in a file that several processes share. That file
-    saves time and nothing else: one that cannot be read or written, and entries that are damaged, are passed over.
+    The cache is in memory and, after `remember_in`, in a file that several processes share. The file only saves time:
+    if it cannot be read or written, or an entry is damaged, files are hashed again.
     """
 
     def __init__(self) -> None:
@@ -82,13 +82,13 @@ class Fingerprints:
         self._lock = threading.Lock()
 
     def remember_in(self, folder: Path) -> None:
-        """Share fingerprints with other processes, and with later ones, in that data folder."""
+        """Share the cache with other and later processes, by a file in that data folder."""
         self._file = folder / FILE
 
     def of(self, path: Path, algorithm: Algorithm = "xxh3_128") -> str:
         """Return a hash of all bytes of a file, as hexadecimal digits.
 
-        Raises ConfigError if the file cannot be read, or if it changes again and again while it is hashed.
+        Raises ConfigError if the file cannot be read, or keeps changing while it is hashed.
         """
         try:
             for _ in range(TRIES):
@@ -105,10 +105,10 @@ class Fingerprints:
                     return digest
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): download or save the model again") from error
-        raise ConfigError(f"{path} changes while it is read: wait until it is written, then start again")
+        raise ConfigError(f"{path} changes while it is read: wait until it is written completely, then start again")
 
     def content(self, path: Path) -> bytes:
-        """Return what stands for a file in a longer hash: all bytes of a small file, the fingerprint of another one.
+        """Return the input for a component's hash: all bytes of a small file, the fingerprint of a large one.
 
         Raises ConfigError as `of` does.
         """
@@ -120,7 +120,7 @@ class Fingerprints:
         return self.of(path).encode()
 
     def _find(self, entry: str, state: FileState) -> str:
-        """Return the remembered fingerprint of a file in that state; "" if there is none."""
+        """Return the cached fingerprint of a file in that state; "" if there is none."""
         if state.size < REMEMBERED_FROM:
             return ""
         with self._lock:
@@ -136,15 +136,15 @@ class Fingerprints:
             try:
                 _write(self._file, entry, digest)
             except OSError as error:
-                log.warning("fingerprints cannot be remembered", file=str(self._file), reason=str(error))
+                log.warning("fingerprints cannot be saved", file=str(self._file), reason=str(error))
 
 
 FINGERPRINTS = Fingerprints()
-"""Those of this process. One object for all models: a file may be part of several, and no result depends on it."""
+"""The cache of this process, shared by all models. No result depends on what it contains."""
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Return the entries of a file that are whole; none if there is no such file, or it is damaged."""
+    """Return the valid entries of the cache file; empty if it is missing or damaged."""
     try:
         found = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -157,7 +157,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def _write(file: Path, entry: str, digest: str) -> None:
-    """Add an entry to those that other processes have added meanwhile. A reader finds the old file or the new one."""
+    """Add an entry to the cache file, which other processes may write too. The file is replaced atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -170,7 +170,7 @@ def _write(file: Path, entry: str, digest: str) -> None:
 
 
 def _hash_in_threads(path: Path, size: int) -> str:
-    """Return xxh3-128 of the xxh3-128 hashes of a file's pieces."""
+    """Return the xxh3-128 hash over the xxh3-128 hashes of a file's pieces."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         hash_piece = partial(_hash_piece, descriptor, size)
@@ -193,7 +193,7 @@ def _hash_piece(descriptor: int, size: int, start: int) -> bytes:
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, stop - start)))
     while start < stop:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)
-        if not count:  # the file has become shorter, which its state will show
+        if not count:  # the file was truncated, and the caller will see that its state changed
             break
         digest.update(buffer[:count])
         start += count

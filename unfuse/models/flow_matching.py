@@ -137,8 +137,8 @@ class FlowDenoiser:
     reads: Mapping[str, Any] = {}
     """Types of parameters that it reads beside a size."""
     sets_begin = True
-    """Whether the pipeline tells its noise scheduler to begin at step 0. One that is not told looks its first timestep
-    up, and takes the second of two equal ones."""
+    """Whether the pipeline calls `set_begin_index(0)`. Without it the noise scheduler looks its first timestep up, and
+    takes the second of two equal ones."""
 
     def __init__(
         self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]], component: str = "transformer"
@@ -184,12 +184,12 @@ class FlowDenoiser:
         return latents
 
     def _fresh(self, latents: Tensor, **given: Any) -> NoiseScheduler:
-        """A new noise scheduler of the same configuration, with these timesteps. Raises Unsuitable if it refuses."""
+        """Return a new noise scheduler of the same configuration with these timesteps. Raises Unsuitable."""
         fresh = type(self._scheduler).from_config(self._scheduler.config)
         try:
             fresh.set_timesteps(device=latents.device, **given)
         except READ_ERRORS as error:
-            raise Unsuitable(f"the model's noise scheduler cannot make these steps: {error}") from error
+            raise Unsuitable(f"the model's noise scheduler does not accept these steps: {error}") from error
         if self.sets_begin:
             fresh.set_begin_index(0)
         found: NoiseScheduler = fresh

@@ -233,9 +233,9 @@ class ModelFolder:
         return kinds == {STORED[dtype]} and not self.single(component) and not self.is_quantised(component)
 
     def identity(self, *components: str) -> str:
-        """Return a fingerprint of components: equal for equal copies, another one if any byte of a file differs.
+        """Return a fingerprint of components, equal for equal copies and different if any byte differs.
 
-        It is xxh3-128 over name, size and content of each file, where the content is known by the hub's name for it,
+        It is the xxh3-128 hash over name, size and content of each file. The content is represented by the hub's hash,
         or by a fingerprint of all its bytes. Raises ConfigError for a file that cannot be read.
         """
         digest = xxhash.xxh3_128()
@@ -246,7 +246,7 @@ class ModelFolder:
         return digest.hexdigest()
 
     def files(self, component: str) -> dict[str, Path]:
-        """The files of a component whose contents its identity covers, by their names in the model's folder."""
+        """The files of a component that its identity covers, by their names in the model's folder."""
         names = (f"{self.at(component)}{name}" for name in self._files(component))
         return {name: self.path / name for name in names}
 
@@ -302,9 +302,10 @@ class ModelFolder:
         return {file.name: HubFile(file.stat().st_size, named.get(file, "")) for file in present}
 
     def _content(self, path: str, file: HubFile) -> bytes:
-        """What stands for a file's content: the hub's name for it, also of a file that is not a link to the hub's.
+        """Return the input for the identity that represents a file's content.
 
-        A copy of what the hub lists has the name that is listed.
+        For a model from the hub that is the hub's hash. A file that replaces the link to the hub's blob is hashed with
+        the same algorithm, so that an exact copy has the same identity.
         """
         here, listed = self.path / path, file.lfs_sha256 or file.blob_id
         if not listed:
@@ -314,7 +315,7 @@ class ModelFolder:
         return FINGERPRINTS.of(here, "sha256" if len(listed) == SHA256_DIGITS else "git").encode()
 
     def _is_blob(self, file: Path, name: str) -> bool:
-        """Whether a file of a snapshot is a link to what the hub's library keeps under that name of its content."""
+        """Whether a file of a snapshot is a link to the blob of that name in the hub's cache."""
         return file.resolve() == (self.path.parent.parent / "blobs" / name).resolve()
 
     @cached_property

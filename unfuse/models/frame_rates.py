@@ -1,8 +1,8 @@
-"""Frames a second at which videos of diffusers' pipelines play.
+"""Default frame rates of diffusers' video pipelines.
 
-A rate is that of the pipeline's example in diffusers (`export_to_video(…, fps=…)`). Where the example names none, or
-another rate than the model was trained at, it is the makers': HunyuanVideo's and SkyReels' makers save at 24, Mochi's
-at 30, AnimateDiff's and Latte's at 8.
+A rate is that of the pipeline's example in diffusers (`export_to_video(…, fps=…)`). If the example has none, or not
+the rate of the training data, it is that of the model's authors: 24 for HunyuanVideo and SkyReels, 30 for Mochi, 8
+for AnimateDiff and Latte.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RATES: Mapping[str, int] = {
     "Wan": 16,
     "WanAnimate": 30,
 }
-"""Frames a second, by what names of pipeline classes begin with. The longest beginning counts."""
+"""Frames a second by prefix of the pipeline's class name. The longest matching prefix applies."""
 
-EXPANDED_WAN = 24  # Wan 2.2 5B, with a timestep for each token
-COGVIDEOX_1_5 = 16  # whose transformer has patches in time
+EXPANDED_WAN = 24  # Wan 2.2 5B, which has a timestep for each token (expand_timesteps)
+COGVIDEOX_1_5 = 16  # recognized by its temporal patch size
 
 
 def frame_rate(pipeline: str, index: Mapping[str, Any], transformer: Mapping[str, Any]) -> int | None:
-    """Return the frames a second of a model's videos, or None if nothing is known of its class.
+    """Return the frames a second of a model's videos, or None for an unknown class.
 
     Args:
         pipeline: the class that model_index.json names.

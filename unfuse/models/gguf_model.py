@@ -92,7 +92,7 @@ class GgufModel(ModelFolder):
 
     @override
     def identity(self, *components: str) -> str:
-        """A fingerprint of all bytes, whatever the file is called."""
+        """A fingerprint of all bytes, independent of the file's name."""
         digest = xxhash.xxh3_128(f"{self.path.stat().st_size}\0".encode())
         digest.update(FINGERPRINTS.content(self.path))
         return digest.hexdigest()

@@ -92,7 +92,7 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def in_lark(text: str) -> str:
-    """A grammar in EBNF, as llama.cpp and XGrammar write it, in Lark's notation. Raises ValueError."""
+    """Translate a grammar from the EBNF of llama.cpp and XGrammar to Lark's notation. Raises ValueError."""
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, IndexError, KeyError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Messages of a chat's past, read leniently: a client cannot mend what a model or a tool has written."""
+"""Lenient reading of a chat's earlier messages: a client cannot repair what a model or a tool wrote."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 Message = Mapping[str, Any]
 
 SHOWN_PARTS = ("image_url", "video_url", "video", "image")
-"""Types of content parts that show something. They are read, or refused, as in new messages."""
+"""Types of content parts with a picture or video. They are handled as in new messages."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that are text: of chat completions, and of the Responses API."""
+"""Types of text parts, of chat completions and of the Responses API."""
 
 
 def read_leniently(messages: Sequence[Any], *, knows_developer: bool) -> list[Any]:
-    """Return the messages as templates can read them. What is no message stays as it is.
+    """Return the messages in the form that templates expect. Values that are not messages stay unchanged.
 
-    `knows_developer` says whether the template has a branch for the role `developer`; else it becomes `system`.
+    Unless the template handles the role `developer` (`knows_developer`), it becomes `system`.
     """
     return [_read(message, knows_developer) for message in messages]
 
@@ -39,7 +39,7 @@ def _read(message: Any, knows_developer: bool) -> Any:
 
 
 def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer: with text where it has none, and with calls whose arguments are objects."""
+    """Return an assistant message with text content, and with arguments of calls as objects."""
     read = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), Mapping):
@@ -67,7 +67,7 @@ def _reasoning(message: Mapping[str, Any]) -> str | None:
 
 
 def _part(part: Any) -> dict[str, Any] | None:
-    """A part of an answer's content; None for one that is not read, such as reasoning."""
+    """Return a part of an assistant message's content; None for an ignored part, such as reasoning."""
     if isinstance(part, str):
         return {"type": "text", "text": _whole(part)}
     if not isinstance(part, Mapping):
@@ -80,7 +80,7 @@ def _part(part: Any) -> dict[str, Any] | None:
 
 
 def _result(content: Any) -> Any:
-    """What a tool returned: text, parts, or an object, which is written as JSON."""
+    """Return a tool's result as text or parts. Other values are written as JSON."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -98,7 +98,7 @@ def _result_part(part: Any) -> Any:
 
 
 def _call(call: Any) -> dict[str, Any] | None:
-    """A call with arguments that are an object; None for what names no function."""
+    """Return a tool call with its arguments as an object; None if it names no function."""
     if not isinstance(call, Mapping):
         return None
     function, custom = call.get("function"), call.get("custom")
@@ -112,7 +112,7 @@ def _call(call: Any) -> dict[str, Any] | None:
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:
-    """The arguments of a call; none where they were cut, or are no object."""
+    """Return the arguments of a call; empty if they were truncated or are not an object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -122,7 +122,7 @@ def _arguments(arguments: Any) -> dict[str, Any]:
 
 
 def _whole(text: str) -> str:
-    """The text, with U+FFFD for halves of surrogate pairs: a stream that was cut leaves such."""
+    """Return the text with U+FFFD for lone surrogates, which a truncated stream may leave."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -181,10 +181,10 @@ def _parts(content: Any) -> list[Any]:
 
 
 def simplified(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages for a template that takes one call at a time, and no two answers in a row.
+    """Return the messages for a template that allows one call per message and no consecutive assistant messages.
 
-    An answer with several calls becomes several, each with the result of its call behind it. Answers without calls that
-    follow each other become one.
+    An assistant message with several calls becomes several messages, each followed by the result of its call.
+    Consecutive assistant messages without calls are joined.
     """
     found = list[Mapping[str, Any]]()
     left = [*messages]
@@ -211,7 +211,7 @@ def _joins(message: Mapping[str, Any]) -> bool:
 def _one_by_one(
     message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Each call as an answer of its own, with its results; those of no call come last."""
+    """Return one assistant message per call, each followed by its results. Results without a call come last."""
     found, left = list[Mapping[str, Any]](), [*results]
     for place, call in enumerate(calls):
         found.append({**message, "tool_calls": [call], **({"content": ""} if place else {})})

@@ -158,7 +158,7 @@ class DecodeBlock(BlockStage):
         frames = values["images"]
         if not np.isfinite(frames).all():
             advice = remedy("the model's decoder", self._part.vae.dtype)
-            raise PermanentError(f"the decoder made pixels that are not finite: {advice}")
+            raise PermanentError(f"the decoder produced pixels that are not finite: {advice}")
         return StageOutput(media=encode((frames * 255).round().astype(np.uint8), params))
 
 

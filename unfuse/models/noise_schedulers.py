@@ -1,4 +1,4 @@
-"""Noise schedulers: which of them draw noise between steps, and why a configuration cannot be read."""
+"""Checks of noise schedulers: whether they draw noise between steps, and whether a pipeline can use them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from unfuse.models.folder import ModelFolder
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
-"""Schedulers that remember earlier predictions. Their steps draw nothing, unless `draws_noise` says so."""
-
+"""Multistep schedulers. They draw no noise between steps, except with the configurations that `draws_noise` finds."""
 
 SHIFTED = (*MULTISTEP, "DPMSolverSinglestepScheduler")
 """Schedulers that take a shift, if their configuration has `use_dynamic_shifting`."""
@@ -26,12 +25,12 @@ READ_ERRORS = (
     OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError,
     ImportError,
 )  # fmt: skip
-"""What classes raise for configurations and files that they cannot read."""
+"""Exceptions that classes raise for configurations and files that they cannot read."""
 
 
 @cache
 def scheduler_classes() -> frozenset[str]:
-    """Return the names of diffusers' noise schedulers, by their source: cards are made without torch."""
+    """Return the names of diffusers' noise schedulers. They are read from its source, because importing needs torch."""
     spec = find_spec("diffusers")
     folder = Path(spec.origin or "").parent / "schedulers" if spec else Path()
     source = "".join(file.read_text() for file in folder.rglob("scheduling_*.py"))
@@ -39,15 +38,15 @@ def scheduler_classes() -> frozenset[str]:
 
 
 def draws_noise(config: Mapping[str, Any]) -> bool:
-    """Whether a scheduler of this configuration draws noise between steps, of a class that need not."""
+    """Return whether this configuration makes a deterministic scheduler class draw noise between steps."""
     return bool(config.get("stochastic_sampling")) or str(config.get("algorithm_type")).startswith("sde")
 
 
 def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ...]]]) -> bool:
-    """Whether a family's denoise stage makes the steps of the folder's noise scheduler.
+    """Return whether a family's denoise stage supports the folder's noise scheduler.
 
-    A folder of another scheduler of diffusers is served undivided, where the pipeline itself calls the scheduler. What
-    is no scheduler of diffusers is left for the family to refuse.
+    With any other scheduler of diffusers, the model is served undivided: the pipeline itself calls the scheduler. For
+    a class that is not a scheduler of diffusers this returns True, and the family refuses it.
 
     Args:
         folder: the model, whose index names the scheduler's class.
@@ -62,9 +61,9 @@ def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ..
 
 
 def unreadable_field(kind: Any, config: Mapping[str, Any]) -> str:
-    """Return the field of a configuration that keeps its class from being made, or "" if no single one does.
+    """Return the field of a configuration because of which its class cannot be instantiated; "" if not a single one.
 
-    A field is to blame when the class can be made once this field alone has its default value.
+    It is the field without which (with its default value) the class can be instantiated.
     """
     known = inspect.signature(kind.__init__).parameters
     given = {name: value for name, value in config.items() if name in known}
@@ -82,9 +81,9 @@ ALWAYS_USED = frozenset({"init_noise_sigma", "order", "scale_model_input", "set_
 
 
 def misfit(pipeline: Any) -> str:
-    """Return why diffusers' pipeline fails with its own noise scheduler, in a sentence, or "" if it may work.
+    """Return why diffusers' pipeline would fail with its noise scheduler, as a sentence; "" if it may work.
 
-    The pipeline's source says which attributes and which arguments it uses. What depends on a request is not checked.
+    The used attributes and arguments are found in the pipeline's source. Uses that depend on a request are not checked.
     """
     scheduler = getattr(pipeline, "scheduler", None)
     if scheduler is None:
@@ -95,22 +94,22 @@ def misfit(pipeline: Any) -> str:
     who, what = type(pipeline).__name__, type(scheduler).__name__
     for name in sorted(used):
         if not hasattr(scheduler, name):
-            return f"a {who} needs {name} of its noise scheduler, which a {what} does not have"
+            return f"{who} uses {name} of its noise scheduler, which {what} does not have"
     taken = {*inspect.signature(scheduler.set_timesteps).parameters}
     if "stage_index" in taken and "stage_index" not in source:
-        return f"a {what} works in stages of its own pipeline, which a {who} does not have"
+        return f"{what} needs a pipeline with stages (stage_index), which {who} does not have"
     given = _always_given(pipeline.__call__)
     if "use_flow_sigmas" in source and scheduler.config.get("use_flow_sigmas"):
         given.discard("sigmas")
     for name in sorted(given - taken):
-        return f"a {who} gives its noise scheduler {name}, which a {what} of this configuration does not take"
+        return f"{who} passes {name} to its noise scheduler, which {what} with this configuration does not accept"
     if "mu" in given and what in SHIFTED and not scheduler.config.get("use_dynamic_shifting"):
-        return f"a {who} shifts its noise scheduler, for which a {what} needs use_dynamic_shifting in its configuration"
+        return f"{who} passes a shift (mu) to its noise scheduler, for which {what} needs use_dynamic_shifting"
     return ""
 
 
 def _always_given(call: Any) -> set[str]:
-    """Of `sigmas` and `mu`, those that a pipeline's call passes to its noise scheduler whatever is asked for."""
+    """Return which of `sigmas` and `mu` a pipeline's call passes to its noise scheduler in every request."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call)))).body
     assert isinstance(function, ast.FunctionDef)
     targets = [target for one in function.body if isinstance(one, ast.Assign) for target in one.targets]

@@ -85,7 +85,7 @@ class GridPictureVae:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which it decodes."""
+        """The dtype in which the VAE decodes."""
         found: torch.dtype = self._vae.dtype
         return found
 

@@ -31,20 +31,20 @@ DETAILS = frozenset({
 """What configurations of these say more: torchao would look up any other name, and call what it finds."""
 
 CODES = ("I8", "U8", "I16", "U16", "I32", "U32", "F4", "F6", "E8")
-"""What safetensors files call types of which weights are codes, that mean nothing without scales."""
+"""Prefixes of the safetensors dtypes of quantised weights, which have no meaning without scales."""
 
 SCALES = frozenset({
     "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_zero_point", "weight_packed", "weight_shape",
     "weight_format", "scale_weight", "scale_input", "input_scale", "scaled_fp8", "comfy_quant", "SCB", "absmax",
     "quant_map", "nested_absmax", "nested_quant_map", "qweight", "qzeros", "g_idx", "wscales", "wzeros",
 })  # fmt: skip
-"""What tools that quantise call the tensors with which codes become weights."""
+"""Names of the tensors with which quantised values are converted to weights (scales, zero points, tables)."""
 
 BUFFERS = frozenset({
     "position_ids", "token_type_ids", "num_batches_tracked", "relative_position_index", "bias", "masked_bias", "mask",
     "attn_mask", "causal_mask",
 })  # fmt: skip
-"""What tensors of whole numbers are called that are no weights."""
+"""Names of integer tensors that are not weights."""
 
 CASTS = "Tensor", "Int8Tensor"  # tensors that compute in any dtype, whichever they were made of
 
@@ -66,19 +66,19 @@ def refusal(said: object, speaks: bool) -> str:
 
 
 def codes(tensors: Mapping[str, tuple[str, int]]) -> str:
-    """Why tensors of these types and names are quantised weights, in words; "" if they are not."""
-    instead = "give it in its original precision, as torchao quantises it, or as GGUF"
+    """Return why tensors with these names and types are unsupported quantised weights; "" if they are not."""
+    instead = "provide it in its original precision, quantised by torchao, or as GGUF"
     for name, (dtype, _) in tensors.items():
         layer, _, last = name.rpartition(".")
         if last in SCALES or ".quant_state" in name:
-            return f"is quantised (it has {name[:160]}) in a way that is not served: {instead}"
+            return f"is quantised in an unsupported format (it has {name[:160]}): {instead}"
         if dtype.startswith(CODES) and layer and last not in BUFFERS:
-            return f"is quantised ({name[:160]} is of type {dtype}) in a way that is not served: {instead}"
+            return f"is quantised in an unsupported format ({name[:160]} is of type {dtype}): {instead}"
     return ""
 
 
 def is_whole_number(dtype: str) -> bool:
-    """Whether a type of safetensors files is of whole numbers or truth values."""
+    """Return whether a safetensors dtype is an integer or boolean type."""
     return dtype[0] in "IU" or dtype == "BOOL"
 
 

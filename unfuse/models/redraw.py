@@ -51,13 +51,13 @@ class OneVae(Loader):
 
 
 def forces_upcast(vae: Any) -> bool:
-    """Whether a VAE is to compute in float32, by its configuration. One whose weights are elsewhere cannot."""
+    """Return whether a VAE's configuration asks for float32. False if its weights are not on this device (meta)."""
     return bool(vae.config.get("force_upcast")) and not any(weight.is_meta for weight in vae.parameters())
 
 
 @contextmanager
 def computing_in(vae: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Give a VAE another dtype for a while."""
+    """Cast a VAE to another dtype for the duration of the block."""
     before = vae.dtype
     if before == dtype:
         yield
@@ -70,9 +70,9 @@ def computing_in(vae: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 class PictureVae:
-    """The VAE; an ImageEncoder of pictures that are stretched to the size that is asked for.
+    """The VAE as an ImageEncoder. Pictures are stretched to the requested size.
 
-    One that `upcasts` encodes in float32 where its configuration says `force_upcast`.
+    With `upcasts` it encodes in float32 if its configuration has `force_upcast`.
     """
 
     def __init__(self, loader: Loader, upcasts: bool = False) -> None:
@@ -107,7 +107,7 @@ class Redrawing(DiffusersFamily):
     """What such a request may bring; in diffusers each has a pipeline of its own, whose strength is usual for it."""
     packs = False  # whether the transformer sees latents as patches
     whole_steps = False  # whether a step that the strength spares in part is not made
-    upcasts = False  # whether the pipeline lets the VAE encode in float32 where its configuration says so
+    upcasts = False  # whether the pipeline encodes in float32 if the VAE's configuration has force_upcast
     repeats = False  # whether the pipeline for inpainting repeats the picture's latents for each of a prompt's pictures
 
     @override

@@ -103,7 +103,7 @@ class SdxlDenoiser(GridDenoiser):
 
 
 class SdxlVae(GridPictureVae):
-    """The VAE; a VaeDecoder. In float16 it decodes in float32 where its configuration says `force_upcast`."""
+    """The VAE as a VaeDecoder. In float16 it decodes in float32 if its configuration has `force_upcast`."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)

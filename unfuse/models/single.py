@@ -20,7 +20,7 @@ WITHIN = (
     "model.diffusion_model.", "model_ema.", "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.",
     "text_encoders.",
 )  # fmt: skip
-"""What names of a part begin with, in a file of all parts of a model."""
+"""Prefixes of tensor names in a single file that holds several components."""
 
 OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
 """What the names of a component begin with, in a file of all parts of a model; "" is a denoiser."""
@@ -33,7 +33,7 @@ def single_of(files: Collection[str], *usual: str) -> str:
 
 
 def singles_of(files: Collection[str]) -> list[str]:
-    """Those of a component's files of which each may have all of its weights, in order."""
+    """Return those of a component's files that may each hold all of its weights, sorted."""
     whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
     return sorted(name for name in whole if Path(name).suffix in (GGUF, ".safetensors"))
 
@@ -69,10 +69,9 @@ def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[st
 
 
 def _unused(kind: Any, model: Any, file: Path) -> list[str]:
-    """The tensors of a file that diffusers drops or finds no place for, by the file's names.
+    """Return the names of a file's tensors that diffusers drops or that the model does not have.
 
-    Diffusers' conversion is done once more, of tensors without numbers. A file of all parts of a model may have more
-    than this one.
+    Diffusers' conversion is run again on tensors without data. Tensors of other components in the file are ignored.
     """
     import torch
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -87,7 +86,7 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
         convert = next(one for one in named if one)["checkpoint_mapping_fn"]
         try:
             empty = convert(config=dict(model.config), checkpoint=empty)
-        except (RuntimeError, NotImplementedError):  # it would compare numbers
+        except (RuntimeError, NotImplementedError):  # the conversion needs tensor values
             return []
     used = sources_of([tensor for name, tensor in empty.items() if name in own])
     parts = {_part(name) for name in used}
@@ -96,7 +95,7 @@ def _unused(kind: Any, model: Any, file: Path) -> list[str]:
 
 
 def _part(name: str) -> str:
-    """What the name of a tensor begins with in a file of all parts of a model; "" in others."""
+    """Return the component's prefix of a tensor name in a file of several components; "" if it has none."""
     return next((part for part in WITHIN if name.startswith(part)), "")
 
 

@@ -1,8 +1,8 @@
-"""Special tokens that clients write in their texts: they stay text, and those of the chat template are tokens.
+"""Keeps special tokens in clients' texts plain text, while those of the chat template become tokens.
 
-A text of a client is marked in the middle of each special token before the template reads it. What the template
-itself writes is not marked. Then each unmarked special token gets a name that nobody can guess, the marks are removed,
-and a copy of the tokenizer, which knows special tokens by these names alone, makes the ids.
+Before the template is rendered, a mark is inserted into each special token in a client's text. Special tokens that the
+template writes have no mark. After rendering, each of them is replaced by an unguessable name, and the marks are
+removed. A copy of the tokenizer, in which the special tokens have only these names, then encodes the text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 
 from unfuse.core.errors import ConfigError, InvalidParameter
 
-PRIVATE = range(0xF0000, 0xFFFFE)  # characters of Unicode's plane for private use, which no text means anything by
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # tokens of bytes, which models of SentencePiece fall back to
+PRIVATE = range(0xF0000, 0xFFFFE)  # characters for private use, which have no meaning in texts
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's byte fallback tokens
 
 
 def unused_characters(text: str, count: int) -> list[str]:
-    """Characters that are not in this text, as they are or escaped for JSON. No template splits or strips them."""
+    """Return characters that do not occur in this text, literally or JSON-escaped, and that templates do not strip."""
     known, found = set(text), list[str]()
     for code in (0x7F, *PRIVATE):
         character = chr(code)
@@ -31,11 +31,12 @@ def unused_characters(text: str, count: int) -> list[str]:
             found.append(character)
         if len(found) == count:
             return found
-    raise InvalidParameter("messages: they have every character for private use, which no text does", "messages")
+    message = "messages: they contain every private-use character of Unicode: leave some of these characters out"
+    raise InvalidParameter(message, "messages")
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts of a JSON value, with the keys of its objects."""
+    """Yield all strings of a JSON value, including the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -45,16 +46,16 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         texts = [one["text"] for one in value if isinstance(one, Mapping) and isinstance(one.get("text"), str)]
         if len(texts) > 1:
-            yield "".join(texts)  # a token may begin in one part of a message and end in the next one
+            yield "".join(texts)  # a special token may span two parts of a message
         for one in value:
             yield from texts_in(one)
 
 
 class SpecialText:
-    """Tells special tokens of a template from those in the texts of clients. Of many threads, each may call it.
+    """Distinguishes special tokens of a template from those in clients' texts. Thread-safe.
 
-    `specials` are the tokens that are text in every message, `marks` those that are text in all but answers: a model
-    writes them itself, such as `<think>`.
+    `specials` are plain text in every message. `marks`, such as `<think>`, are plain text in all messages but the
+    assistant's, since models write them.
     """
 
     def __init__(self, tokenizer: Tokenizer, specials: Collection[str], marks: Collection[str]) -> None:
@@ -71,7 +72,7 @@ class SpecialText:
         }
 
     def is_in(self, value: Any) -> bool:
-        """Whether a text of this JSON value has a special token. Raises InvalidParameter where it is too deep."""
+        """Whether a string in this JSON value has a special token. Raises InvalidParameter if nested too deeply."""
         try:
             text = "\n".join(texts_in(value))
         except RecursionError as error:
@@ -81,7 +82,7 @@ class SpecialText:
         return self._normalized and any(token in self._tokenizer.normalizer.normalize_str(text) for token in self._all)
 
     def marked(self, value: Any, mark: str, answer: bool = False) -> Any:
-        """The JSON value with a mark in each special token of its texts. One of an `answer` has fewer of them."""
+        """Return the JSON value with a mark inserted into each special token; in an `answer` only into `specials`."""
         if isinstance(value, str):
             return self._marked(value, mark, self._specials if answer else self._all)
         if isinstance(value, Mapping):
@@ -101,7 +102,7 @@ class SpecialText:
         return text
 
     def _parts(self, parts: list[Any], mark: str) -> list[Any]:
-        """The parts, with a mark between two texts that would make a special token together."""
+        """Return the parts with a mark between two texts that together would form a special token."""
         before = ""
         for place, part in enumerate(parts):
             text = part.get("text") if isinstance(part, dict) else None
@@ -114,7 +115,7 @@ class SpecialText:
         return parts
 
     def ids(self, text: str, mark: str) -> list[int]:
-        """The ids of a template's text, in which special tokens of clients are marked."""
+        """Return the ids of a rendered template in which the special tokens of clients are marked."""
         written = [token for token in self._all if token in text]
         if written:
             text = _any_of(written).sub(lambda match: self._names[match[0]], text)
@@ -123,7 +124,7 @@ class SpecialText:
 
     @cached_property
     def _copy(self) -> Tokenizer:
-        """The tokenizer, with other names for the special tokens. Raises ConfigError where that changes an id."""
+        """The tokenizer with other names for the special tokens. Raises ConfigError if that changes an id."""
         said = json.loads(self._tokenizer.to_str())
         model, names = said["model"], self._names
         for token in said["added_tokens"]:
@@ -139,17 +140,17 @@ class SpecialText:
         said["post_processor"] = None
         copy = Tokenizer.from_str(json.dumps(said))
         if any(copy.token_to_id(name) != self._tokenizer.token_to_id(token) for token, name in names.items()):
-            raise ConfigError("the tokenizer of the model cannot tell its special tokens from text")
+            raise ConfigError("the model's tokenizer cannot distinguish its special tokens from text")
         return copy
 
 
 def _escaped(character: str) -> str:
-    """A character as JSON of ASCII has it."""
+    """Return a character as it is written in ASCII-only JSON."""
     return json.dumps(character)[1:-1]
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """A pattern of these tokens, of which the longest goes first, as tokenizers find them."""
+    """Return a pattern for any of these tokens. Longer tokens match first, as in tokenizers."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 

@@ -26,8 +26,8 @@ from unfuse.models.tool_messages import result_as_user, with_calls, with_propert
 class ChatTokenizer:
     """Ids of texts and of chats, and the bytes that ids stand for. Of many threads, each may call it.
 
-    `stops` end a text; `specials` are no text; `size` is one more than the largest id. By the chat template, `calls`
-    is how calls of tools are written, and `reasoning` how reasoning is, or None.
+    `stops` end a text; `specials` are no text; `size` is one more than the largest id. `calls` and `reasoning` (or
+    None) are the formats that follow from the chat template.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -71,7 +71,7 @@ class ChatTokenizer:
             raise InvalidParameter("messages: half a surrogate pair is no text", "messages") from error
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """The ids of words, each at the beginning of a text and behind a space, as vLLM has them of bad words."""
+        """Return the ids of each word, at the beginning of a text and after a space, as vLLM does for bad words."""
         found = list[list[int]]()
         for word in words:
             first, behind = self.ids(word.lstrip()), self.ids(f" {word.lstrip()}")
@@ -89,12 +89,12 @@ class ChatTokenizer:
         shows: Collection[str] = (),
         edit: Callable[[str], str] = str,
     ) -> list[int]:
-        """The ids of a chat, up to where the answer begins. The template writes all special tokens, the first, too.
+        """Return the ids of a chat up to the beginning of the answer.
 
-        Special tokens in the texts of messages are text. Parts of the types in `shows` are the template's to read, and
-        `edit` may change what it writes. With `continue_final_message` among the variables in `template_kwargs`, the
-        answer goes on where the last message ends.
-        Raises InvalidParameter for messages that are none, or that the model's template refuses.
+        All special tokens, including the first one, come from the template; in the texts of messages they are plain
+        text. Content parts of the types in `shows` are passed to the template, and `edit` may change the rendered text.
+        With `continue_final_message` in `template_kwargs`, the prompt ends with the text of the last message.
+        Raises InvalidParameter for messages that are malformed, or that the template refuses.
         """
         template = self._template(tools)
         given = {**(template_kwargs or {}), "messages": plain(messages, shows), "tools": tools}
@@ -122,7 +122,7 @@ class ChatTokenizer:
 
     @cached_property
     def _special_text(self) -> SpecialText:
-        """What keeps special tokens in texts of messages apart from those that templates write."""
+        """Keeps special tokens in texts of messages apart from those that templates write."""
         special = {token for token, is_special in self._added.items() if is_special}
         special |= {token for id in self.stops if (token := self._tokenizer.id_to_token(id)) in self._added}
         written = "".join(_probe(template, self._named) for template in self._templates.values())
@@ -134,9 +134,9 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return what stands before the answer in its own turn; "" where that is not known.
+        """Return the text before the answer within its turn; "" if it is not known.
 
-        The template writes it, or it is the last message with `continue_final_message` in `template_kwargs`.
+        The template writes it. With `continue_final_message` in `template_kwargs` it is the last message.
         """
         texts, given = plain([text_alone(message) for message in messages]), {**(template_kwargs or {})}
         if given.pop("continue_final_message", False):
@@ -151,7 +151,7 @@ class ChatTokenizer:
         return ""
 
     def mark_ids(self, marks: Iterable[str]) -> dict[int, str]:
-        """Those of these texts that are one token of the tokenizer, by id."""
+        """Return the marks that are a single token, by id."""
         ids = ((self._tokenizer.token_to_id(mark), mark) for mark in marks)
         return {id: mark for id, mark in ids if id is not None}
 
@@ -160,7 +160,7 @@ class ChatTokenizer:
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
         """Messages, and tools as such where a template knows none, for `prompt`. Raises InvalidParameter.
 
-        The past is read leniently, and `developer` is `system` where the template does not name it.
+        Earlier messages are read leniently. `developer` becomes `system` if the template does not mention it.
         """
         if not self._templates:
             return messages, tools
@@ -237,7 +237,7 @@ PROBE = "written here"
 
 _TURNS = ("user", "assistant", "user")
 PROBES: tuple[tuple[str, ...], ...] = (("system", *_TURNS), _TURNS, ("user",))
-"""Roles of chats that show what a template writes between messages; some templates refuse the first ones."""
+"""Chats, by their roles, that are rendered to see what a template writes between messages. Some are refused."""
 
 
 def _in_parts(message: Message) -> Message:
@@ -247,7 +247,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
-    """What a template writes of a short chat; "" if it refuses each."""
+    """Return what a template renders for a short chat; "" if it refuses all of PROBES."""
     for roles in PROBES:
         with suppress(InvalidParameter):
             chat = [{"role": role, "content": "0"} for role in roles]
@@ -277,7 +277,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Ma
 
 
 def _ended(messages: Sequence[Mapping[str, Any]], end: str) -> list[Mapping[str, Any]]:
-    """Messages, of which the last one ends with this text. Raises InvalidParameter where it has no text."""
+    """Return the messages with `end` appended to the last one. Raises InvalidParameter if that has no text."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -287,15 +287,15 @@ def _ended(messages: Sequence[Mapping[str, Any]], end: str) -> list[Mapping[str,
         if parts[place].get("type") == "text":
             parts[place] = {**parts[place], "text": parts[place]["text"] + end}
             return [*before, {**last, "content": parts}]
-    message = "continue_final_message goes on with the text of the last message, which has none"
+    message = "continue_final_message: the last message has no text to continue"
     raise InvalidParameter(message, "continue_final_message")
 
 
 def _up_to(text: str, end: str) -> str:
-    """The text before its last `end`, also where a template has trimmed the message. Raises InvalidParameter."""
+    """Return the text before the last `end`, without the white space that a template trims. Raises InvalidParameter."""
     before, found, behind = text.rpartition(end)
     if not found:
-        message = "continue_final_message: the model's chat template does not write the last message as it is"
+        message = "continue_final_message: the model's chat template changes the last message, so leave it out"
         raise InvalidParameter(message, "continue_final_message")
     return before if behind.startswith(" ") else before.rstrip()
 

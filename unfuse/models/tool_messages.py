@@ -9,7 +9,7 @@ from typing import Any
 from unfuse.core.errors import InvalidParameter
 from unfuse.models.answer_formats import CALL_FORMATS
 
-OURS = CALL_FORMATS["hermes"]  # how calls are written where a template does not say
+OURS = CALL_FORMATS["hermes"]  # the format of calls for templates without tools
 
 ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
 <tools>

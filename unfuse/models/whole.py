@@ -62,13 +62,13 @@ ASKED = {
 """Parameters of requests that are refused where a call does not take these."""
 
 OWN_SIZES = ("Kandinsky5I2IPipeline",)
-"""Classes that make pictures of some sizes alone, in place of any other that they are asked for."""
+"""Classes that only make pictures of certain sizes, and replace any other requested size."""
 
 ENLARGE = {"StableDiffusionUpscalePipeline": 4, "StableDiffusionLatentUpscalePipeline": 2}
-"""Classes that make a picture so many times as large as it is."""
+"""Upscaling classes, with the factor for each side of the picture."""
 
 MAIN = ("transformer", "unet", "prior", "decoder")  # what tells models apart; the first names a pool
-SIDE, GUESSED_RATE, STEPS = 512, 16, 50  # where neither the call nor the configurations say what is usual
+SIDE, GUESSED_RATE, STEPS = 512, 16, 50  # defaults if neither the call nor a configuration has any
 LENGTHS = 4  # a video may be so many times as long as is usual for it
 
 
@@ -155,11 +155,11 @@ class WholeFamily(Family):
 
 
 def _undivided(model: ModelFolder, found: Declared, serving: Serving) -> str:
-    """Why the model has one stage, and that the rate of its videos is a guess if it is one."""
+    """Return why the model has one stage, and whether the frame rate of its videos is a guess."""
     said = f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it"
     if found.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, found):
         return said
-    return f"{said}; that its videos have {GUESSED_RATE} frames a second is a guess: set defaults.fps in serving.json"
+    return f"{said}; its rate of {GUESSED_RATE} frames a second is a guess: set defaults.fps in serving.json"
 
 
 PREVIEWS = ("preview_every", "partial_images")  # what latents become is for a pipeline alone to say
@@ -206,7 +206,7 @@ def _standard(model: ModelFolder, found: Declared) -> Params:
 
 
 def _frame_rate(model: ModelFolder, found: Declared) -> Value:
-    """Frames a second: the call's default, else what is known of the class. None where nothing is known."""
+    """Return the frames a second: the call's default, else that of the class; None for an unknown class."""
     asked = next((found.takes[name] for name in RATES if found.takes.get(name) is not None), None)
     transformer = model.config("transformer") if "transformer" in model.components() else {}
     return asked or frame_rate(found.name, model.index(), transformer)
@@ -233,7 +233,7 @@ def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
             patch = int(size[-1] if isinstance(size, list) else size)
     multiple = lcm(_scale(model, "spatial") * patch, 16 if "transformer" in parts else 8)
     if _picture_scale(found):
-        multiple = _scale(model, "spatial") * patch  # to which such a pipeline itself rounds a picture's sides down
+        multiple = _scale(model, "spatial") * patch  # the pipeline rounds a picture's sides down to this multiple
     frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
     most = LENGTHS * frames if found.medium == VIDEO and isinstance(frames, int) else 1
     return Limits(
@@ -246,19 +246,19 @@ def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
 
 
 def _picture_scale(found: Declared) -> int:
-    """How many times as large as its picture a result is, for a call that takes no size; else 0."""
+    """Return the scale of results relative to the start picture, for a call that takes no size; else 0."""
     return 0 if "width" in found.takes or UPLOAD not in found.takes else ENLARGE.get(found.name, 1)
 
 
 def _has_fixed_size(model: ModelFolder) -> bool:
-    """Whether the denoiser has learned the place of each patch of one size, and so makes no other."""
+    """Return whether the denoiser has learned positional embeddings, which allow only one size."""
     if "transformer" not in model.components():
         return False
     return bool(model.config("transformer").get("use_learned_positional_embeddings"))
 
 
 def _lacks(found: Declared) -> list[str]:
-    """The parameters of requests that have no place in the call. A size has one where the picture can be resized."""
+    """Return the request parameters that the call does not take. A size is taken if the picture can be resized."""
     sized = ("size", "width", "height") if _picture_scale(found) else ()
     return [asked for asked, own in ASKED.items() if own not in found.takes and asked not in sized]
 
@@ -289,7 +289,7 @@ def _pipeline(loader: Loader, name: str) -> Any:
     given |= {key: None for key, value in index.items() if key in known and _is_none(value)}
     pipeline = kind(**given, **{part: component(part, loader) for part in parts if part in known})
     if reason := misfit(pipeline):
-        raise ConfigError(f"model {loader.folder.path}: {reason}: diffusers cannot run it either")
+        raise ConfigError(f"model {loader.folder.path}: {reason}, so diffusers cannot run it either")
     for one in (pipeline, *vars(pipeline).values()):
         if isinstance(one, diffusers.DiffusionPipeline):
             one.set_progress_bar_config(disable=True)

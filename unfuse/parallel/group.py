@@ -42,14 +42,15 @@ class RankFailed(TransientError):
 
 
 class RankError(UnfuseError):
-    """Another rank failed in a way that no rule of `core/retries.py` names."""
+    """Another rank raised an exception that no rule in `core/retries.py` names."""
 
 
 ERRORS: dict[str, type[Exception]] = {
     "memory": torch.OutOfMemoryError, "device": getattr(torch, "AcceleratorError", RuntimeError), "request": Unsuitable,
     "permanent": PermanentError, "unknown": RankError,
 }  # fmt: skip
-"""What ranks raise when one of them failed, by the cause, so that the same rule decides; else RankFailed."""
+"""The exception that ranks raise after the failure of another one, by the cause of its retry rule, so that the same
+rule applies to them. RankFailed for all other causes."""
 
 
 class Group:
@@ -89,7 +90,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """One step, which all ranks make. Raises an error of ERRORS, or RankFailed, where another one could not."""
+        """Run one step on all ranks. Raises an exception in ERRORS, or RankFailed, if another rank failed."""
         self._met = False
         try:
             yield

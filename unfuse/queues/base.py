@@ -270,9 +270,9 @@ class TaskQueue(ABC):
     async def turn_down(self, claim: Claim) -> int:
         """Hand a leased task back, and count this for its worker unless a step was reported under this lease.
 
-        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. Nor does the
-        worker that the task avoids, which counts as such a one. Returns the number of such workers. Raises LeaseLost if
-        the claim is not held.
+        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. The worker in
+        the task's `avoids` is treated in the same way. Returns the number of all these workers. Raises LeaseLost if the
+        claim is not held.
         """
 
     @abstractmethod
@@ -374,9 +374,9 @@ class TaskQueue(ABC):
 
     @abstractmethod
     async def secret(self, name: str, proposed: str) -> str:
-        """Return the secret of this name: `proposed`, if it has none yet. All callers get the same.
+        """Return the secret of this name. If there is none yet, store `proposed`; all callers get the same value.
 
-        It is as durable as a request, and is never replaced or forgotten.
+        It must be as durable as a request, and is never replaced or deleted.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ An earlier version reads a file with this table, and leaves the pieces of what i
 """
 
 SECRETS = "CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT"
-"""An earlier version reads a file with this table, and leaves it alone."""
+"""Earlier versions can open a file with this table, and ignore it."""
 
 FIND_PIECES = """
 SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
@@ -122,7 +122,7 @@ class Journal:
         return found[:limit]
 
     def secret(self, name: str, proposed: str) -> str:
-        """The secret of that name, which is stored durably; to be called in the thread that writes."""
+        """Return the secret of that name, stored durably. Must be called in the writer thread."""
         self._file.pragma("synchronous", "FULL")
         self._file.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, proposed))
         ((value,),) = self._file.execute("SELECT value FROM secrets WHERE name = ?", (name,))

@@ -198,7 +198,7 @@ class LocalQueue(TaskQueue):
         return dict(self._declared)
 
     async def secret(self, name: str, proposed: str) -> str:
-        """The secret of this name, which is kept for as long as this process."""
+        """Return the secret of this name. It lasts as long as this process."""
         return self._secrets.setdefault(name, proposed)
 
     async def workers(self) -> Sequence[Member]:

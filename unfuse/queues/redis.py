@@ -328,7 +328,7 @@ class RedisQueue(TaskQueue):
         await self._call("declare", by=by, declaration=script.raw(encode(declaration)))
 
     async def secret(self, name: str, proposed: str) -> str:
-        """The secret of this name."""
+        """Return the secret of this name."""
         return bytes(await self._call("secret", name=name, proposed=proposed)).decode()
 
     async def declared(self) -> dict[str, Declaration]:

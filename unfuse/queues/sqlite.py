@@ -133,7 +133,7 @@ class SqliteQueue(LocalQueue):
 
     @override
     async def secret(self, name: str, proposed: str) -> str:
-        """The secret of this name, once it is written."""
+        """Return the secret of this name after it was written to disk. Raises TransientError."""
         self._may_read()
         loop = asyncio.get_running_loop()
         try:

@@ -25,13 +25,13 @@ from unfuse.scheduler import waking
 from unfuse.scheduler.draft import Draft
 
 HasOther = Callable[[str, str], bool]
-"""Whether a pool has a live worker beside the one of that id."""
+"""`(pool, worker) -> bool`: whether the pool has another live worker than this one."""
 
 BEGUN = ("queued", "announced")  # what a stage that runs can be in its context
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # why a task may be handed back at will
-ALL_FLAGGED = "the model's safety checker flagged everything that was made: change the prompt, or try another seed"
+ALL_FLAGGED = "the model's safety checker flagged all results: change the prompt, or try another seed"
 GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
-WEIGHTS_CHANGED = "weights_changed"  # why a request fails whose model has other files than were loaded
+WEIGHTS_CHANGED = "weights_changed"  # the error code of a request whose model's files have changed since loading
 BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
 
@@ -162,7 +162,7 @@ def failed(
     A crash in company may have been another's doing: it is charged to nobody, and the stage is alone from then on.
     `running` is the record's: consumers of a lost object that run already are left alone, they may have read it.
     `has_other` says whether another worker could run the stage. Raises LeaseLost, and ValueError for a hand-back, which
-    is the queue's business.
+    the queue handles.
     """
     claim, stage = failed.claim, failed.claim.stage
     draft = _claimed(context, claim, worker, wall, running)
@@ -200,9 +200,9 @@ def turned_down(context: RequestContext, stage: str, message: str, wall: float) 
 def unavailable(
     context: RequestContext, changed: Callable[[str], str], wall: float, running: Sequence[Running] = ()
 ) -> Change | None:
-    """Nobody can run a stage of it any more, since a file of the model has changed. None if it can still complete.
+    """Fail a request that needs a pool without workers, if a changed model file is the reason. None otherwise.
 
-    `changed` says why a pool has no workers, "" where that has another reason. What runs may still end well.
+    `changed` returns that reason for a pool, "" for any other reason. Running stages do not count: they may complete.
     """
     runs = {run.stage for run in running}
     left = [] if context.over else [stage for stage in context.plan.stages if stage.name not in runs]
@@ -231,7 +231,7 @@ def cancelled(context: RequestContext, wall: float) -> Change | None:
 
 
 def client_disconnected(context: RequestContext, wall: float) -> Change | None:
-    """The client that waited for the result is gone. None if the request is over, or goes on without its client."""
+    """Cancel a request whose client disconnected. None if it is over, or does not end with its client."""
     if context.over or not context.ends_with_client:
         return None
     draft = Draft(context, wall)
@@ -297,8 +297,8 @@ def moved(
     asleep: Collection[str] = (), wake_limit: float = 0.0, has_other: HasOther = lambda _pool, _worker: True,
 ) -> Change | None:  # fmt: skip
     """Tasks that wait in vain go where they are at home, as the attempt that they are; so do those whose place moved
-    with the deadline, because a pool slept, and those that avoid a worker which is alone by now. None if nothing of
-    that is so.
+    with the deadline, because a pool slept, and those that avoid the only worker that is left. None if there are no
+    such tasks.
 
     What runs is left alone.
     """
@@ -377,7 +377,7 @@ def _object_lost(draft: Draft, failed: Failed, running: set[str]) -> Change:
 
 
 def _unknown_error(draft: Draft, failed: Failed, worker: str, has_other: bool) -> Change:
-    """Try a stage again, on another worker where there is one, unless the same type of error ended it before."""
+    """Retry a stage, on another worker if there is one, unless it failed with the same type of exception before."""
     stage = failed.claim.stage
     state = draft.stages[stage]
     if state.failed_with == failed.error:

@@ -78,7 +78,7 @@ class Registry:
         return self._manned.get(declared(pool), {})
 
     def has_other(self, pool: str, worker: str) -> bool:
-        """Whether a live worker other than this one has loaded what serves that very pool."""
+        """Return whether another live worker than this one has loaded that pool."""
         return any(id != worker and pool in pools for id, pools in self._open.items())
 
     def is_exact(self, pool: str) -> bool:
@@ -98,7 +98,7 @@ class Registry:
         return "asleep" if declared(pool) in self._asleep else "missing"
 
     def changed_file(self, *pools: str) -> ChangedFile | None:
-        """Return the file that has changed, so that one of these pools has no workers; None for other reasons."""
+        """Return the changed file because of which one of these pools has no workers; None if there is none."""
         lacking = (declared(pool) for pool in pools if not self.manned(pool))
         found = (self._changed[pool] for pool in lacking if pool in self._changed)
         return min(found, key=lambda file: (not file.compared, file.name), default=None)

@@ -114,7 +114,7 @@ class Scheduler:
         samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(asked.n)]
         works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
         if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
-            raise WeightsChanged(f"the model cannot be served now: {file}")
+            raise WeightsChanged(f"the model is unavailable: {file}")
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
         shared_by = self._cache.shared_by(who.tenant, delivery.cache)
         plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins)
@@ -218,7 +218,7 @@ class Scheduler:
         return record
 
     async def client_disconnected(self, request: str) -> None:
-        """Cancel a request that belongs to a client which is gone. One that is over does not change."""
+        """Cancel a request because its client disconnected. A request that is over, or unknown, stays as it is."""
         with suppress(NotFound):
             await self._apply(request, lambda record, wall: lifecycle.client_disconnected(record.context, wall))
 
@@ -289,7 +289,7 @@ class Scheduler:
         message, evidence = without_paths(failed.message), without_paths(failed.evidence)
         told = msgspec.structs.replace(failed, message=message, evidence=evidence)
         if failed.error:
-            await self.registry.workers()  # who is there now
+            await self.registry.workers()  # refresh the registry
 
         def decide(record: Record, wall: float) -> Change:
             known = record.context.stages.keys()

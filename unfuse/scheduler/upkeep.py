@@ -163,7 +163,7 @@ class Upkeep(Observer):
                 self.arm((await self._settled(record)).context, now)
 
     async def _settled(self, record: Record) -> Record:
-        """The request where its tasks wait; one that needs a pool whose files have changed, and does not run, fails."""
+        """Move a request's waiting tasks if needed, or fail it if it needs a pool whose model files have changed."""
         settled = await self._transitions.settled(record)
         changed = self._changed_file
         return await self._transitions.apply_if_due(
@@ -171,7 +171,7 @@ class Upkeep(Observer):
         )
 
     def _changed_file(self, pool: str) -> str:
-        """Why nobody serves a pool any more: a file with other bytes than were loaded; "" for any other reason."""
+        """Return the sentence about the changed file because of which a pool has no workers; "" if there is none."""
         file = self._registry.changed_file(pool)
         return str(file) if file and file.compared else ""
 

@@ -39,13 +39,13 @@ class Prompt:
     begins: tuple[str, ...] = ()
     besides: Mapping[str, bytes] = field(default_factory=dict)
     derived: Mapping[str, object] = field(default_factory=dict)
-    """What is known of the prompt, for the rule that completes the parameters."""
+    """Values for the medium's `settle` that are computed from the prompt, such as its number of tokens."""
     params: Mapping[str, Value] = field(default_factory=dict)
-    """More parameters for the stages."""
+    """Further parameters for the stages."""
     grammars: tuple[bytes, ...] = ()
-    """Packed grammars of the answer: the first that can be compiled is used."""
+    """Packed grammars of the answer, the strictest first. The first that can be compiled is used."""
     grammar_param: str = ""
-    """The parameter that says what the answer must be."""
+    """The parameter that sets the format of the answer."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Call:
         return record, delivery
 
     def _belongs_to_its_client(self, key: str, delivery: Delivery) -> bool:
-        """Whether nobody but the client that waits for the answer can want the result."""
+        """Whether only the client that waits for the answer can use the result."""
         return self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
 
     async def _earlier(self, key: str) -> Record | None:

@@ -66,7 +66,7 @@ async def caller_of(request: Request) -> Caller:
 
 
 FOLLOWS_LINK = Caller(DEFAULT_TENANT, None, False)
-"""Whoever follows a signed link, which opens the path of one result and no other."""
+"""The caller of a signed link. The link opens the path of one result."""
 
 Known = Annotated[Caller, Depends(caller_of)]
 
@@ -111,7 +111,7 @@ class Lasting:
 
 
 def _shown(headers: Headers) -> str:
-    """The key that a call shows, as a bearer's or as `x-api-key`; "" if it shows none."""
+    """Return the key in the `Authorization` or `x-api-key` header; "" if there is none."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 

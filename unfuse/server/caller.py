@@ -35,9 +35,9 @@ async def answer_call(
 
 
 class Caller:
-    """A client that waits for its request, which is cancelled if the client disconnects before it is answered.
+    """A client that waits for its request. If it disconnects before the answer, its request is cancelled.
 
-    A connection that the server closes, because it ends or cannot go on, cancels nothing.
+    The request is not cancelled if the server closes the connection, because it shuts down or failed.
     """
 
     def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:

@@ -60,7 +60,7 @@ TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
 
 class Usage(NamedTuple):
-    """Whether a stream ends with its usage, and whether each event has the usage so far."""
+    """Whether the last event of a stream has the usage, and whether each event has the usage so far."""
 
     at_end: bool
     each: bool
@@ -88,7 +88,7 @@ def _tokenizer(source: str) -> ChatTokenizer:
 
 
 def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> Prompt:
-    """The tokens of the messages, as decoders read them, what they show, and how the answer is written and read."""
+    """Return the prompt of a chat: its tokens, its pictures, and the grammars and the parser of the answer."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
@@ -134,17 +134,17 @@ def _special_stops(tokenizer: ChatTokenizer, stop: object) -> list[int]:
 def _grammars(
     format: AnswerFormat | None, tools: Tools | None, calls: CallFormat, tokenizer: ChatTokenizer
 ) -> tuple[bytes, ...]:
-    """Packed grammars of the answer, each looser than the last; none if it may be any text."""
+    """Return the packed grammars of the answer, the strictest first; empty if it may be any text."""
     found = [grammar_of(format, tools, calls, relaxed) for relaxed in (False, True)]
     param = "tools" if tools else format.param if format else FORMAT
     packed = [pack_grammar(grammar, param) for grammar in dict.fromkeys(found) if grammar is not None]
     if packed and not tokenizer.stops:
-        raise InvalidParameter("this model has no token that ends a text, so its answers have no format", param)
+        raise InvalidParameter("this model has no end-of-text token, so it does not support formats", param)
     return tuple(packed)
 
 
 def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown: str) -> list[int]:
-    """The last of the ids, as many as `truncate_prompt_tokens` says."""
+    """Return the last `truncate_prompt_tokens` ids. Raises InvalidParameter."""
     most = fields.get("truncate_prompt_tokens")
     if most is None:
         return ids
@@ -152,10 +152,10 @@ def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown
         limits, answer = TEXT.limits_of(card.limits), fields.get("max_completion_tokens") or fields.get("max_tokens")
         most = limits.max_tokens - (answer if isinstance(answer, int) and answer != UNBOUNDED else 1)
     if most < 1:
-        message = "truncate_prompt_tokens must be 1 or more, or -1 for as many as fit beside the answer"
+        message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit beside the answer"
         raise InvalidParameter(message, "truncate_prompt_tokens")
     if len(ids) > most and shown:
-        message = "truncate_prompt_tokens cannot cut messages that show pictures: leave out the older messages"
+        message = "truncate_prompt_tokens cannot truncate messages with pictures: leave out older messages"
         raise InvalidParameter(message, "truncate_prompt_tokens")
     return ids[-most:]
 
@@ -262,7 +262,7 @@ def _head(context: RequestContext, kind: str) -> dict[str, Any]:
 
 
 def _fingerprint(context: RequestContext) -> str:
-    """What stands for weights, numbers and software: equal seeds make equal texts where it is equal."""
+    """Return the system_fingerprint: a hash of the version and of the pools, which identify weights and numerics."""
     pools = sorted({stage.pool for stage in context.plan.stages if stage.final})
     return "fp_" + blake2b("\n".join([__version__, *pools]).encode(), digest_size=6).hexdigest()
 
@@ -285,7 +285,7 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
 
 
 def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
-    """The usage of a chat that has `made` so many tokens; with `answers` that are whole, also of what kind they are."""
+    """Return the usage of a chat with `made` tokens. With the complete `answers` it has reasoning_tokens too."""
     prompt = context.params["prompt_tokens"]
     assert isinstance(prompt, int)
     details = {"cached_tokens": CHUNK * context.spared}

@@ -114,7 +114,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def _come_again(error: errors.Overloaded) -> Refusal:
-    """The refusal of a request that may be accepted later, with the seconds until then in `Retry-After`."""
+    """Return the refusal of a request that may be accepted later, with `Retry-After` in seconds."""
     headers = {"retry-after": str(max(1, ceil(error.retry_after)))}
     if isinstance(error, errors.ShuttingDown):
         return Refusal(503, "stopping", str(error), headers=headers)

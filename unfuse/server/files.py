@@ -13,13 +13,13 @@ from unfuse.core.errors import NotFound
 from unfuse.server.errors import Refusal
 
 MAX_RANGES = 100
-"""The most ranges of one call. A call for more gets the whole file."""
+"""The most ranges in one call. A call with more gets the whole file."""
 
 MAX_DIGITS = 18
-"""Numbers with more digits than this are beyond the end of every file."""
+"""A position with more digits is beyond the end of every file."""
 
 Ranges = list[tuple[int, int]]
-"""Ranges of bytes, each as its first byte and the one behind its last."""
+"""Byte ranges as (first, end), without the byte `end`."""
 
 _RANGE = re.compile(r"([0-9]*)-([0-9]*)")
 _ETAG = re.compile(r'(?:W/)?"[^"]*"')
@@ -34,7 +34,7 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     try:
         stat = await to_thread.run_sync(path.stat)
     except FileNotFoundError as error:
-        raise NotFound("the file is deleted") from error
+        raise NotFound("the file was deleted") from error
     headers = {"etag": f'"{sha256}"'}
     response = FileResponse(path, media_type=media_type, headers=headers, stat_result=stat)
     if _names(request, "if-match", response.headers["etag"]) is False:
@@ -47,10 +47,10 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     is_unchanged = condition in (None, response.headers["etag"], response.headers["last-modified"])
     ranges = parse_ranges(asked[0], stat.st_size) if len(asked) == 1 and is_unchanged else None
     if ranges == []:
-        message = f"the file has {stat.st_size} bytes, and the ranges begin behind them: ask for others, or for all"
+        message = f"the file has {stat.st_size} bytes, and the requested ranges begin after its end"
         raise Refusal(416, "range_not_satisfiable", message, headers={"content-range": f"bytes */{stat.st_size}"})
 
-    # FileResponse reads the ranges from the call: it gets those alone that are right.
+    # FileResponse parses the Range header itself, so it gets one with only the valid ranges.
     kept = [header for header in request.scope["headers"] if header[0] not in (b"range", b"if-range")]
     if ranges:
         text = ", ".join(f"{first}-{end - 1}" for first, end in ranges)
@@ -72,9 +72,9 @@ def _names(request: Request, header: str, etag: str) -> bool | None:
 
 
 def parse_ranges(header: str, size: int) -> Ranges | None:
-    """Return the ranges that a Range header selects of a file of `size` bytes; none if the file ends before all.
+    """Return the ranges of a Range header for a file of `size` bytes; empty if all begin after its end.
 
-    None means that the header is to be ignored: its unit is unknown, its syntax is wrong, or there are too many ranges.
+    Returns None if the header must be ignored: its unit is unknown, it is malformed, or it has too many ranges.
     """
     unit, _, listed = header.partition("=")
     texts = [text.strip(" \t") for text in listed.split(",") if text.strip(" \t")]
@@ -96,7 +96,7 @@ def parse_ranges(header: str, size: int) -> Ranges | None:
 
 
 def _number(digits: str) -> int | None:
-    """Return the number, or one that is larger than every file; None for no digits."""
+    """Return the number, or a number larger than every file if it has too many digits; None for ""."""
     if not digits:
         return None
     significant = digits.lstrip("0") or "0"
@@ -104,7 +104,7 @@ def _number(digits: str) -> int | None:
 
 
 def _merged(ranges: Ranges) -> Ranges:
-    """Return the ranges in order, with those that overlap or touch as one."""
+    """Return the ranges sorted, with overlapping and adjacent ranges merged."""
     merged: Ranges = []
     for first, end in sorted(ranges):
         if merged and first <= merged[-1][1]:

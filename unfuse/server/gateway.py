@@ -38,7 +38,7 @@ from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
 
 STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503}
-"""What a call gets that waited for a request which failed for such a reason; 500 for any other."""
+"""The HTTP status for a failed request by its error code; 500 for any other code."""
 
 PICTURES_AT_ONCE = 2
 """How many uploads are decoded at one time, since each may take 160 MB; and how many adapters are read."""
@@ -54,10 +54,10 @@ class Gateway(Observer):
     that go by another one here. `standard` is what every request gets beside its model's defaults, where it does not
     say otherwise; `loras` is the folder of adapters, if any. A `strict` one refuses what it would have to ignore.
     `time_limits` are seconds that a request's stages may run, by medium; 0 or none: any number. `store` is the kind of
-    place where workers keep outputs. One that `cancels` ends a request whose client waited and disconnected. With one
+    place where workers keep outputs. With `cancels`, a request whose waiting client disconnects is cancelled. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
-    models; `parsers` say how answers are parsed. Links begin with the `public_url` ("": with the address that the
+    models; `parsers` selects the parsers of answers. Links begin with the `public_url` ("": with the address that the
     client used). What the scheduler does it counts and logs.
     """
 
@@ -261,7 +261,7 @@ def _shown(name: object) -> str:
 
 
 def base_of(request: Request) -> str:
-    """The URL that links in responses begin with: the public one, or that by which the client reached this gateway."""
+    """Return the base of links in responses: `public_url`, or the address that the client used."""
     gateway: Gateway = request.app.state.gateway
     return gateway.public_url or str(request.base_url).rstrip("/")
 

@@ -44,7 +44,7 @@ _USAGE = {
 
 
 _FLAGGED = {"b64_json": None, "flagged": True}
-"""What stands for a picture that the model's safety checker flagged, where others of its request are delivered."""
+"""The entry of a flagged picture in a response with several pictures."""
 
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
@@ -110,12 +110,12 @@ def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, obje
 
 
 def _form(context: RequestContext) -> dict[str, object]:
-    """The size that was asked for, the quality and the background."""
+    """Return the requested size, the quality and the background."""
     return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
 
 
 def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
-    """Return the size of a picture that was made, as its header says; nothing for a result of another type."""
+    """Return the size in the header of a generated picture; empty for another content type."""
     if not file.content_type.startswith("image/"):
         return {}
     with Image.open(BytesIO(picture)) as image:
@@ -128,7 +128,7 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
 
 
 def _reply(results: ResultStore, context: RequestContext, address: Callable[[int], str] | None) -> bytes:
-    """The reply in OpenAI's shape, with pictures inside (base64), or their addresses by index. Reads files."""
+    """Return the response in OpenAI's form, with base64 pictures, or with links made by `address`. Reads files."""
     data, size = [], dict[str, object]()
     for file in context.result:
         picture = _seed(context, file)

@@ -1,4 +1,4 @@
-"""Addresses of results: signed ones open without a key for a while, each for one result."""
+"""Signed links: each opens one result without an API key until it expires."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from unfuse.queues.base import TaskQueue
 from unfuse.server.errors import Refusal
 
 LASTS_S = 3600
-"""Seconds for which a link in an answer opens without a key."""
+"""Lifetime in seconds of a link in a response."""
 
 WEBHOOK_LASTS_S = 24 * 3600
-"""The same of a link in a webhook's message, which may wait in its receiver's queue."""
+"""Lifetime in seconds of a link in a webhook message, which may wait in the receiver's queue."""
 
 SECRET = "links"
-"""The name in the queue of the secret by which all gateways of a queue sign."""
+"""The name of the signing secret in the queue. All gateways of a queue share it."""
 
 Sign = Callable[[str], str]
-"""Turns the path of a result into one that opens without a key, or leaves it as it is."""
+"""A function that adds expiry and signature to the path of a result, or returns it unchanged."""
 
 _RESULT = re.compile(r"/v1/requests/[^/]+/result/[0-9]+")
 _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
 class Links:
-    """Signs the paths of results, and checks signatures. Without keys (`signs` is false) paths stay as they are.
+    """Signs the paths of results, and verifies signatures. Without API keys (`signs` is false) paths are not signed.
 
-    Times are Unix seconds of this gateway's clock: a clock that steps moves the end of every link by its step.
+    Times are Unix seconds of this gateway's clock. If the clock is set, links expire earlier or later accordingly.
     """
 
     def __init__(self, queue: TaskQueue, clock: Clock, *, signs: bool) -> None:
@@ -44,10 +44,9 @@ class Links:
         self._secret = b""
 
     async def signer(self, lasts_s: int = LASTS_S) -> Sign:
-        """Return what signs paths for so many seconds from then.
+        """Return a function that signs paths for `lasts_s` seconds.
 
-        Paths stay as they are while the part of the queue is away that holds the secret: with a key they open all the
-        same.
+        While the queue with the secret is unavailable, it returns paths unchanged: they still open with a key.
         """
         secret = b""
         if self._signs:
@@ -63,9 +62,9 @@ class Links:
         return sign
 
     async def opens(self, request: Request) -> bool:
-        """Return whether the call follows a signed link to a result.
+        """Return whether the call has a valid signed link to a result.
 
-        Raises Refusal (403) for a link that is expired, or that was not made here.
+        Raises Refusal (403) if the link has expired or its signature is wrong.
         """
         path, query = request.scope["path"], request.query_params
         if not self._signs or "signature" not in query or not _RESULT.fullmatch(path):
@@ -74,10 +73,10 @@ class Links:
         expected = _signature(await self._load_secret(), path, expires)
         is_ours = hmac.compare_digest(expected.encode(), query["signature"].encode())
         if not is_ours or not _EXPIRES.fullmatch(expires) or request.method != "GET":
-            message = "this link was not made here, or was changed: ask for the request again, which has a new one"
+            message = "the signature of this link is wrong: get a new link with GET /v1/requests/{id}"
             raise Refusal(403, "invalid_link", message)
         if int(expires) <= self._clock.wall():
-            message = "this link is too old: ask for the request again, which has a new one, or send a key"
+            message = "this link has expired: get a new link with GET /v1/requests/{id}, or send a key"
             raise Refusal(403, "link_expired", message)
         return True
 
@@ -88,7 +87,7 @@ class Links:
 
 
 def parse_public_url(url: str) -> str:
-    """Return the address as links begin with it, without a slash at its end; "" for "". Raises UsageError."""
+    """Return the base address of links without a trailing slash; "" for "". Raises UsageError."""
     if not url:
         return ""
     hint = "write it like https://pictures.example, or https://example.com/pictures behind a proxy with a prefix"
@@ -98,9 +97,9 @@ def parse_public_url(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address or not url.isprintable() or set(url) & set(" \"'<>\\^`{|}"):
-        raise UsageError(f"--public-url {url!r} is no address of a server: {hint}")
+        raise UsageError(f"--public-url {url!r} is not an http or https address: {hint}")
     if parts.query or parts.fragment or parts.username is not None or url.endswith(("?", "#")):
-        raise UsageError(f"--public-url {url!r} must have no user, query or fragment: {hint}")
+        raise UsageError(f"--public-url {url!r} must not have a user, query or fragment: {hint}")
     return url.rstrip("/")
 
 

@@ -1,4 +1,4 @@
-"""How likely the tokens of an answer were, as clients read it."""
+"""Log probabilities of an answer's tokens, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from unfuse.core.text import Piece, token_name
 
 
 class GrowingLogprobs:
-    """The entries of one choice, while its tokens come: each as soon as the text of its token is shown for certain."""
+    """Returns the entries of one streamed choice, each as soon as the text of its token is final."""
 
     def __init__(self) -> None:
         self._pieces = list[Piece]()
         self._sent = 0
 
     def add(self, piece: Piece) -> dict[str, Any] | None:
-        """The entries that became certain with a token; None if there are none."""
+        """Add a token. Returns the entries that became final; None if there are none."""
         if piece.own is None:
             return None
         self._pieces.append(piece)
@@ -26,9 +26,9 @@ class GrowingLogprobs:
 
 
 def logprobs_of(pieces: Sequence[Piece]) -> dict[str, Any] | None:
-    """The entries of a whole choice; None if they were not asked for.
+    """Return the entries of a complete choice; None if they were not requested.
 
-    There is none for the token that ended the text, and for those of a stop text, as in OpenAI's API.
+    As in OpenAI's API, the token that ended the answer, and the tokens of a stop string, have no entry.
     """
     last = pieces[-1].own if pieces else None
     return None if last is None else _entries(pieces[: last.certain])

@@ -1,4 +1,4 @@
-"""HTTP methods that every resource has: HEAD wherever GET is, OPTIONS, and what a 405 allows."""
+"""ASGI middleware for the methods that every resource has: HEAD and OPTIONS, and the Allow header."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ ROUTED = ("GET", "POST", "PUT", "PATCH", "DELETE")
 """The methods that routes are declared with."""
 
 RANGES = (b"range", b"if-range")
-"""Headers that RFC 9110 14.2 defines for GET alone."""
+"""Headers that RFC 9110 (14.2) defines only for GET."""
 
 API = "/v1/"
-"""The paths under which ranges are served. Elsewhere, as for the pages of /docs, they are ignored."""
+"""The prefix of paths that support ranges. Elsewhere, such as for /docs, Range headers are ignored."""
 
 
 class _HeadIsSent(Exception):
-    """Ends the handling of a HEAD call, once its status and headers are sent."""
+    """Raised to end a HEAD call after its status and headers were sent."""
 
 
 class Methods:
@@ -39,7 +39,7 @@ class Methods:
             await self._app(scope, receive, send)
 
     async def _head(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the call as a GET, up to its first byte of a body: a stream is never begun."""
+        """Handle the call as a GET, and stop before the body, so that no stream starts."""
 
         async def send_head(message: Message) -> None:
             await send(message)
@@ -58,7 +58,7 @@ def _without_ranges(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 
 def allowed_methods(scope: Scope) -> str:
-    """Return the methods of the resource at this path, as the Allow header has them; "" where there is none."""
+    """Return the Allow header for the resource at this path; "" if there is no such resource."""
     routes = scope["app"].routes
 
     def is_routed(method: str) -> bool:

@@ -69,7 +69,7 @@ async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
 
 
 def _reads(card: ModelCard) -> list[str]:
-    """What requests to a model may bring, in OpenAI's words."""
+    """Return the input modalities of a model: text, and image or video if it accepts them."""
     if card.vision:
         return ["text", "image", "video"]
     return ["text", "image"] if card.most_pictures else ["text"]

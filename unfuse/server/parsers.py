@@ -1,4 +1,4 @@
-"""How answers are parsed: by what the operator has chosen, or else by the model's chat template."""
+"""Selection of the parsers of tool calls and reasoning: by the operator, or from the model's chat template."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ AUTO, NONE = "auto", "none"
 
 
 class Parsers(msgspec.Struct, frozen=True):
-    """The names of the parsers of tool calls and of reasoning."""
+    """The names of the parsers of tool calls and of reasoning, or "auto"."""
 
     tool_call: str = AUTO
     reasoning: str = AUTO
 
     @classmethod
     def chosen(cls, tool_call: str, reasoning: str) -> Parsers:
-        """Those of these names. Raises ConfigError for an unknown one."""
+        """Return the parsers with these names. Raises ConfigError for an unknown name."""
         _require("--tool-call-parser", tool_call, (AUTO, *CALL_FORMATS))
         _require("--reasoning-parser", reasoning, (AUTO, NONE, *REASONING_FORMATS))
         return cls(tool_call, reasoning)
 
     def format_of_calls(self, usual: CallFormat) -> CallFormat:
-        """The format of tool calls, where the template has the `usual` one."""
+        """Return the format of tool calls. `usual` is that of the chat template."""
         return usual if self.tool_call == AUTO else CALL_FORMATS[self.tool_call]
 
     def format_of_reasoning(self, usual: ReasoningFormat | None) -> ReasoningFormat | None:
-        """The format of reasoning, where the template has the `usual` one; None if it is not parsed."""
+        """Return the format of reasoning, or None. `usual` is that of the chat template."""
         return usual if self.reasoning == AUTO else REASONING_FORMATS.get(self.reasoning)
 
 
@@ -45,7 +45,7 @@ def _require(flag: str, name: str, known: Iterable[str]) -> None:
 
 
 def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> CallFormat:
-    """A format of calls that a grammar can write: as bare objects where it has special tokens, which are no text."""
+    """Return the format with one that grammars can write: bare objects if its marks are special tokens."""
     how = format.as_written
     text = how.open + how.head + how.between + how.close
     special = (mark for id, mark in tokenizer.mark_ids(how.marks).items() if id in tokenizer.specials)
@@ -60,7 +60,7 @@ def reading_of(
     by_grammar: bool = False,
     continues: bool = False,
 ) -> Reading | None:
-    """How an answer is read, which the template starts with `start`; None if it is plain text.
+    """Return how to parse an answer; None if it is plain text.
 
     Calls may be written `by_grammar`, and then are in the format that grammars write. If it `continues`, `start` is the
     text of the last message, with which the answer goes on.

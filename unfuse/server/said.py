@@ -1,4 +1,4 @@
-"""What a model said, as clients read it, whole or while it grows: text, reasoning, and calls of tools."""
+"""Messages and deltas of chat responses, made from the recorded text: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ async def _grew(events: AsyncIterator[Event], stage: str, after: int) -> bool:
 
 
 class GrowingMessage:
-    """One choice of a chat, as deltas of it come. One that is parsed has to be read from its beginning."""
+    """Turns the text of one choice into deltas. A parsed answer must be fed from its beginning."""
 
     def __init__(self, context: RequestContext, index: int) -> None:
         reading = reading_in(context.params.get(READING))
         self._reader = AnswerReader(reading) if reading else None
         self._hidden = "reasoning" if reading and reading.hidden else ""
         self._answer = f"{context.id}:{index}"
-        self._later = ""  # arguments of the last call, which come in the delta after the one that begins it
+        self._later = ""  # arguments of the last call for the next delta: its first delta has only id and name
         self.calls = 0
 
     @property
@@ -66,7 +66,7 @@ class GrowingMessage:
         return self._delta(self._reader.feed(text))
 
     def finish(self, ended: str) -> list[dict[str, Any]]:
-        """What it is told at the end, in one delta or several."""
+        """Return the remaining deltas at the end of the answer, at least one."""
         if self._reader is None:
             return [{}]
         deltas = [self._delta(self._reader.finish(cut=ended == "length"))]
@@ -79,7 +79,7 @@ class GrowingMessage:
         return "tool_calls" if ended == "stop" and self.calls else ended
 
     def _delta(self, parts: list[Part]) -> dict[str, Any]:
-        """These parts, and arguments that were left."""
+        """Return the delta with these parts, and with arguments left from the previous one."""
         texts = {"reasoning": "", "content": ""}
         calls = dict[int, dict[str, Any]]()
         later, self._later = self._later, ""
@@ -99,13 +99,13 @@ class GrowingMessage:
         return {**delta, "tool_calls": [*calls.values()]} if calls else delta
 
     def _begin(self, name: str) -> dict[str, Any]:
-        """The first that is told of a call. Its id is the same whenever the same answer is read."""
+        """Return the first delta of a call. Its id is derived from the request, so that it stays the same."""
         number = f"{self._answer}:{self.calls}".encode()
         id = f"call_{blake2b(number, digest_size=12).hexdigest()}"
         return {"index": self.calls, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
 
     def _add_arguments(self, calls: dict[int, dict[str, Any]], text: str) -> None:
-        """Add to the last call, in the next delta where this one begins it."""
+        """Add arguments to the last call, or to the next delta if the call begins in this one."""
         last = self.calls - 1
         if last in calls and "id" in calls[last]:
             self._later += text
@@ -113,7 +113,7 @@ class GrowingMessage:
             calls.setdefault(last, {"index": last, "function": {"arguments": ""}})["function"]["arguments"] += text
 
     def _flush(self, calls: dict[int, dict[str, Any]]) -> None:
-        """Where a delta begins two calls, it has all of the first one."""
+        """Put the left arguments into this delta, because another call begins in it."""
         if self._later:
             calls[self.calls - 1]["function"]["arguments"] += self._later
             self._later = ""

@@ -13,7 +13,7 @@ from unfuse.models.grammars import Grammars
 from unfuse.server.text_metrics import TextMetrics
 
 AT_ONCE = 2  # how many grammars are tried at one time; each may compute for some seconds
-UNSATISFIABLE = "Unsatisfiable"  # what the engine says of a schema that nothing matches: a looser one is another one
+UNSATISFIABLE = "Unsatisfiable"  # in the engine's error for a schema that nothing matches: no looser one is tried
 KNOWN = 1024  # of how many grammars it is known what came of trying them
 
 
@@ -26,9 +26,9 @@ class Trials:
         self._known = OrderedDict[str, str]()
 
     async def choose(self, grammars: Sequence[bytes], param: str) -> bytes:
-        """Return the first of a request's packed grammars that can be used; each is looser than the one before.
+        """Return the first of a request's packed grammars, the strictest first, that can be used.
 
-        Raises InvalidParameter, which names this parameter, where none can be used, or where nothing matches one.
+        Raises InvalidParameter, naming `param`, if none can be used, or if nothing matches one of them.
         """
         whys = list[str]()
         for grammar in grammars:
@@ -38,10 +38,10 @@ class Trials:
             whys.append(why)
             if UNSATISFIABLE in why:
                 break
-        raise InvalidParameter(f"{param} cannot be held to: {whys[0]}", param)
+        raise InvalidParameter(f"{param} cannot be enforced: {whys[0]}", param)
 
     async def _refusal(self, grammar: bytes) -> str:
-        """Why a grammar cannot be used, or ""."""
+        """Return why a grammar cannot be used, or ""."""
         key = digest(grammar)
         if key not in self._known:
             self._metrics.trials += 1

@@ -16,20 +16,20 @@ MAX_BYTES = 20 * 1024 * 1024
 EXAMPLES = {"image": "image/png", "video": "video/mp4"}
 
 PICTURE_PARTS = ("image_url", "image", "input_image")
-"""Types of a message's parts that show a picture: of OpenAI, of transformers, of the Responses API."""
+"""Types of content parts with a picture: of chat completions, of transformers, of the Responses API."""
 
 UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 """Media types of files whose type a program does not know. Their first bytes tell what they are."""
 
 _DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
-"""The head of a data: URL (RFC 2397): a media type, parameters of any kind, perhaps `;base64`, and a comma."""
+"""The head of a data: URL (RFC 2397): a media type, optional parameters, optional `;base64`, and a comma."""
 
 
 def read_picture(name: str, value: object) -> bytes:
-    """Return the bytes of the one picture that a field holds, as a file or as a data: URL.
+    """Return the bytes of the picture in a field, which is a file or a data: URL.
 
-    It decodes the picture, which takes long: not for the event loop. Raises InvalidParameter unless the picture is
-    whole, and of a format and a size that are allowed.
+    It decodes the picture, which is too slow for the event loop. Raises InvalidParameter unless the field holds one
+    complete picture of an accepted format and size.
     """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -45,7 +45,7 @@ def read_picture(name: str, value: object) -> bytes:
 
 
 def read_mask(value: object, picture: bytes) -> bytes:
-    """Return a mask's bytes: as large as its picture, transparent where that may change. Raises InvalidParameter."""
+    """Return a mask's bytes. Raises InvalidParameter unless it has transparency and the size of its picture."""
     data = read_picture("mask", value)
     sizes = ["{}x{}".format(*size_of(one)) for one in (data, picture)]
     if sizes[0] != sizes[1]:
@@ -56,7 +56,7 @@ def read_mask(value: object, picture: bytes) -> bytes:
 
 
 def address_of(name: str, value: dict[str, object]) -> object:
-    """Return the address in an object such as `{"image_url": "data:…"}`. Raises InvalidParameter for a file's id."""
+    """Return the address in an object such as `{"image_url": "data:…"}`. Raises InvalidParameter for a `file_id`."""
     if value.get("file_id") is not None:
         message = f"{name} names a file by file_id, and this server keeps no files: send the picture as a data: URL"
         raise InvalidParameter(message, name)
@@ -87,7 +87,7 @@ def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
 
 
 def as_image_url(part: Any) -> Any:
-    """Return a message's part as type `image_url` if it shows a picture in another form, else as it is.
+    """Return a content part in the form `image_url` if it has a picture in another form, else unchanged.
 
     The other forms are `{"type": "image", "image": ADDRESS}` (or `url`, `image_url`) and `input_image`.
     """

@@ -79,7 +79,7 @@ async def content(
     variant: Literal["video", "thumbnail", "spritesheet"] = "video",
     stream: bool = False,
 ) -> Response:
-    """The file of a video, or ranges of its bytes; or its first frame, as WebP.
+    """Return the file of a video, or ranges of its bytes, or its first frame as WebP.
 
     With `stream`, the video as fragmented MP4, also while it is being made: frames come as they are decoded.
     """

@@ -21,9 +21,9 @@ def request_object(
     prices: Prices = FREE,
     sign: Callable[[str], str] = str,
 ) -> dict[str, object]:
-    """The request object. Times are Unix seconds, `eta` is seconds from now.
+    """Return the request object. Times are Unix seconds, `eta` is seconds from now.
 
-    Addresses of results are under `base_url`, with their paths as `sign` makes them.
+    Links to results are `base_url` followed by their path as returned by `sign`.
 
     Its error comes with the stage and the `evidence` (a log's last lines) where one request is asked for by its id, and
     for dead ones; lists leave that out.
@@ -93,7 +93,7 @@ def size_of(context: RequestContext) -> str:
 
 
 def result_path(context: RequestContext, index: int) -> str:
-    """Where one result of a request is read, below the server's address."""
+    """Return the path of one result of a request."""
     return f"/v1/requests/{context.id}/result/{index}"
 
 

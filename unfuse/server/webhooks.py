@@ -53,7 +53,7 @@ class Webhooks(Observer):
         self._hosts = WeakValueDictionary[str, asyncio.Semaphore]()
 
     def start(self, scheduler: Scheduler, links: Links) -> None:
-        """Begin to tell what there is to tell, and what this scheduler ends; messages have such links to results."""
+        """Start delivering webhooks that are due, and those of requests that end here. `links` signs their links."""
         if self.targets:
             self._scheduler, self._notices, self._links = scheduler, scheduler.notices, links
             scheduler.observers.add(self)

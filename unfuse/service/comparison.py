@@ -143,7 +143,7 @@ class Pools(Side):
 
 
 def sized(card: ModelCard, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
-    """Return what is asked for with the size of what is made of the picture, so that both sides make that size."""
+    """Return the parameters with the size that follows from the picture, so that both sides make the same size."""
     return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 
 

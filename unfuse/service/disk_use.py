@@ -10,7 +10,7 @@ from typing import Any
 from unfuse.core.media import MEDIA
 from unfuse.service.groups import Settings
 
-REQUESTS = tuple(prefix for medium in MEDIA for prefix in medium.prefixes)  # what folders of results begin with
+REQUESTS = tuple(prefix for medium in MEDIA for prefix in medium.prefixes)  # prefixes of result folders
 
 RESULTS_GO = "what is over goes after --retention, the oldest before that over --results-limit"
 

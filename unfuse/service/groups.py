@@ -56,7 +56,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...], says("Addresses or networks of proxies that say what host and scheme they were asked for.")
     ] = ()
     public_url: Annotated[str, says(
-        "Address that links in answers begin with, like https://example.com/pictures; else the one that a client used."
+        "Base address of links in responses, like https://example.com/pictures; without it, the address a client used."
     )] = ""  # fmt: skip
     max_connections: Annotated[int, says("Connections that may be open; more are told 503.", ge=1)] = 8192
     max_connections_per_address: Annotated[
@@ -165,8 +165,8 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         False
     )
     on_disconnect: Annotated[Literal["cancel", "continue"], says(
-        "What becomes of a picture or chat whose client waits for it and disconnects: it is cancelled at its next "
-        "step, or made all the same. Calls with an Idempotency-Key, a webhook or Prefer: respond-async continue."
+        "Whether to cancel a picture or chat at its next step when the client that waits for it disconnects. Calls "
+        "with an Idempotency-Key, a webhook or Prefer: respond-async always continue."
     )] = "cancel"  # fmt: skip
     reuse_results: Annotated[bool, says(
         "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers made "
@@ -178,10 +178,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ge=0, le=1,
     )] = 0.0  # fmt: skip
     tool_call_parser: Annotated[str, says(
-        "How calls of tools are found in what a model writes, by vLLM's names; auto goes by its chat template."
+        "Parser of tool calls, by vLLM's names; auto selects it by the chat template."
     )] = "auto"  # fmt: skip
     reasoning_parser: Annotated[str, says(
-        "How reasoning is told from the answer, by vLLM's names; auto goes by the chat template, none leaves it in."
+        "Parser of reasoning, by vLLM's names; auto selects it by the chat template, none keeps it in the content."
     )] = "auto"  # fmt: skip
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
 

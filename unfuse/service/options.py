@@ -27,7 +27,7 @@ from unfuse.worker.checkpoints import Policy
 
 
 def options(loaded: Loaded) -> ServeOptions:
-    """The options of a service for these settings. Fingerprints of weights are remembered in their data folder."""
+    """Return the options of a service for these settings. Fingerprints of weights are cached in the data folder."""
     settings, serve = loaded.settings, loaded.settings.serve
     FINGERPRINTS.remember_in(Path(settings.data_dir))
     return ServeOptions(

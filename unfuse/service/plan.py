@@ -207,7 +207,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
 
 
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
-    """The dtype of each component by `--dtype`. "auto" is bfloat16 on GPUs, but float32 for VAEs and on CPUs.
+    """Return the dtype of each component by `--dtype`. "auto" is bfloat16 on GPUs, but float32 for VAEs and on CPUs.
 
     The result must be the same in the gateway and in workers, because they must agree on pools.
     """

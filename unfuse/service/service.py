@@ -73,9 +73,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     in `run_dir`. `worker_flags` are what the workers it starts are told beside how to compute, by flag;
     `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
     there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
-    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin
-    with the `public_url`, if there is one.
-    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. `parsers` read answers.
+    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin with the
+    `public_url`, if there is one. `parsers` selects the parsers of answers.
     """
 
     serve: Serve

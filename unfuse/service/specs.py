@@ -60,9 +60,9 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 def forked(planned: Plan, begun: Forks | InheritedForks | None = None) -> Forks | InheritedForks | None:
-    """Return the fork server for a plan's workers on CPUs, or None if it has none.
+    """Return the fork server for a plan's workers on CPUs, or None if there are no such workers.
 
-    It is the one that has `begun`, or a copy of the inherited one, or a new one.
+    It is `begun`, or a copy of that if it is inherited, or a new one.
     """
     on_cpu = any(worker.on_cpu for worker in planned.workers)
     if isinstance(begun, InheritedForks):

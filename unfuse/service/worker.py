@@ -30,7 +30,7 @@ from unfuse.worker.worker import Worker
 
 
 def worker_options(settings: Settings) -> WorkerOptions:
-    """The options of a worker. Fingerprints of weights are remembered in its data folder.
+    """Return the options of a worker. Fingerprints of weights are cached in its data folder.
 
     Raises ConfigError, and InvalidParameter if several servers run and none is named.
     """

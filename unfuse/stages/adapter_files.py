@@ -1,6 +1,6 @@
-"""What an adapter's file holds, by names, shapes and values: whatever is not applied is refused by its name.
+"""Checks of an adapter's file by names, shapes and values: every entry that would have no effect is refused.
 
-The checks of a header need no torch and no model, so that a gateway makes them before a request is queued.
+The checks of the header need neither torch nor a model, so the gateway runs them before a request is queued.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HALVES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), (".down.", ".up."))
-"""What the two halves of a low-rank pair are called, in the order in which names are read."""
+"""Parts of the names of the two halves of a low-rank pair, down and up, in the order in which they are tried."""
 
 BEYOND = {
     "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT",
     ".lora_mid": "a pair with a third matrix", ".diff_m": "a difference of modulation",
     ".diff_b": "a difference of a bias", ".diff": "a whole difference of weights",
 }  # fmt: skip
-"""What entries beside low-rank pairs are, by a part of their names."""
+"""Kinds of other entries than low-rank pairs, by a part of their names."""
 
 NOWHERE = ("dora_scale", ".hada_", ".oft_", ".lora_mid")
-"""Parts of names of entries that no model here applies."""
+"""Parts of the names of entries that are not supported for any model."""
 
 ONLY = "only low-rank pairs (LoRA) with their alphas are applied"
 REMEDY = "save it without that, or merge it into the model's weights"
 
 
 class Entry(NamedTuple):
-    """An entry of a file: its dtype by the name that safetensors has for it, and its shape."""
+    """An entry of a safetensors file: the file's name for its dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ def entries(file: Path) -> dict[str, Entry]:
 
 
 def refusal(found: Mapping[str, Entry]) -> str:
-    """Return why no model can use a file with these entries, in words; "" if one may."""
+    """Return why a file with these entries cannot be used with any model, as the end of a sentence; else ""."""
     if not found:
         return "is empty"
     for name, entry in found.items():
@@ -59,16 +59,16 @@ def refusal(found: Mapping[str, Entry]) -> str:
         if not other:
             continue
         if other not in found:
-            return f"holds {name}, which is no half of a low-rank pair without {other}: save it anew, with both"
+            return f"holds {name} without {other}, the other half of the low-rank pair: save it again with both"
         pair = (entry.shape, found[other].shape)
         down, up = pair if is_down else pair[::-1]
         if len(down) > 1 and len(up) > 1 and down[0] != up[1]:
-            return f"holds {name} and {other} of different ranks ({down[0]} and {up[1]}): save it anew"
+            return f"holds {name} and {other} of different ranks ({down[0]} and {up[1]}): save it again"
     return ""
 
 
 def other_half(name: str) -> tuple[str, bool]:
-    """Return the name of the other half of a pair, and whether this one is the first; "" for other entries."""
+    """Return the name of the pair's other half, and whether `name` is the down half; "" for other entries."""
     for down, up in HALVES if "lora" in name else ():
         for own, other in ((down, up), (up, down)):
             before, found, after = name.rpartition(own)
@@ -78,25 +78,25 @@ def other_half(name: str) -> tuple[str, bool]:
 
 
 def unapplied(name: str) -> str:
-    """Return words for an entry that takes no effect."""
+    """Return the end of a sentence that refuses an entry without effect."""
     kind = next((kind for part, kind in BEYOND.items() if part in name), "")
     shown = f"{name} ({kind})" if kind else name
     return f"holds {shown}, which is not applied to this model: {ONLY}; {REMEDY}"
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return words for the first entry with NaN or infinite numbers; "" if there is none."""
+    """Return the end of a sentence about the first entry with NaN or infinite numbers; "" if there is none."""
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             kind = "NaN" if bool(tensor.isnan().any()) else "infinite numbers"
-            return f"holds {kind} in {name}: it was damaged in training or in saving; fetch or save it anew"
+            return f"holds {kind} in {name}: it was damaged in training or saving; download or save it again"
     return ""
 
 
 def left_out(tensors: Mapping[str, Tensor], used: set[str]) -> str:
-    """Return the first entry that was not used and would have had an effect; "" if there is none.
+    """Return the first entry that is not in `used` and would have an effect; "" if there is none.
 
-    Without effect are differences that are zero, pairs whose second half is zero, and an alpha that is the rank.
+    A difference of zeros, a pair whose up half is zero, and an alpha equal to the rank have no effect.
     """
     without = set(_zeros(tensors))
     return next((name for name in tensors if name not in used and not _is_without_effect(name, tensors, without)), "")
@@ -123,18 +123,18 @@ def _is_without_effect(name: str, tensors: Mapping[str, Tensor], zeros: set[str]
 
 
 def _codes(name: str, dtype: str) -> str:
-    """Return words for an entry whose numbers are codes of a quantised weight; "" for floats."""
+    """Return the end of a sentence that refuses a quantised entry; "" for floats of at least 16 bits."""
     if dtype.startswith(("I", "U", "B")) and dtype != "BF16":
-        return f"holds {name} as integers ({dtype}): it is quantised, which is not served; save it in 16 bits"
+        return f"holds {name} as integers ({dtype}): quantised adapters are not supported; save it in 16 bits"
     if dtype.startswith(("F8", "F6", "F4")):
-        return f"holds {name} in floats of fewer than 16 bits ({dtype}), which are not served; save it in 16 bits"
+        return f"holds {name} in floats of fewer than 16 bits ({dtype}), which are not supported; save it in 16 bits"
     return ""
 
 
 def fitted(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the tensors with a bias of zeros for each pair that has none, if any pair has one.
+    """Return the tensors, with a zero bias added to each pair without one, if any pair has a bias.
 
-    peft gives all layers of an adapter a bias or none, and leaves those that the file does not have unwritten.
+    peft gives either all layers of an adapter a bias or none, and does not initialize a bias that the file lacks.
     """
     found = dict(tensors)
     if any(name.endswith("lora_B.bias") for name in tensors):

@@ -345,6 +345,6 @@ def _joined(rows: Sequence[Inputs]) -> Inputs:
 def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
     steps = len(state.scheduler.timesteps)
     return PermanentError(
-        f"denoising made values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
+        f"denoising produced values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
         f"{remedy('the model', dtype, state.params)}"
     )

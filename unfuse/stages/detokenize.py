@@ -53,7 +53,7 @@ class Stops:
     def __init__(self, strings: Sequence[str]) -> None:
         self._matches = [_Match(string) for string in strings if string]
         self._stopped = False
-        self.stopped_by = ""  # the string that the text ended with
+        self.stopped_by = ""  # the stop string that ended the text
 
     def feed(self, text: str) -> tuple[str, bool]:
         """(what may be shown now, whether the text has stopped): what follows a stop is never shown."""
@@ -70,11 +70,11 @@ class Stops:
         return _cut(held, had, text, had + len(text) - self._held().length), False
 
     def skip(self, text: str) -> str:
-        """What may be shown of text in which no string stops it: all of it."""
+        """Add text without looking for stop strings. Returns the text that may be sent: all of it."""
         return text
 
     def finish(self, *, cut: bool = False) -> str:
-        """What was held back, when no text follows, also because the text was `cut`."""
+        """Return the text that was held back, at the end of the answer. `cut` makes no difference here."""
         held = self._held() if self._matches and not self._stopped else None
         return held.string[: held.length] if held else ""
 

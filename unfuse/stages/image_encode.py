@@ -72,12 +72,15 @@ class ImageEncode(Stage):
 
 
 def read_picture(data: bytes) -> Image.Image:
-    """Return an upload as RGB, upright, composited on white. Raises PermanentError for what is no whole picture."""
+    """Return an upload as RGB, composited on white, with EXIF rotation applied.
+
+    Raises PermanentError if it is not a complete picture.
+    """
     return _read(read_rgb, data, "the picture")
 
 
 def read_mask(data: bytes) -> Image.Image:
-    """Return how opaque each pixel of an upload is (mode L), upright. Raises PermanentError as `read_picture` does."""
+    """Return the alpha channel of an upload (mode L). Raises PermanentError as `read_picture` does."""
     return _read(read_alpha, data, "the mask")
 
 

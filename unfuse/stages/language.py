@@ -355,7 +355,7 @@ def sampling(params: Params) -> Sampling:
 
 
 def ending(params: Params) -> Ending:
-    """Where a request's answer ends."""
+    """Return the stop conditions of a request."""
     return Ending(
         tuple(json.loads(need(params, "stop", str))),
         frozenset(json.loads(str(params.get("stop_token_ids") or "[]"))),

@@ -1,4 +1,4 @@
-"""Grammars of answers that begin with reasoning: they hold from where that ends."""
+"""Grammars of answers with reasoning: they apply after the end of the reasoning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unfuse.stages.words import Tokenizer
 
 
 class BehindReasoning:
-    """A constraint of what follows reasoning. Before the end of that, any token may follow.
+    """Applies a constraint to the tokens after the reasoning. Within the reasoning every token is allowed.
 
-    An answer that may begin with reasoning, and does not, is constrained from its first token.
+    An answer without reasoning is constrained from its first token; only the mark that begins reasoning is allowed too.
     """
 
     def __init__(self, constraint: Constraint, reading: Reading, tokenizer: Tokenizer) -> None:
@@ -33,23 +33,23 @@ class BehindReasoning:
         return self._constraint.compiling
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Have it found out, meanwhile, what may follow these ids, if they are behind the reasoning."""
+        """Start computing the tokens allowed after these ids in the background, if the reasoning is over."""
         if self._behind(ids):
             self._constraint.begin(ids[self._reasoned :])
 
     def waits(self, wait_s: float = 0.0) -> bool:
-        """Whether that is overdue, also after so many seconds: never within reasoning."""
+        """Whether that computation is overdue, after waiting up to `wait_s` seconds. Never within reasoning."""
         return not self._reasons and self._constraint.waits(wait_s)
 
     def allowed(self, ids: Sequence[int]) -> bytes | None:
-        """A bit for each token, set if it may follow these ids; None if that is overdue. Raises PermanentError."""
+        """Return a bit mask of the tokens allowed after these ids; None if overdue. Raises PermanentError."""
         if not self._behind(ids):
             return self._any
         mask = self._constraint.allowed(ids[self._reasoned :])
         return mask if ids or mask is None else _with(mask, self._begin)
 
     def close(self) -> None:
-        """The text is over."""
+        """Release the constraint at the end of the text."""
         self._constraint.close()
 
     @property
@@ -57,7 +57,7 @@ class BehindReasoning:
         return self._reader.state in ("opened", "inside")
 
     def _behind(self, ids: Sequence[int]) -> bool:
-        """Whether the grammar holds for what follows these ids, which go on from those of the call before."""
+        """Whether the grammar applies after these ids. They must extend the ids of the previous call."""
         for id in ids[self._read :]:
             reasoned = self._reasons or id in self._begin
             self._reader.feed(self._detokenizer.add(id))
@@ -68,7 +68,7 @@ class BehindReasoning:
 
 
 def _with(mask: bytes, ids: dict[int, str]) -> bytes:
-    """A mask that these ids are added to."""
+    """Return the mask with these ids allowed too."""
     bits = bytearray(mask)
     for id in ids:
         if id // 8 < len(bits):

@@ -27,7 +27,7 @@ class Sampling(msgspec.Struct, frozen=True):
     `temperature` 0 takes the likeliest token. `top_k` (0: all), `top_p` and `min_p` leave out unlikely ones.
     `logit_bias` is added by token. `repetition_penalty` is for tokens of prompt and text, `presence_penalty` for those
     of the text, `frequency_penalty` for each time they are there. `logprobs`: how many of the likeliest tokens to tell.
-    None of the tokens `ends` comes before `min_tokens` others, and no token that completes one of the `bad_words`.
+    The tokens `ends` are not drawn before `min_tokens` others, and no token is drawn that completes one of `bad_words`.
     """
 
     temperature: float = 1.0
@@ -92,7 +92,7 @@ def sample(
 
 
 def banned(how: Sampling, made_ids: Sequence[int]) -> set[int]:
-    """The tokens that may not come next."""
+    """Return the tokens that must not be drawn next."""
     found = {*how.ends} if len(made_ids) < how.min_tokens else set[int]()
     for *before, last in how.bad_words:
         if not before or [*made_ids[-len(before) :]] == before:
@@ -101,7 +101,10 @@ def banned(how: Sampling, made_ids: Sequence[int]) -> set[int]:
 
 
 def _without(scores: Tensor, tokens: set[int]) -> Tensor:
-    """Scores that never draw these tokens; as they were where no other token is left, since a grammar goes first."""
+    """Return scores with which these tokens are never drawn.
+
+    They are unchanged if no other token is left: a grammar takes precedence.
+    """
     import torch
 
     known = [token for token in tokens if token < len(scores)]

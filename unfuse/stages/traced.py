@@ -1,7 +1,7 @@
-"""Tensors that know from which entries of a file they were computed.
+"""Tensors that record from which entries of a file they were computed.
 
-A library that converts the names of a file may drop an entry without an error. Give it traced tensors, and what
-it returns says which entries it used.
+A library that converts a file's tensors may silently drop an entry. Given traced tensors, its results show which
+entries it used.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from typing_extensions import override
 
 READING = frozenset({"item", "tolist", "__float__", "__int__"})
-"""Methods that make a plain number of a tensor, whose use cannot be followed any further."""
+"""Methods that return a plain number, whose further use cannot be traced."""
 
 SHAPED_ONLY = frozenset({"zeros_like", "ones_like", "empty_like", "full_like"})
-"""Functions that take a shape from a tensor, and no values."""
+"""Functions that use only the shape of a tensor, not its values."""
 
 
 class Traced(torch.Tensor):
@@ -24,7 +24,7 @@ class Traced(torch.Tensor):
 
     sources: frozenset[str] = frozenset()
     read: set[str] | None = None
-    """Names of entries whose plain numbers were asked for, shared by all tensors of a file."""
+    """Names of the entries that were read as plain numbers, shared by all tensors of a file."""
 
     @override
     @classmethod
@@ -49,7 +49,7 @@ class Traced(torch.Tensor):
 
 
 def traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Return these tensors as traced ones, and the set that gathers the names of those read as plain numbers."""
+    """Return traced copies of these tensors, and a set that collects the names of those read as plain numbers."""
     found: dict[str, torch.Tensor] = {}
     read = set[str]()
     for name, tensor in tensors.items():

@@ -130,5 +130,5 @@ def to_pixels(video: Tensor) -> NDArray[np.uint8]:
     frames: NDArray[np.float32] = unit.cpu().permute(0, 2, 3, 1).float().numpy()
     if not np.isfinite(frames).all():
         advice = remedy("the model's decoder", video.dtype)
-        raise PermanentError(f"the decoder made pixels that are not finite: {advice}")
+        raise PermanentError(f"the decoder produced pixels that are not finite: {advice}")
     return (frames * 255).round().astype(np.uint8)

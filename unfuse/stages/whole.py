@@ -36,7 +36,7 @@ FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
 """Fields by which outputs of pipelines say which pictures their safety checker made black."""
 
 FLAGGED = b'{"title": "the safety checker of the model flagged this picture", "type": "about:blank"}'
-"""The file in the place of a picture that was flagged."""
+"""The placeholder file for a flagged picture."""
 
 REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
 """What a pipeline raises for parameters that it does not take."""
@@ -92,11 +92,11 @@ class Call:
 
 
 class RandomState:
-    """torch's global random state of one call, from its request's seed.
+    """torch's global random state of one pipeline call, seeded with the request's seed.
 
-    What a pipeline draws without a generator comes from the global state: the noise of some noise schedulers, or a
-    sample of what a VAE says of a picture. Calls take turns between their steps, so each keeps a state of its own. The
-    call draws what a script draws that calls `torch.manual_seed(seed)` before it.
+    Pipelines use the global state for random numbers without a generator: the noise of some noise schedulers, or a
+    sample of a VAE's latent distribution. Calls take turns between their steps, so each has a state of its own. The
+    numbers are those of a script that calls `torch.manual_seed(seed)` before the pipeline.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class RandomState:
         self._outside: list[torch.Tensor] = []
 
     def enter(self) -> None:
-        """Make this call's state the global one."""
+        """Make this call's state the global one, and save the one before it."""
         self._outside = self._read()
         if self._inside:
             self._write(self._inside)
@@ -116,7 +116,7 @@ class RandomState:
                 torch.cuda.manual_seed(self._seed)
 
     def leave(self) -> None:
-        """Keep this call's state, and restore the one from before it was entered."""
+        """Save this call's state, and restore the global one from before `enter`."""
         if self._outside:
             self._inside = self._read()
             self._write(self._outside)
@@ -145,9 +145,9 @@ class Whole(SteppedStage[Running]):
     """Parameters, and pictures where the model takes them, in; media out.
 
     Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
-    `takes` has the parameter of requests that each parameter of the call is given. Results of a call that takes no size
-    are `picture_scale` times as large as the picture that it starts from (0: it takes a size, or no picture). Nothing
-    of a call can be saved between its steps.
+    `takes` maps each parameter of the call to a parameter of requests. Results of a call without a size are
+    `picture_scale` times as large as the start picture (0: the call takes a size, or no picture). The state of a call
+    cannot be saved between its steps.
     """
 
     kind = "whole"
@@ -208,9 +208,9 @@ class Whole(SteppedStage[Running]):
 
     @override
     def finish(self, state: Running) -> StageOutput:
-        """The files, or one that says that the safety checker flagged what was made.
+        """Return the encoded files, or a placeholder if the safety checker flagged the result.
 
-        Raises PermanentError for values that are not finite, and for what is not as it was asked for.
+        Raises PermanentError for values that are not finite, and for a result of another size than requested.
         """
         output = state.call.result
         if any(np.ravel(getattr(output, name, None) or ()).any() for name in FLAGS):
@@ -232,11 +232,11 @@ class Whole(SteppedStage[Running]):
             state.call.go_on()
         except REFUSALS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            return Unsuitable(f"the pipeline does not take this: {reason}")
+            return Unsuitable(f"the pipeline does not accept this request: {reason}")
         except AttributeError as error:
             if not hasattr(error.obj, "set_timesteps"):
                 return error
-            return Unsuitable(f"the pipeline does not go with the model's noise scheduler: {error}")
+            return Unsuitable(f"the pipeline does not work with the model's noise scheduler: {error}")
         except Exception as error:  # the others of the batch go on
             return error
         return state
@@ -273,13 +273,13 @@ class Whole(SteppedStage[Running]):
             self._restore_dtypes()
 
     def _restore_dtypes(self) -> None:
-        """Give components their dtypes back: some pipelines let a VAE compute in another one, and leave it so."""
+        """Restore the dtypes of components: some pipelines cast the VAE and do not cast it back."""
         for model, dtype in self._dtypes:
             if model.dtype != dtype:
                 model.to(dtype)
 
     def _picture(self, upload: bytes, params: Params) -> Image:
-        """Return a picture of the request, in the size that decides the result's where the call takes none."""
+        """Return an uploaded picture, resized if the call takes no size, because then it decides the result's size."""
         picture = read_picture(upload)
         if not self._picture_scale:
             return picture
@@ -287,7 +287,7 @@ class Whole(SteppedStage[Running]):
         return picture if picture.size == (width, height) else picture.resize((width, height), Resampling.LANCZOS)
 
     def _lowest(self) -> torch.dtype | None:
-        """The dtype of fewest bits among those of the pipeline's parts; None if it has no weights."""
+        """The dtype with the fewest bits among the pipeline's components; None if it has no weights."""
         dtypes = {getattr(part, "dtype", None) for part in self._pipeline.components.values()}
         floats = [one for one in dtypes if isinstance(one, torch.dtype) and one.is_floating_point]
         return min(floats, key=lambda one: torch.finfo(one).bits, default=None)
@@ -305,7 +305,7 @@ class Whole(SteppedStage[Running]):
             raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
         if not np.isfinite(frames).all():
             advice = remedy("the model", self._lowest(), params)
-            raise PermanentError(f"the pipeline made pixels that are not finite: {advice}")
+            raise PermanentError(f"the pipeline produced pixels that are not finite: {advice}")
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
                 raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")

@@ -14,22 +14,22 @@ from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
 
 
 class Tokenizer(Pieces, Protocol):
-    """What decoding needs of a tokenizer: the ids that end a text, the text of some, and how many ids there may be."""
+    """The interface of the tokenizer that decoding needs. `stops` are the ids that end a text; `size` bounds ids."""
 
     stops: frozenset[int]
     size: int
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids."""
+        """Return the text of these ids."""
 
     def mark_ids(self, marks: Iterable[str]) -> dict[int, str]:
-        """Those of these texts that are one token, by id."""
+        """Return the marks that are a single token, by id."""
 
 
 class StopsOfContent:
-    """Stop strings for an answer that is parsed: they end its content, and are no matter in reasoning and calls.
+    """Stop strings for a parsed answer: they apply to its content only, not to reasoning and tool calls.
 
-    The text also stops behind the only call that a request has room for.
+    Without parallel tool calls the text also stops after the first call.
     """
 
     def __init__(self, strings: Sequence[str], reading: Reading) -> None:
@@ -37,19 +37,19 @@ class StopsOfContent:
 
     @property
     def stopped_by(self) -> str:
-        """The string that the content ended with; "" if something else ended the text, or nothing did."""
+        """The stop string that ended the content; "" if none did."""
         return self._stops.stopped_by
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """(what may be shown now, whether the text has stopped), with all marks."""
+        """Add text. Returns the text that may be sent now, with all marks, and whether the answer has stopped."""
         return self._add(self._reader.feed(text))
 
     def skip(self, text: str) -> str:
-        """What may be shown of text in which no string stops it, with all marks."""
+        """Add text without looking for stop strings. Returns the text that may be sent now, with all marks."""
         return "".join(part.raw for part in self._reader.feed(text))
 
     def finish(self, *, cut: bool = False) -> str:
-        """What was held back, when no text follows."""
+        """Return the text that was held back, at the end of the answer. `cut`: it ran out of tokens."""
         text, stopped = self._add(self._reader.finish(cut=cut))
         return text if stopped else text + self._stops.finish()
 
@@ -68,7 +68,7 @@ class StopsOfContent:
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """Where an answer ends: before the first of the texts `stops`, or with a token of `stop_ids` or of the model's own.
+    """The stop conditions of an answer: stop strings, the token ids `stop_ids`, and the model's end-of-text tokens.
 
     One that is to `ignore_eos` goes on behind the model's own. Nothing but its length ends an answer of fewer than
     `least` tokens. With `include` the text or token of `stops` or `stop_ids` is shown. `continues`: the answer goes on
@@ -85,7 +85,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Words:
-    """The text of an answer, as far as it may be shown; it has `most` tokens, and ends as `ending` says."""
+    """The text of an answer as far as it may be sent. It has at most `most` tokens, and stops as `ending` says."""
 
     def __init__(self, tokenizer: Tokenizer, ending: Ending, most: int, reading: Reading | None = None) -> None:
         self.ends = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
@@ -98,7 +98,7 @@ class Words:
             marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
         self._detokenizer = Detokenizer(tokenizer, marks, first=not ending.continues)
         self._stops = StopsOfContent(ending.stops, reading) if reading else Stops(ending.stops)
-        self._starts = list[int]()  # of each token, how many characters of the text were certain before it
+        self._starts = list[int]()  # for each token, the length of the text before it
         self._length, self._shown, self._certain = 0, 0, 0
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Piece:
@@ -124,7 +124,7 @@ class Words:
         return self._ending.include and token in self._ending.stop_ids
 
     def _feed(self, text: str) -> tuple[str, bool]:
-        """What may be shown of more text, and whether it has stopped; texts do not stop before the fewest tokens."""
+        """Add text. Returns the text that may be sent, and whether a stop string ended it (not before `least`)."""
         self._length += len(text)
         if len(self._starts) <= self._ending.least:
             return self._stops.skip(text), False

@@ -205,7 +205,7 @@ async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: TaskQueue, clock
 
 
 async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: TaskQueue, clock: ManualClock) -> None:
-    """Not for a preference either, nor after another worker has handed it back, until it is pushed without that."""
+    """Neither by preference nor after another worker handed it back, until it is pushed again without `avoids`."""
     record = await submitted(queue, "a", avoids="w", near="here", affinity="red")
     await submitted(queue, "b")
     assert await drained(queue) == ["b"]

@@ -59,7 +59,7 @@ async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> Non
 
 
 async def a_secret_is_the_one_that_was_proposed_first(queue: TaskQueue, clock: ManualClock) -> None:
-    """For every caller, under each name by itself, also where several propose one at a time."""
+    """All callers get the first proposal for each name, even if several propose at the same time."""
     proposed = [f"{number:02}" * 16 for number in range(8)]
     found = await asyncio.gather(*(queue.secret("links", one) for one in proposed))
     assert len({*found}) == 1 and found[0] in proposed

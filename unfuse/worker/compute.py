@@ -173,9 +173,9 @@ def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[st
 
 
 def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelCard, Path]]:
-    """Return what is to be loaded, by declared pool. Raises ConfigError if that is nothing, or a model cannot be read.
+    """Return the stages to load, by declared pool. Raises ConfigError if there are none, or a model cannot be read.
 
-    Of a worker that has registered, models whose files have changed since are left out.
+    If the worker has registered, models whose files have changed since then are left out.
     """
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole

@@ -29,8 +29,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
     what batches they found exact ("": none). It is number `rank` of so many `ranks`, which meet in the file
     `rendezvous`. `kv` is the bytes for keys and values of tokens (0: as there is room). Of the set that it `holds`
-    these declared `pools` alone are loaded (none: all). Of pools that are not `registered` nothing is loaded: their
-    files have changed since the worker decided what to serve (none: it does not say).
+    these declared `pools` alone are loaded (none: all). If `registered` is not empty, other pools are not loaded:
+    the model's files have changed since the worker registered.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -179,8 +179,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Everything is loaded. `device` is cpu or the name of the GPU.
 
     `outcome` is what the bytes of results depend on beside weights, dtypes and parameters. `resources` are amounts that
-    the process has found room for, for all tasks together. Declared pools that the worker has registered are
-    `left_out` where their files are others by now.
+    the process has found room for, for all tasks together. `left_out` are the registered pools that were not loaded,
+    because the model's files have changed.
     """
 
     device: str

@@ -269,7 +269,7 @@ class Executor:
                 await self._report(message)
             case PairDone() | Taken() | Shares() | TextsHeld() | DeviceHeld():
                 self._learn(message)
-            case Failed(kind="crash"):  # its end reports the task, and all that it had begun
+            case Failed(kind="crash"):  # killing the process reports this task and all others that it had begun
                 self._processes[0].kill(f"killed, because its device failed: {message.message}")
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)

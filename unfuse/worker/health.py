@@ -18,10 +18,10 @@ WORDS = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
 
 @asynccontextmanager
 async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
-    """While this block lasts, GET and HEAD of `/health` at HOST:PORT are 200.
+    """Serve `/health` (200) and `/ready` at HOST:PORT within the block, for GET and HEAD.
 
-    Those of `/ready` are too, unless something is `lacking`: then they are 503 with what that is. With "" nobody is
-    answered. Raises ConfigError.
+    `/ready` is 200 unless `lacking` returns a reason, else 503 with that reason. With an empty address nothing is
+    served. Raises ConfigError.
     """
     if not at:
         yield

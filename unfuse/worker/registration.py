@@ -32,8 +32,8 @@ Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); after `fetch
 class Served(msgspec.Struct, frozen=True):
     """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
 
-    What its tasks of the declared pools in `read_here` make is read by others of its own. `states` are those of the
-    models' files from before the cards were made.
+    What its tasks of the declared pools in `read_here` make is read by others of its own. `states` are the states of
+    the models' files before the cards were made.
     """
 
     models: Models
@@ -120,7 +120,7 @@ def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...],
 
 
 def local_states(models: Models) -> States:
-    """Return the states of the files of models that are on this machine, by path. Raises ConfigError."""
+    """Return the states of the files of local models, by path. Raises ConfigError."""
     sources = [source or name for name, source, _ in models]
     folders = [resolve_source(source) for source in sources if is_local(source)]
     return dict(chain.from_iterable(states_of(folder).items() for folder in folders))

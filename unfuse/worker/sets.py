@@ -56,7 +56,7 @@ class Swapping:
         """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
 
     def told(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, object]:
-        """What the scheduler is told of them, where pools have this outcome, without those that have `changed`."""
+        """Return the fields of WorkerInfo about the sets, without pools in `changed`, for this outcome."""
         sets = {
             name: tuple(manned(pool, outcome) for pool in sorted(pools.difference(changed)))
             for name, pools in self.sets.items()

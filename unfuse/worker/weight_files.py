@@ -1,4 +1,4 @@
-"""Watches the files that a worker has loaded: a pool whose files have other bytes by now cannot be served any more."""
+"""Detects model files that change after a worker loaded them. Pools of such files must not be served any more."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ States = Mapping[Path, FileState]
 
 
 class LoadedModel(NamedTuple):
-    """A model as a worker registered with it: declared `pools` by stage, and `files` by path with their pools.
+    """A registered model: its declared `pools` by stage, and its `files` with the pools loaded from them.
 
-    `files` holds those alone that are loaded from this model's folder.
+    `files` has only the files that are loaded from this model's folder.
     """
 
     card: ModelCard
@@ -39,11 +39,11 @@ class LoadedModel(NamedTuple):
 
 
 class WeightFiles:
-    """The files that a worker has loaded, and the declared pools whose files have `changed` since.
+    """Compares the files that a worker has loaded with their present state. `changed` has the affected pools.
 
-    `before` holds states of files from before the cards were made, so that every change after that is seen. A file
-    that is not among them counts as it is now. A pool is loaded from the first model that has it, or, where a worker
-    loads models `in_turns`, from any of them.
+    `before` has the states of files before the cards were made, so that every later change is detected. For a missing
+    file its present state is used. A pool is loaded from the first model that has it, or, if the worker loads models
+    `in_turns`, from any of them.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WeightFiles:
     ) -> None:
         self.changed: dict[str, ChangedFile] = {}
         self.left_out: frozenset[str] = frozenset()
-        """Pools that compute has not loaded when it started last, since their files had changed."""
+        """Pools that the compute process did not load at its last start, because their files had changed."""
         self._models: list[LoadedModel] = []
         self._loaded: dict[Path, FileState | None] = {}
         self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
@@ -65,9 +65,9 @@ class WeightFiles:
             self._loaded |= {path: before.get(path) or _state_of(path) for path in model.files}
 
     def look(self) -> bool:
-        """Look at the size and the times of all files. Returns whether `changed` is other than before.
+        """Check size and times of all files, and update `changed`. Returns whether it differs from before.
 
-        A pool of a file that differs is in `changed` until the file is compared, and stays there if it has other bytes.
+        Pools of a modified file are in `changed` until its bytes are compared, and stay there if the bytes differ.
         """
         changed: dict[str, ChangedFile] = {}
         for model, path, state in self._differing():
@@ -91,9 +91,9 @@ class WeightFiles:
         return True
 
     def compare(self) -> None:
-        """Compare the bytes of files that differ with what was loaded, once they are written.
+        """Compare the bytes of modified files with those that were loaded, once they are no longer written to.
 
-        May take as long as reading these files does.
+        Reads these files completely, so it may take long.
         """
         for model in self._models:
             states = {
@@ -111,7 +111,7 @@ class WeightFiles:
                     self._loaded[path] = state
 
     def overwritten(self, pool: str) -> ChangedFile | None:
-        """Return the file of a pool that was written to where it lies, if any: memory that maps it has changed too."""
+        """Return a file of a pool that was modified in place, or None. Memory that maps it has changed too."""
         for model, path, state in self._differing():
             loaded = self._loaded[path]
             in_place = state and loaded and (state.device, state.inode) == (loaded.device, loaded.inode)
@@ -121,7 +121,7 @@ class WeightFiles:
         return None
 
     def _differing(self) -> list[tuple[LoadedModel, Path, FileState | None]]:
-        """Return the files that are not as they were when they were loaded, with their present states."""
+        """Return the files whose state is not that at loading, with their present states."""
         return [
             (model, path, state)
             for model in self._models
@@ -139,13 +139,13 @@ class WeightFiles:
         return state is None or was_same or state.is_settled(time.time())
 
     def _spoiled_by(self, path: Path, state: FileState | None) -> frozenset[str]:
-        """Return the pools that a file in that state was found to have other bytes for; none if it was not compared."""
+        """Return the pools for which a file in that state has other bytes; empty if it was not compared."""
         compared, pools = self._spoiled.get(path, (None, frozenset[str]()))
         return pools if compared == state else frozenset()
 
 
 def states_of(folder: Path) -> dict[Path, FileState]:
-    """Return the states of the files of a model: of a file, or of those in a folder and in the folders in it."""
+    """Return the states of a model's files: of a single file, or of a folder and its direct subfolders."""
     if folder.is_file():
         return {folder: FileState.of(folder)}
     paths = [path for pattern in ("*", "*/*") for path in folder.glob(pattern)]
@@ -153,7 +153,7 @@ def states_of(folder: Path) -> dict[Path, FileState]:
 
 
 def _state_of(path: Path) -> FileState | None:
-    """Return the state of a file, None if it is not there."""
+    """Return the state of a file, or None if it is missing."""
     try:
         return FileState.of(path)
     except OSError:
@@ -161,12 +161,12 @@ def _state_of(path: Path) -> FileState | None:
 
 
 def _name_of(model: LoadedModel, path: Path) -> str:
-    """Return the name of a file in the folder of its model, which may be that file."""
+    """Return a file's name relative to its model's folder, or its own name if the model is a single file."""
     return path.name if path == model.folder else path.relative_to(model.folder).as_posix()
 
 
 def _loaded_model(card: ModelCard, folder: Path, dtype: str, choice: Choice, known: frozenset[str]) -> LoadedModel:
-    """Return what is loaded of a model: the stages that are chosen, but for those whose pools are `known`."""
+    """Return the part of a model that is loaded: the chosen stages, except those whose pools are `known`."""
     pools, files, reads = card.pools(choice), defaultdict[Path, set[str]](set), files_of(folder)
     for stage in card.pipeline.stages:
         if stage.name in pools and pools[stage.name] not in known:
@@ -176,7 +176,7 @@ def _loaded_model(card: ModelCard, folder: Path, dtype: str, choice: Choice, kno
 
 
 def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
-    """Return the pools of a model that its files would not make any more: all, if these cannot be read."""
+    """Return the pools of a model that its present files no longer make; all of them if the files cannot be read."""
     try:
         pools = card_of(model.card.name, model.folder, model.dtype).pools()
     except (ConfigError, OSError):

@@ -196,12 +196,12 @@ class Worker:
         return executor, objects
 
     async def _register(self, served: Served, weights: WeightFiles) -> None:
-        """Have the scheduler know which pools the worker serves: all but those whose files have changed."""
+        """Register the pools that the worker serves: all except those whose files have changed."""
         pools = [manned(pool, self._outcome) for pool in served.pools if pool not in weights.changed]
         await self._link.hello(Hello(self._info(pools), served.cards, self._secret))
 
     async def _watch_files(self) -> None:
-        """Look at the files that are loaded, once a heartbeat, and withdraw the pools of those that have changed.
+        """Check the loaded files once a heartbeat, and withdraw the pools of changed files.
 
         Pools are served again if the bytes turn out to be the same.
         """
@@ -211,7 +211,7 @@ class Worker:
             await asyncio.to_thread(self._weights.compare)
 
     async def _withdraw_changed(self) -> None:
-        """Register anew if other pools can be served than before, since files have changed."""
+        """Register again if changed files alter the set of pools that can be served."""
         served, weights = self._served, self._weights
         if not (served and weights):
             return
@@ -221,7 +221,7 @@ class Worker:
             self._changed.set()
 
     async def _go_on(self) -> None:
-        """Ask for tasks of what was loaded again, as far as its files are those that the worker registered with."""
+        """Ask for work again after compute has restarted, except for pools whose files have changed."""
         await self._withdraw_changed()
         self._changed.set()
 
@@ -245,7 +245,7 @@ class Worker:
         if not (self._objects and self._executor and self._executor.ready) or self._swapping.going and not after:
             return WITHDRAW
         if self._served and self._weights and self._weights.changed.keys() >= set(self._served.pools):
-            return WITHDRAW  # the scheduler answers an Ask for no pool at once
+            return WITHDRAW  # the scheduler would answer an Ask without pools immediately, in a loop
         room = self._holding.room(self._objects.free, self._objects.usage().used)
         return self._holding.ask(room, self._loaded, self._swapping.holds, after)
 
@@ -296,7 +296,7 @@ class Worker:
             await executor.run(brought, granted.peers, recorded)
 
     def _is_left_out(self, lease: Lease) -> bool:
-        """Whether compute could not load what a task needs, since its files have changed."""
+        """Whether compute did not load a task's pool, because its files have changed."""
         return self._weights is not None and declared(lease.task.pool) in self._weights.left_out
 
     async def _announce(self, news: Announced) -> None:
@@ -347,7 +347,7 @@ class Worker:
                 self._idle.set()
 
     async def _unless_overwritten(self, message: Done) -> Done | Failed:
-        """Return a task's end, or hand the task back if its weights were written to in place: they may be mapped."""
+        """Return the result of a task, or hand the task back if its weights, which may be mapped, changed in place."""
         lease = self._active.get(message.claim)
         while lease and self._weights:
             file = await asyncio.to_thread(self._weights.overwritten, declared(lease.task.pool))
