@@ -11,8 +11,14 @@ import torch
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
 from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
+from unfuse.core.media import TEXT
+from unfuse.core.plan import Pipeline
+from unfuse.core.text import CONTINUES
+from unfuse.core.words import SPECIAL_STOPS
 from unfuse.stages import sampling
 from unfuse.stages.language import ending
 from unfuse.stages.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
@@ -279,6 +285,16 @@ def test_a_grammar_goes_before_what_must_not_come() -> None:
     how = replace(GREEDY, min_tokens=2, ends=(0, 999))
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x01").token == 0
     assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x03").token == 1
+
+
+@pytest.mark.row("C5:continue_final_message")
+def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
+    limits: dict[str, float] = {"max_tokens": 100, "vocabulary": 50}
+    card = ModelCard("m", "m", "language", Pipeline(()), limits, {}, {}, {})
+    asked = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": False}
+    derived = {"prompt_tokens": 1, CONTINUES: True, SPECIAL_STOPS: [7]}
+    found = ending(check(card, asked, TEXT, derived=derived)[0])
+    assert (found.continues, found.shows_special, found.stop_ids) == (True, True, {7})
 
 
 @pytest.mark.row("C5:ignore_eos")

@@ -52,9 +52,8 @@ router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
-USUAL_REASONING = ReasoningFormat(
-    "usual"
-)  # marks that are counted, though they are content, in answers that are not read
+USUAL_REASONING = ReasoningFormat("usual")
+"""The marks of reasoning that is counted, though it is content, in answers of models that have none of their own."""
 
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
