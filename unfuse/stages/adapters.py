@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import catch_warnings
 
 import xxhash
@@ -24,6 +24,8 @@ from unfuse.stages.adapter_files import REMEDY, entries, fitted, left_out, not_f
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
+Value = TypeVar("Value")
 
 MAX_BYTES = 4 << 30  # of an adapter's file: they are far smaller than what they adapt
 SHOWN = 20  # the most names that an error lists
@@ -199,10 +201,11 @@ class Adapters:
         file = self._loras.file(name, id)
         self._remove(id)  # the rest of an earlier load that ran out of memory
         try:
-            with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
-                wanted = self._checked(name, file)
+            with catch_warnings(action="ignore"):  # that there are several now, or of alphas, which are set below
+                wanted, alphas = self._checked(name, file)
                 self._apply(name, id, file)
                 self._verify(name, id, wanted)
+                self._scale(id, alphas)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except SafetensorError as error:
@@ -245,7 +248,33 @@ class Adapters:
         found = self._converted(converted)
         if misfit := self._misfit(found):
             raise Unsuitable(f"lora {name!r} {misfit}")
-        return {_plain(key) for key in found}
+        return {_plain(key) for key in found}, self._alphas(alphas)
+
+    def _alphas(self, read: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
+        """The alphas by layer, of what diffusers' reader returns beside the tensors."""
+        named = {key: float(alpha) for one in read for key, alpha in (one or {}).items() if key.endswith(".alpha")}
+        halves = {key.removesuffix(".alpha"): alpha for key, alpha in named.items()}
+        halves = {key if key.endswith(".weight") else f"{key}.lora.down.weight": one for key, one in halves.items()}
+        return {key.partition(".lora_")[0]: alpha for key, alpha in self._converted(halves).items()}
+
+    def _scale(self, id: str, alphas: Mapping[str, float]) -> None:
+        """Give each layer the alpha that the file has for it; it is the rank of a layer for which there is none.
+
+        diffusers gives the commonest alpha to all layers of a UNet or a text encoder: it looks for the others by names
+        that only other tools have for them.
+        """
+        layers = {
+            _own_name(part, path): layer
+            for part, model in self._parts().items()
+            for path, layer in model.named_modules()
+            if id in getattr(layer, "lora_alpha", ())
+        }
+        if not alphas or not alphas.keys() <= layers.keys():
+            return
+        for path, layer in layers.items():
+            rank = layer.r[id]
+            layer.lora_alpha[id] = alphas.get(path, rank)
+            layer.scaling[id] = layer.lora_alpha[id] / rank
 
     def _verify(self, name: str, id: str, wanted: Collection[str]) -> None:
         """Raise Unsuitable unless the model has each converted tensor, and only zeros in any other one."""
@@ -342,6 +371,11 @@ class PipelineAdapters(Adapters):
         how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
         self._transformer.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
         self._loras.file(name, id)  # it was not changed while it was read
+
+
+def _own_name(part: str, path: str) -> str:
+    """The name of a layer without what torch adds to it by compiling."""
+    return ".".join(name for name in f"{part}.{path}".split(".") if name != COMPILED)
 
 
 def _plain(key: str) -> str:
