@@ -149,8 +149,8 @@ ADVICE = {
         "limit."
     ),
     "rate_limit_exceeded": "The key's `rate=` or `concurrent=` is reached: wait for as long as `Retry-After` says.",
-    "precondition_failed": "The file is another than the one that `If-Match` names: ask for it without that header.",
-    "range_not_satisfiable": "The file ends before the range: `Content-Range` says how long it is.",
+    "precondition_failed": "The file is not the one that `If-Match` names: send the call without that header.",
+    "range_not_satisfiable": "The range begins after the end of the file: `Content-Range` has the file's length.",
     "read_only": "Ask with a key without `read=yes`.",
     "stage_failed": "A stage failed in the same way wherever it ran; the message says why.",
     "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",

@@ -179,7 +179,7 @@ def accepted(response: httpx2.Response) -> httpx2.Response:
 
 
 def indexes_of(view: Mapping[str, Any]) -> list[int]:
-    """The places of the results that a request object names, but for those that a safety checker flagged."""
+    """Return the indexes of a request object's results, without results that a safety checker flagged."""
     return [place_of(file) for file in view["result"] if not file.get("flagged")]
 
 

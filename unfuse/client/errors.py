@@ -34,7 +34,7 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
 
 
 def _retry_after(header: str) -> float:
-    """Return the seconds that a Retry-After header asks for; 1 where it has none, or a date as some proxies write."""
+    """Return the seconds in a Retry-After header; 1 if it is missing, or a date, which some proxies send."""
     try:
         return float(header)
     except ValueError:

@@ -48,7 +48,7 @@ class Result:
 
     @property
     def flagged(self) -> list[int]:
-        """The places of the pictures that the model's safety checker flagged. They have no files."""
+        """The indexes of the pictures that the model's safety checker flagged. They have no files."""
         return [place_of(file) for file in self.view.get("result", ()) if file.get("flagged")]
 
     @property
@@ -107,7 +107,7 @@ class Result:
 
 
 def place_of(file: Mapping[str, Any]) -> int:
-    """Return the place of a result among what was asked for, by its entry in a request object."""
+    """Return the index of a result in its request, from its entry in a request object."""
     return int(urlsplit(file["url"]).path.rpartition("/")[2])
 
 

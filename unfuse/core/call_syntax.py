@@ -71,7 +71,7 @@ class Chars:
         self._pending.clear()
 
     def write(self, text: str) -> None:
-        """Have this text in the arguments that are streamed, in place of the last character."""
+        """Replace the last character by this text in the streamed arguments."""
         if self._streams:
             char = self._pending.pop()
             self._flush()
@@ -151,7 +151,7 @@ class Syntaxes:
         return text.removesuffix(mark)
 
     def _json(self, start: str) -> Parsing:
-        """An object with a name and arguments, also as the first one of a list, or in a fence behind a mark."""
+        """Parse an object with a name and arguments, which may be the first one of a list, or in a code fence."""
         char = start if start in ("{", "[") else (yield from self._space())
         if char == "`":
             yield from self._until("\n", stops="")
@@ -224,9 +224,9 @@ class Syntaxes:
         raise NotACall
 
     def _nested(self) -> Parsing:
-        """The rest of an object or list, up to where it ends, or is none any more.
+        """Return the rest of an object or list, up to its end or to a character that JSON does not allow.
 
-        Line breaks and other control characters in texts are escaped, as JSON has them.
+        Line breaks and other control characters in strings are escaped, as JSON requires.
         """
         open, text = 1, list[str]()
         quoted = escaped = False
@@ -423,8 +423,8 @@ class Tagged:
     def add(self, char: str) -> str:
         """Add a character. Returns the tag after the value once it is complete, else "".
 
-        A closing tag that is not followed by another tag of the call belongs to the value. Where a model has left it
-        out, the value ends with the call.
+        A closing tag belongs to the value unless another tag of the call follows it. If the model omits the closing
+        tag, the value ends with the call.
         """
         self._value.append(char)
         if char not in "=>":
@@ -438,19 +438,19 @@ class Tagged:
         return tag
 
     def _ends_call(self, tag: str, before: str) -> bool:
-        """Whether a tag ends the call, though the value is not closed: no call within it does."""
+        """Whether this tag ends the call although the value has no closing tag. Calls within the value do not."""
         ends = tag == "</tool_call>" and before.endswith("\n</function>")
         return ends and "<function=" not in "".join(self._value)
 
     @property
     def begun(self) -> bool:
-        """Whether a value was begun, and is not told yet."""
+        """Whether there is a value that `argument` has not returned yet."""
         return bool(self._name)
 
     def argument(self) -> str:
-        """The value as JSON, with its name and what goes between it and the one before.
+        """Return the value as a JSON member, with a comma before it unless it is the first.
 
-        It is several where the tags that close the first ones were left out.
+        If closing tags were omitted, it contains several values, and all their members are returned.
         """
         text = "".join(self._value).rstrip()
         for tag in ("</tool_call>", "</function>", "</parameter>"):
@@ -486,12 +486,12 @@ def json_value(text: str, types: Sequence[str]) -> str:
 
 
 def _refuse(constant: str) -> None:
-    """Raise ValueError: NaN and Infinity are no JSON."""
+    """Raise ValueError, because NaN and Infinity are not JSON."""
     raise ValueError(constant)
 
 
 def _python_value(text: str) -> str:
-    """A list or dict of Python as JSON; "" for what is none."""
+    """Return a Python list or dict literal as JSON; "" for other text."""
     if text[:1] not in ("[", "{"):
         return ""
     try:

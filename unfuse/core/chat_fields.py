@@ -8,7 +8,7 @@ from typing import Any
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import Parameter, Params, printable
 
-UNBOUNDED = -1  # a number of tokens that clients send for as many as there is room for
+UNBOUNDED = -1  # as many tokens as fit
 
 MAX_EFFORT = 64  # characters of a reasoning_effort
 
@@ -38,7 +38,7 @@ IGNORED = (
 """Fields of OpenAI's API that have no effect on this server's answers."""
 
 SERVERS_OWN = ("spaces_between_special_tokens", "stream_reasoning", "guided_whitespace_pattern", "cache_prompt")
-"""Fields of vLLM, SGLang and llama.cpp that change nothing about an answer that this server could change."""
+"""Fields of vLLM, SGLang and llama.cpp that have no effect on this server's answers."""
 
 REFUSED = (
     ("audio", "is not supported: this server generates no speech, so leave it out"),

@@ -38,13 +38,13 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""How a picture with such an ORIENTATION becomes upright."""
+"""The transpositions for each value of ORIENTATION."""
 
 RUN_LENGTHS = (1, 2)
-"""Values of a BMP file's compression that stand for runs of one color, which Pillow decodes slowly."""
+"""Values of a BMP file's compression field for run-length encoding, which Pillow decodes slowly."""
 
 PngImagePlugin.MAX_TEXT_CHUNK = 16 * 1024 * 1024
-"""The most bytes of a color profile or comment in a PNG file. Pillow's 1 MiB is less than many have."""
+"""The most bytes of a color profile or comment in a PNG file. Many have more than Pillow's limit of 1 MiB."""
 
 _KEY_SCALES = {"L;2": 85, "L;4": 17}
 """Pillow scales gray values of 2 and 4 bits by these factors, but not the value of the transparent color."""
@@ -133,7 +133,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the value of ORIENTATION; 1, for upright, where it is missing or the EXIF data cannot be read."""
+    """Return the value of ORIENTATION; 1 (no change) if it is missing or the EXIF data cannot be read."""
     try:
         return int(image.getexif().get(ORIENTATION, 1))
     except _BROKEN:
@@ -141,7 +141,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _says_what_is_transparent(image: Image.Image) -> bool:
-    """Return whether the format says which pixels are transparent.
+    """Return whether the picture has an alpha channel or a transparent color.
 
     A BMP file whose pixels are all transparent says nothing: programs that know no transparency leave zeros there.
     """

@@ -15,9 +15,9 @@ READING = "reading"
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to parse an answer.
 
-    `calls` and `reasoning` are formats (None: none is read). `functions` may be called, and have the types of
-    their parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
-    With `hidden`, clients are told of no reasoning.
+    `calls` and `reasoning` are formats (None: not parsed). `functions` maps each offered function to the types of its
+    parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
+    With `hidden`, reasoning is not sent to clients.
     """
 
     calls: CallFormat | None = None

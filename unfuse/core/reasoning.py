@@ -19,9 +19,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def opened(format: ReasoningFormat, start: str, *, continues: bool = False) -> bool:
-    """Whether an answer that begins with this text goes on within reasoning.
+    """Return whether an answer begins within reasoning, if `start` is the text before it in its turn.
 
-    The template has written the text, or it is that of a message that the answer `continues`.
+    The template writes that text, or it is the last message, which the answer `continues`.
     """
     begun, ended = start.rfind(format.begin), start.rfind(format.end)
     return begun > ended or (format.always and ended < 0 and not continues)

@@ -60,7 +60,7 @@ def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False)
 
 
 def _relaxed(schema: Any) -> Any:
-    """The schema without the keywords in UNSURE, nulls, unknown types, and references to elsewhere."""
+    """Return the schema without the keywords in UNSURE, nulls, unknown types and references to other documents."""
     if not isinstance(schema, dict):
         return schema
     if not str(schema.get("$ref", "#")).startswith("#"):
@@ -79,7 +79,7 @@ def _relaxed(schema: Any) -> Any:
 
 
 def _known_types(said: object) -> str | list[str]:
-    """The type or types that a schema says, also in capital letters; none where one of them is unknown."""
+    """Return the type or types of a schema in lower case; empty if one of them is unknown."""
     types = [str(one).lower() for one in (said if isinstance(said, list) else [said])]
     known = types if {*types} <= {*TYPES} else []
     return known if isinstance(said, list) or not known else known[0]

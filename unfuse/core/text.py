@@ -13,7 +13,7 @@ from msgspec import Meta
 
 CHUNK = 256  # Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it.
 CONTINUES = "continues"
-"""The parameter of a request whose answer goes on with a text of the prompt."""
+"""The parameter of a request whose answer continues a text in the prompt."""
 
 MOST_SHARED = 256  # how many chunks of a prompt may be found by others
 

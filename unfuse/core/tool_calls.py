@@ -17,9 +17,9 @@ from unfuse.core.call_syntax import Chars, NotACall, Syntaxes
 Kind = Literal["content", "reasoning", "call", "arguments", "mark"]
 
 BETWEEN = " \r\n\t,;]}`"
-"""What may stand between a call and a mark or another call: also a brace too many, and the end of a fence."""
+"""Characters between a call and a mark or another call, including a surplus brace and the end of a code fence."""
 
-LEAST = 4  # characters of a mark that was cut, by which it is known
+LEAST = 4  # characters by which a truncated mark is recognized
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ class CallReader:
         return None if any(mark.startswith(rest) for mark in marks) else ""
 
     def _read_between(self) -> bool:
-        """What follows a call: marks, separators and white space, or another call; else content."""
+        """Parse the text after a call: marks, separators and white space, another call, or content."""
         rest = self._text.lstrip(BETWEEN)
         skipped = self._text[: len(self._text) - len(rest)]
         marks = (*self._format.ends, *self._format.starts)

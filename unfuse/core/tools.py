@@ -21,7 +21,7 @@ MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most 
 NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
 SHOWN_NOTHING = {"type": "object", "properties": {}}  # the same for chat templates
 
-_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")  # as MCP has them; OpenAI's API has 64 characters, and no dot
+_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")  # as in MCP; OpenAI's API allows 64 characters, and no dot
 
 Choice = Literal["auto", "required"]
 
@@ -122,7 +122,7 @@ def _function(value: Any, where: str) -> dict[str, Any]:
     if isinstance(kind, str) and kind != "function":
         message = f"{where} is of type {kind[:40]}, which is not supported: send it as a tool of type function"
         raise InvalidParameter(message, "tools")
-    if kind == "function" and "function" not in value and "name" in value:  # as the Responses API has it
+    if kind == "function" and "function" not in value and "name" in value:  # the form of the Responses API
         value = {"type": kind, "function": {key: one for key, one in value.items() if key != "type"}}
     function = value.get("function") if kind == "function" else None
     if not isinstance(function, dict):

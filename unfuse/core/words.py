@@ -27,9 +27,9 @@ MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
 
 MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 1024, 256, 256
 
-SPECIAL_STOPS = "special_stops"  # the ids of those stop strings that are special tokens, so that no text has them
+SPECIAL_STOPS = "special_stops"  # ids of the stop strings that are special tokens, which never occur in the text
 
-MAX_ASKED = (1 << 31) - 1  # the largest number of tokens that is read at all: more than any window has
+MAX_ASKED = (1 << 31) - 1  # the largest accepted number of tokens, above any context length
 
 EXPECTED = 256  # tokens that an answer is predicted to have at most, since few are as long as they may be
 
@@ -65,7 +65,7 @@ def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
     prompt, window = read["prompt_tokens"], limits.max_tokens
     asked, room = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED)), window - prompt
     if asked == 0:
-        raise InvalidParameter("max_tokens must be 1 or more, or -1 for as many as there is room for", "max_tokens")
+        raise InvalidParameter("max_tokens must be at least 1, or -1 for as many as fit", "max_tokens")
     is_window = f"This model's maximum context length is {window} tokens."
     if room < 1:
         however = f"However, your messages resulted in {prompt} tokens, and the answer needs at least one."
@@ -136,9 +136,9 @@ TEXT = Medium(
             description="what was said so far, as objects of role and content"),
         *TEMPLATE,
         Parameter("max_completion_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
-            description="of the answer, at least 1; -1: as many as there is room for"),
+            description="maximum number of tokens in the answer; -1: as many as fit"),
         Parameter("max_tokens", "integer", UNBOUNDED, MAX_ASKED, use="request",
-            description="as max_completion_tokens"),
+            description="same as max_completion_tokens"),
         Parameter("min_tokens", "integer", 0, MAX_ASKED, use="request", flag=None,
             description="minimum number of tokens before the answer can end"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
@@ -156,12 +156,12 @@ TEXT = Medium(
         Parameter("include_stop_str_in_output", "flag", use="request", flag=None,
             description="keep the stop string or stop token in the answer"),
         Parameter("ignore_eos", "flag", use="request", flag=None,
-            description="go on behind the model's own end of a text, unless the answer is held to a format"),
+            description="do not stop at the model's end-of-text tokens; no effect with a format"),
         Parameter("skip_special_tokens", "flag", use="request", flag=None,
-            description="false: the model's special tokens are shown as text, but for the one that ends the answer"),
+            description="false: keep special tokens in the answer, except the one that ends it"),
         Parameter("include_reasoning", "flag", use="request", flag=None,
-            description="false: the answer is told without its reasoning"),
-        Parameter("bad_words", "any", use="request", flag=None, description="texts that the answer may not have"),
+            description="false: do not return the reasoning"),
+        Parameter("bad_words", "any", use="request", flag=None, description="texts that the answer must not contain"),
         Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
         Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
         Parameter("response_format", "any", use="request", flag=None,

@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 
 
 class TooMuch(TemplateError):
-    """A template takes too long, or makes too long a prompt."""
+    """A template takes too long, or renders too long a prompt."""
 
 
 class _Generation(Extension):
@@ -101,7 +101,7 @@ class ChatTemplate:
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call that are JSON where a template writes them as a text."""
+    """Arguments of a call, which become JSON if a template converts them to text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -114,7 +114,7 @@ class Arguments(dict[str, Any]):
 
 
 def _with_arguments(message: Message) -> Message:
-    """A message whose calls have Arguments."""
+    """Return a message with the arguments of its calls as `Arguments`."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return message

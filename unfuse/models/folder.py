@@ -65,7 +65,7 @@ UNSERVED = {
 
 PAUSES_S = (0.5, 1.0, 2.0)  # before a header is asked for again
 HEADER_LENGTH = 8  # a safetensors file begins with the length of its JSON header, as 8 bytes, least first
-SHA256_DIGITS = 64  # of the hub's name for a large file; that of another one is git's, which is shorter
+SHA256_DIGITS = 64  # length of the hub's name for a large file; small files have shorter git hashes
 MAX_HEADER = 25_000_000  # longest header of a safetensors file, in bytes, as the hub's library has it: more is slow
 
 
@@ -192,11 +192,11 @@ class ModelFolder:
         return names
 
     def _unloadable(self, component: str, files: Collection[str]) -> str:
-        """Return why none of a component's files has its weights, in words; "" where files are lacking."""
+        """Return why none of a component's files can be its weights, as a sentence; "" if files are only missing."""
         if len(several := singles_of(files)) > 1:
             both, place = " and ".join(several[:2]), self.at(component) or "the folder"
-            reason = f"{both}, each of which may be all of its weights: keep one of them in {place}"
-            return f"component {component} has {len(several)} files, {reason}"
+            reason = f"{both}, and each may hold all weights: keep only one of them in {place}"
+            return f"component {component} has {len(several)} weight files, {reason}"
         instead = unserved(files)
         if (other := single_of(files, ADAPTER)).endswith(".safetensors"):
             instead = f"{other}, and the library of its class reads model.safetensors alone: rename that file"
@@ -355,9 +355,9 @@ class ModelFolder:
 
 
 def _written_since_linked(link: Path) -> bool:
-    """Whether a hub's blob was written to, renamed or the like after the hub's library made this link to it.
+    """Return whether a hub's blob was modified after the hub's library created this link to it.
 
-    The library makes the link last. A copy over the link writes into the blob, whose name is that of the old content.
+    The library creates the link last. Copying a file over the link overwrites the blob, which keeps its old name.
     """
     return link.stat().st_ctime_ns > link.lstat().st_ctime_ns
 

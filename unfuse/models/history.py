@@ -61,7 +61,7 @@ def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reasoning(message: Mapping[str, Any]) -> str | None:
-    """The reasoning of an answer, by the name that older or newer servers have for it."""
+    """Return the reasoning of an assistant message, from `reasoning_content` or `reasoning`."""
     said = (message.get(name) for name in ("reasoning_content", "reasoning"))
     return next((_whole(text) for text in said if isinstance(text, str)), None)
 
@@ -91,7 +91,7 @@ def _result(content: Any) -> Any:
 
 
 def _result_part(part: Any) -> Any:
-    """A part of what a tool returned. What is no part of a message is text: as it is, or as JSON."""
+    """Return a part of a tool's result. Strings become text parts, other values JSON in a text part."""
     if isinstance(part, Mapping) and part.get("type") in (*TEXT_PARTS, *SHOWN_PARTS, "input_image"):
         return part
     return {"type": "text", "text": _whole(part) if isinstance(part, str) else json.dumps(part, ensure_ascii=False)}
@@ -127,10 +127,10 @@ def _whole(text: str) -> str:
 
 
 def simpler_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Ever simpler forms of messages, for templates that refuse them as they are.
+    """Yield simpler and simpler forms of messages, for templates that refuse the original.
 
-    At first answers call one function each, then there is one message of the system, then roles take turns, and at last
-    the message of the system is a part of the user's.
+    First, each assistant message has one call. Then there is one system message, then roles alternate, and finally the
+    system message is part of the user's.
     """
     found = simplified(messages)
     yield found
@@ -140,14 +140,14 @@ def simpler_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def systems_first(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with one of the system, at the beginning, that has the content of all of them."""
+    """Return the messages with all system messages joined into one at the beginning."""
     systems = [message for message in messages if message.get("role") == "system"]
     others = [message for message in messages if message.get("role") != "system"]
     return [*([functools.reduce(_joined, systems)] if systems else []), *others]
 
 
 def system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a first one of the system as the beginning of what the user says first."""
+    """Return the messages with the leading system message moved to the beginning of the first user message."""
     if not messages or messages[0].get("role") != "system":
         return [*messages]
     system, *others = messages
@@ -158,7 +158,7 @@ def system_in_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _taking_turns(messages: Sequence[Message]) -> list[Message]:
-    """The messages, of which those of a user that follow each other are one."""
+    """Return the messages with consecutive user messages joined."""
     found = list[Message]()
     for message in messages:
         if found and found[-1].get("role") == message.get("role") == "user":
@@ -169,7 +169,7 @@ def _taking_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(one: Message, other: Message) -> Message:
-    """The first message, with the content of both."""
+    """Return the first message with the content of both."""
     first, second = one.get("content") or "", other.get("content") or ""
     if isinstance(first, str) and isinstance(second, str):
         return {**one, "content": "\n\n".join(text for text in (first, second) if text)}

@@ -23,7 +23,7 @@ WITHIN = (
 """Prefixes of tensor names in a single file that holds several components."""
 
 OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
-"""What the names of a component begin with, in a file of all parts of a model; "" is a denoiser."""
+"""Prefixes of a component's tensor names in a single file that holds several components; "" is the denoiser."""
 
 
 def single_of(files: Collection[str], *usual: str) -> str:
@@ -41,7 +41,7 @@ def singles_of(files: Collection[str]) -> list[str]:
 def own_names(component: str, names: Collection[str]) -> list[str]:
     """Return the names of the tensors that a component is loaded from.
 
-    A file of all parts of a model has also those of others, which may be stored in any way: they are not read.
+    Tensors of other components in the file may have any dtype, because they are not loaded.
     """
     begins = next((begin for begin in OWN.get(component, OWN[""]) if any(name.startswith(begin) for name in names)), "")
     return [name for name in names if (name.startswith(begins) if begins else not _part(name))]

@@ -170,16 +170,16 @@ class ChatTokenizer:
         return told, tools if self._knows_tools else None
 
     def _written(self, messages: Sequence[Any], template: ChatTemplate) -> Sequence[Any]:
-        """Messages, of which the template passes none over. Raises InvalidParameter for a role that it does not know.
+        """Return messages of which the template drops none. Raises InvalidParameter for an unknown role.
 
-        Messages of the system are put where the template writes them: at the beginning, or in the user's first one.
+        System messages that it would drop are moved to the beginning, or into the first user message.
         """
         roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
         for role in dict.fromkeys(role for role in roles if isinstance(role, str) and role not in ROLES):
             if not self._writes(template, role, later=True):
                 what = f"messages[{roles.index(role)}].role is {printable(role)}"
                 known = f"send one of {', '.join(ROLES[:5])}"
-                raise InvalidParameter(f"{what}, which the model's chat template passes over: {known}", "messages")
+                raise InvalidParameter(f"{what}, which the model's chat template ignores: {known}", "messages")
         if "tool" in roles and not self._writes(template, "tool", later=True):
             messages = [result_as_user(message, number) for number, message in enumerate(messages)]
         if None in roles or "system" not in roles:
@@ -190,20 +190,20 @@ class ChatTokenizer:
         return system_in_user(messages) if first else messages
 
     def _writes(self, template: ChatTemplate, role: str, *, later: bool) -> bool:
-        """Whether a template writes messages of a role that come first, or later; also if it refuses them."""
+        """Whether a template renders the first, or a later, message of a role. True if it raises an error for it."""
         turns = ("user", "assistant", role, "user") if later else (role, "user")
         chat = [{"role": turn, "content": PROBE if turn == role else "0"} for turn in turns]
         return self._written_of(template, self._shaped(template, chat), keep=role in ROLES) is not False
 
     def _shaped(self, template: ChatTemplate, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages with texts as parts, for a template that reads parts alone."""
+        """Return the messages with texts as content parts if the template only renders parts."""
         text = self._written_of(template, [{"role": "user", "content": PROBE}])
         if text or not self._written_of(template, [_in_parts({"role": "user", "content": PROBE})]):
             return messages
         return [_in_parts(message) for message in messages]
 
     def _written_of(self, template: ChatTemplate, chat: Sequence[Message], *, keep: bool = True) -> bool | None:
-        """Whether a template writes the PROBE in a chat; None if it refuses the chat. To `keep` that saves time."""
+        """Whether a template renders the PROBE in a chat; None if it refuses the chat. `keep` caches the result."""
         key = template.text, json.dumps(chat)
         if key in self._probed:
             return self._probed[key]
@@ -231,7 +231,7 @@ class ChatTokenizer:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The roles of OpenAI's API. `function` is the older name of `tool`."""
+"""The roles of OpenAI's API. `function` is the deprecated name of `tool`."""
 
 PROBE = "written here"
 
@@ -241,7 +241,7 @@ PROBES: tuple[tuple[str, ...], ...] = (("system", *_TURNS), _TURNS, ("user",))
 
 
 def _in_parts(message: Message) -> Message:
-    """A message whose text is a part of its content."""
+    """Return a message with its text as a content part."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -256,9 +256,9 @@ def _probe(template: ChatTemplate, named: Mapping[str, str]) -> str:
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-    """What a template writes of messages. Where it refuses them, tools are completed, and messages simpler.
+    """Return the rendered messages. If the template refuses them, tries completed tools and simpler messages.
 
-    Raises InvalidParameter where it refuses those too.
+    Raises InvalidParameter if it refuses these too.
     """
     try:
         return template.prompt(messages, variables)

@@ -41,7 +41,7 @@ def with_calls(
 
 
 def with_properties(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return tools whose parameters have properties, if only none, for templates that go through these."""
+    """Return the tools with an empty `properties` if it is missing, for templates that iterate over it."""
     return [_with_properties(tool) for tool in tools]
 
 
@@ -55,7 +55,7 @@ def _with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def result_as_user(message: Any, number: int) -> Any:
-    """Return what a tool has returned as a message of the user; other messages as they are."""
+    """Return a tool's result as a user message; other messages unchanged."""
     if not isinstance(message, Mapping) or message.get("role") != "tool":
         return message
     return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}

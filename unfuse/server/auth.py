@@ -46,7 +46,7 @@ class Caller(msgspec.Struct, frozen=True):
 async def caller_of(request: Request) -> Caller:
     """The caller. Raises Refusal (401) for an unknown key, and 403 for what a key that only reads may not do.
 
-    Without configured keys, everyone is admitted. A signed link to a result opens without a key, and with any key.
+    Without configured keys, everyone is admitted. A signed link to a result opens without a key, or with any key.
     """
     gateway = await gateway_of(request)
     keys = gateway.keys

@@ -20,12 +20,12 @@ from unfuse.server.errors import Refusal
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 
 MAX_TEXT = 8 * 1024 * 1024
-"""The most bytes of a field of a form that is no file."""
+"""The most bytes of a form field that is not a file."""
 
 MAX_SHOWN_BODY = 32 * 1024 * 1024
-"""The most bytes of a JSON body that may hold pictures as text: of a chat, an edit, a video."""
+"""The most bytes of a JSON body that may contain pictures: of a chat, an edit, a video."""
 
-MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body, without texts: decoding blocks all threads
+MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body, outside of strings: decoding is slow
 
 MAX_FORM = 32 * 1024 * 1024
 
@@ -35,11 +35,11 @@ MAX_READING = 256 * 1024 * 1024  # the most bytes of all bodies that are being r
 READING_PAUSE_S = 5  # seconds after which a client should try again if there was no room for its body
 
 MAY_BE_EMPTY = frozenset(one.name for one in (*IMAGE.parameters, *VIDEO.parameters) if one.kind != "text")
-"""Fields that a form leaves out by sending them empty, as HTML forms do. An empty text may be meant."""
+"""Fields that count as missing if a form sends them empty, as HTML forms do. Other texts may be empty on purpose."""
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # also one without an end: so it takes linear time
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # without a closing quote too: linear time
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
 
 
@@ -62,7 +62,7 @@ class Reading:
 
 
 CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
-"""Ways to compress a body, of which none is read."""
+"""Content codings for compressed bodies, which are not supported."""
 
 
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
@@ -130,7 +130,7 @@ async def _fields(form: FormData) -> dict[str, object]:
 
 
 def _is_left_out(name: str, part: UploadFile | str) -> bool:
-    """Return whether a part of an HTML form stands for a field that nobody filled in."""
+    """Return whether a part of an HTML form is a field that was not filled in."""
     if isinstance(part, UploadFile):
         return not part.filename and not part.size
     return not part and name in MAY_BE_EMPTY
@@ -150,20 +150,20 @@ def _decoded(body: bytearray) -> object:
 
 
 def _marks(body: bytes | bytearray) -> int:
-    """How many commas and opening brackets a body has, those in texts too."""
+    """Return the number of commas and opening brackets in a body, including those in strings."""
     return sum(map(body.count, (b",", b"[", b"{")))
 
 
 def _texts(body: bytearray) -> int:
-    """About how many texts a body has: each value has two at most, one of them its key."""
+    """Return about how many strings a body has. A value has at most two, one of them its key."""
     return (body.count(b'"') - body.count(b'\\"')) // 2
 
 
 def _require_plain(request: Request) -> None:
-    """Raise Refusal for a body that is compressed."""
+    """Raise Refusal if the body is compressed."""
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding in CODINGS:
-        message = f"the body is compressed ({coding}), which is not read: send it as it is, without Content-Encoding"
+        message = f"the body is compressed ({coding}), which is not supported: send it without Content-Encoding"
         raise Refusal(415, "unsupported_media_type", message, headers={"accept-encoding": "identity"})
 
 

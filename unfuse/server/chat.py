@@ -125,7 +125,7 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
 
 
 def _special_stops(tokenizer: ChatTokenizer, stop: object) -> list[int]:
-    """The special tokens among the stop strings of a request."""
+    """Return the ids of the stop strings that are special tokens."""
     texts = [text for text in (stop if isinstance(stop, list) else [stop]) if isinstance(text, str)]
     return [id for id in tokenizer.mark_ids(texts) if id in tokenizer.specials]
 
@@ -306,7 +306,7 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
 
 
 def reasoning_tokens(answer: Answer, reading: Reading) -> int:
-    """How many tokens of an answer are its reasoning, with the marks around that; `<think>` where none is read."""
+    """Return the number of tokens of the reasoning in an answer, with its marks; `<think>` if none is parsed."""
     reader = ReasoningReader(reading.reasoning or USUAL_REASONING, reading.opened)
     for count, piece in enumerate(answer.pieces, 1):
         before = reader.state

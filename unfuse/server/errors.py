@@ -75,7 +75,7 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
 
 
 def _hint_at(scope: Scope) -> str:
-    """Return a hint to the path that was meant by a base URL without /v1, with it twice, or with a slash at its end."""
+    """Return a hint to the right path for a base URL without /v1, with /v1 twice, or with a trailing slash."""
     path = _SLASHES.sub("/", scope["path"])
     meant = (path, f"/v1{path}", path.removeprefix("/v1"))
     served = [one for one in meant if one != scope["path"] and allowed_methods({**scope, "path": one})]

@@ -1,4 +1,4 @@
-"""A file as a response: whole, in ranges of its bytes, or not at all where the client has it (RFC 9110, 13 and 14)."""
+"""Responses with a file, with ranges of its bytes, or 304 if the client has it (RFC 9110, sections 13 and 14)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _ETAG = re.compile(r'(?:W/)?"[^"]*"')
 
 
 async def file_response(request: Request, path: Path, media_type: str, sha256: str) -> Response:
-    """Return the response with a file, or with the ranges of it that the call asks for; 304 if the client has it.
+    """Return the response with a file, or with the ranges that the call requests; 304 if the client has it.
 
-    Its `sha256` becomes the ETag. Raises NotFound for a file that is gone, and Refusal if the file ends before every
+    `sha256` becomes the ETag. Raises NotFound if the file was deleted, and Refusal if the file ends before every
     range (416) or is another than the one that is meant (412).
     """
     try:
@@ -38,7 +38,7 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     headers = {"etag": f'"{sha256}"'}
     response = FileResponse(path, media_type=media_type, headers=headers, stat_result=stat)
     if _names(request, "if-match", response.headers["etag"]) is False:
-        message = "the file is another than the one that If-Match names: ask for it without that header"
+        message = "the file is not the one that If-Match names: send the call without that header"
         raise Refusal(412, "precondition_failed", message, headers={"etag": response.headers["etag"]})
     if _names(request, "if-none-match", response.headers["etag"]):
         return Response(status_code=304, headers={name: response.headers[name] for name in ("etag", "last-modified")})
@@ -60,9 +60,9 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
 
 
 def _names(request: Request, header: str, etag: str) -> bool | None:
-    """Return whether the header, a list of ETags or `*`, names this one; None where the call has no such header.
+    """Return whether the header, a list of ETags or `*`, names this one; None if the call has no such header.
 
-    A weak ETag names it for `if-none-match` alone.
+    A weak ETag only counts for `if-none-match`.
     """
     listed = ", ".join(request.headers.getlist(header)).strip()
     if not listed:

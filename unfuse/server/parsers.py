@@ -62,8 +62,8 @@ def reading_of(
 ) -> Reading | None:
     """Return how to parse an answer; None if it is plain text.
 
-    Calls may be written `by_grammar`, and then are in the format that grammars write. If it `continues`, `start` is the
-    text of the last message, with which the answer goes on.
+    `start` returns the text before the answer in its turn: the template's, or the message that the answer `continues`.
+    With `by_grammar`, calls are written in the format of grammars.
     """
     if tools is None and reasoning is None:
         return None

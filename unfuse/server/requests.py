@@ -54,12 +54,12 @@ async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> d
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
 async def result(id: str, index: int, request: Request, gateway: Served, caller: Known) -> Response:
-    """One picture or video of a request, or ranges of its bytes."""
+    """Return one picture or video of a request, or ranges of its bytes."""
     files = {file.index: file for file in (await gateway.load(id, caller.sees)).context.result}
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")
     if files[index].flagged:
-        message = f"the model's safety checker flagged result {index} of {id}, which is not delivered"
+        message = f"the model's safety checker flagged result {index} of {id}, so it is not delivered"
         raise Refusal(400, MODERATION_BLOCKED, message)
     path = await to_thread.run_sync(gateway.results.path, id, index)
     return await file_response(request, path, files[index].content_type, files[index].sha256)

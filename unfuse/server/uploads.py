@@ -19,7 +19,7 @@ PICTURE_PARTS = ("image_url", "image", "input_image")
 """Types of content parts with a picture: of chat completions, of transformers, of the Responses API."""
 
 UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
-"""Media types of files whose type a program does not know. Their first bytes tell what they are."""
+"""Media types that clients send if they do not know the type. The format is then detected from the bytes."""
 
 _DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
 """The head of a data: URL (RFC 2397): a media type, optional parameters, optional `;base64`, and a comma."""
@@ -65,10 +65,9 @@ def address_of(name: str, value: dict[str, object]) -> object:
 
 
 def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
-    """Return the bytes in a data: URL whose media type begins with `kind`, or is not known. Raises InvalidParameter.
+    """Return the bytes in a data: URL (RFC 2397) of a media type `kind/…`, or of an unknown type.
 
-    It is read by RFC 2397. Spaces and line breaks in base64 are passed over, and its padding may be missing, as in
-    browsers.
+    As in browsers, white space in base64 is ignored, and its padding may be missing. Raises InvalidParameter.
     """
     head = _DATA_URL.match(value) if isinstance(value, str) else None
     if not isinstance(value, str) or head is None:

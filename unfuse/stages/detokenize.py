@@ -22,8 +22,8 @@ class Detokenizer:
     """Turns tokens into text, one by one. Its state follows from the tokens: a new one that gets them all goes on.
 
     A token may be half a character. What is no UTF-8 becomes U+FFFD, as soon as no later token can repair it. Special
-    tokens are no text, but for `marks`, which has the text of some by id. `first` is false for tokens that go on with a
-    text: the space that some tokenizers begin each text with is then a space between words.
+    tokens are left out, except those in `marks`, which maps ids to text. `first` is false for tokens that
+    continue a text: the space with which some tokenizers begin each text is then kept.
     """
 
     def __init__(self, tokenizer: Pieces, marks: Mapping[int, str] | None = None, *, first: bool = True) -> None:

@@ -33,7 +33,7 @@ from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
 
 FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
-"""Fields by which outputs of pipelines say which pictures their safety checker made black."""
+"""Fields of pipeline outputs with the pictures that the safety checker replaced by black ones."""
 
 FLAGGED = b'{"title": "the safety checker of the model flagged this picture", "type": "about:blank"}'
 """The placeholder file for a flagged picture."""

@@ -70,9 +70,9 @@ class StopsOfContent:
 class Ending(msgspec.Struct, frozen=True):
     """The stop conditions of an answer: stop strings, the token ids `stop_ids`, and the model's end-of-text tokens.
 
-    One that is to `ignore_eos` goes on behind the model's own. Nothing but its length ends an answer of fewer than
-    `least` tokens. With `include` the text or token of `stops` or `stop_ids` is shown. `continues`: the answer goes on
-    with a text of the prompt. `shows_special`: special tokens are shown as text.
+    With `ignore_eos` the end-of-text tokens do not stop it. An answer of fewer than `least` tokens only stops at its
+    maximum length. With `include` the stop string, or the token in `stop_ids`, is part of the answer. `continues`: the
+    answer continues a text in the prompt. `shows_special`: special tokens are kept as text.
     """
 
     stops: tuple[str, ...] = ()

@@ -56,7 +56,7 @@ class WeightFiles:
         self._loaded: dict[Path, FileState | None] = {}
         self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
         self._seen: dict[Path, tuple[FileState | None, float]] = {}
-        """States that differ from the loaded ones, and when each was seen first, in monotonic seconds."""
+        """Modified states, with the time when each was first seen, in monotonic seconds."""
         known = set[str]()
         for card, (_, folder, dtype) in zip(cards, models, strict=True):
             model = _loaded_model(card, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
@@ -130,9 +130,9 @@ class WeightFiles:
         ]
 
     def _is_written(self, path: Path, state: FileState | None) -> bool:
-        """Whether a file is complete, as far as its times say, or as it was the same for long enough.
+        """Whether a file is no longer written to, by its times or because its state did not change for long enough.
 
-        Times say nothing where a clock was set back, or that of a file server is ahead.
+        Times are not reliable if a clock was set back, or if that of a file server is ahead.
         """
         seen, since = self._seen.get(path, (None, 0.0))
         was_same = seen == state and time.monotonic() - since >= COARSE_S
