@@ -53,7 +53,7 @@ router = APIRouter(tags=["chat"])
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
 USUAL_REASONING = ReasoningFormat("usual")
-"""The marks of reasoning that is counted, though it is content, in answers of models that have none of their own."""
+"""The marks by which reasoning is counted, although it is content, if the model's reasoning is not parsed."""
 
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 

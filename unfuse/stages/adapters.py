@@ -29,11 +29,11 @@ Value = TypeVar("Value")
 
 MAX_BYTES = 4 << 30  # of an adapter's file: they are far smaller than what they adapt
 SHOWN = 20  # the most names that an error lists
-UNET = "unet"  # the part of a model whose adapters other tools number otherwise
-ENCODER = "text_encoder"  # what the parts of a model that read a prompt begin with
-COMPILED = "_orig_mod"  # what torch adds to the names of compiled modules
+UNET = "unet"  # the component for whose adapters other tools number the blocks differently
+ENCODER = "text_encoder"  # prefix of the names of text encoders
+COMPILED = "_orig_mod"  # torch inserts this into the names of compiled modules
 PAIRED = ("A.weight", "B.weight", "B.bias")
-"""What may follow `lora_` in the names of tensors of a low-rank pair."""
+"""Ends of the names of a low-rank pair's tensors, after `lora_`."""
 
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -88,9 +88,9 @@ class Loras:
         return self._ids[file][1]
 
     def ids_of(self, named: str) -> str:
-        """The ids of all adapters that a request names, with commas between.
+        """Return the ids of all adapters that a request names, separated by commas.
 
-        Raises NotFound, and Unsuitable for a file that no model can use, as its header shows.
+        Raises NotFound, and Unsuitable if a file's header shows that no model can use it.
         """
         ids = {name: self.id_of(name) for name, _ in scales(named)}
         for name, id in ids.items():
@@ -102,13 +102,13 @@ class Loras:
         return ",".join(ids.values())
 
     def _refusal(self, name: str, id: str) -> str:
-        """Why no model can use a file with that id; "" if one may, or if it is no safetensors file."""
+        """Return why no model can use the file with that id; "" if one may, or if it is not a safetensors file."""
         from safetensors import SafetensorError
 
         if id not in self._refusals:
             try:
                 self._refusals[id] = refusal(entries(self.files()[name]))
-            except (KeyError, OSError, SafetensorError):  # the worker that reads the whole file says more
+            except (KeyError, OSError, SafetensorError):  # the worker that loads the file reports the error
                 return ""
         return self._refusals[id]
 
@@ -199,9 +199,9 @@ class Adapters:
         from safetensors import SafetensorError
 
         file = self._loras.file(name, id)
-        self._remove(id)  # what a load has left that ran out of memory
+        self._remove(id)  # the rest of an earlier load that ran out of memory
         try:
-            with catch_warnings(action="ignore"):  # that there are several now, or of alphas, which are set below
+            with catch_warnings(action="ignore"):  # several adapters; alphas, which are set below
                 wanted, alphas = self._checked(name, file)
                 self._apply(name, id, file)
                 self._verify(name, id, wanted)
@@ -214,7 +214,7 @@ class Adapters:
             self._remove(id)
             shown = " ".join(str(error).split()) or repr(error)
             raise Unsuitable(
-                f"lora {name!r} cannot be loaded: it is for another model, or saved in a way that diffusers does not "
+                f"lora {name!r} cannot be loaded: it is for another model, or saved in a format that diffusers cannot "
                 f"read ({shown})"
             ) from error
         except Exception:
@@ -226,9 +226,9 @@ class Adapters:
                     tensor.data = tensor.data.to(self._device)
 
     def _checked(self, name: str, file: Path) -> tuple[set[str], dict[str, float]]:
-        """The names of the tensors that a file becomes, and its alphas by layer, but for those that these contain.
+        """Return the names of the converted tensors of a file, and its alphas by layer, unless they are merged in.
 
-        Raises Unsuitable if any of it would be dropped, or is NaN.
+        Raises Unsuitable if an entry would be dropped, does not fit the model, or contains NaN.
         """
         from safetensors.torch import load_file
 
@@ -251,17 +251,17 @@ class Adapters:
         return {_plain(key) for key in found}, self._alphas(alphas)
 
     def _alphas(self, read: Sequence[Mapping[str, Any] | None]) -> dict[str, float]:
-        """The alphas by layer, of what diffusers' reader returns beside the tensors."""
+        """Return the alphas by layer, from the values that diffusers' reader returns beside the tensors."""
         named = {key: float(alpha) for one in read for key, alpha in (one or {}).items() if key.endswith(".alpha")}
         halves = {key.removesuffix(".alpha"): alpha for key, alpha in named.items()}
         halves = {key if key.endswith(".weight") else f"{key}.lora.down.weight": one for key, one in halves.items()}
         return {key.partition(".lora_")[0]: alpha for key, alpha in self._converted(halves).items()}
 
     def _scale(self, id: str, alphas: Mapping[str, float]) -> None:
-        """Give each layer the alpha that the file has for it; it is the rank of a layer for which there is none.
+        """Set the alpha of each layer to that of the file, or to the layer's rank if the file has none.
 
-        diffusers gives the commonest alpha to all layers of a UNet or a text encoder: it looks for the others by names
-        that only other tools have for them.
+        diffusers sets the most common alpha for all layers of a UNet or a text encoder, because it looks for the others
+        by names that only other tools use.
         """
         layers = {
             _own_name(part, path): layer
@@ -277,37 +277,37 @@ class Adapters:
             layer.scaling[id] = layer.lora_alpha[id] / rank
 
     def _verify(self, name: str, id: str, wanted: Collection[str]) -> None:
-        """Raise Unsuitable unless each converted tensor, and nothing else but zeros, is in the model now."""
+        """Raise Unsuitable unless the model has each converted tensor, and only zeros in any other one."""
         there = _adapted(self._parts(), id)
         if missing := sorted(set(wanted) - there.keys()):
             raise Unsuitable(f"lora {name!r} holds {missing[0]}, which takes no effect in this model: {REMEDY}")
-        for key, tensor in there.items():  # peft makes what a file lacks of memory that nobody wrote
+        for key, tensor in there.items():  # peft does not initialize tensors that the file lacks
             if key not in wanted and (tensor.is_meta or bool(tensor.any())):
-                raise Unsuitable(f"lora {name!r} lacks {key}, which the rest of it needs: save it anew")
+                raise Unsuitable(f"lora {name!r} lacks {key}, which its other tensors need: save it again")
 
     def _remove(self, id: str) -> None:
-        """Take away what a load that failed has put into the model."""
+        """Remove the tensors of a failed load from the model."""
         for part in self._parts().values():
             if id in getattr(part, "peft_config", {}):
                 part.delete_adapters(id) if hasattr(part, "delete_adapters") else part.delete_adapter(id)
 
     def _parts(self) -> dict[str, Any]:
-        """What may have been adapted, by the prefix of its keys."""
+        """The components that may be adapted, by the prefix of their keys."""
         return {self._part: self._transformer}
 
     def _reader(self) -> Any:
-        """The class of diffusers that reads a file."""
+        """The diffusers class that converts a file."""
         return self._pipeline()
 
     def _ways(self) -> dict[str, Any]:
-        """How that class is to read a file."""
+        """The options for that class."""
         how: dict[str, Any] = {"return_alphas": True, "return_lora_metadata": True}
         if self._part == UNET:
-            how["unet_config"] = self._transformer.config  # by which other tools' numbers of blocks are read
+            how["unet_config"] = self._transformer.config  # to translate other tools' block numbers
         return how
 
     def _converted(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
-        """Tensors, or values, by the names that peft has for them, also of files with diffusers' older names."""
+        """Return tensors, or other values, by peft's names, also for files with diffusers' older names."""
         from diffusers.utils import convert_unet_state_dict_to_peft
 
         return dict(convert_unet_state_dict_to_peft(tensors))
@@ -346,7 +346,7 @@ class PipelineAdapters(Adapters):
 
     @override
     def _converted(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
-        """Those of text encoders as diffusers renames them when it loads them."""
+        """Return the tensors by peft's names. Those of text encoders are renamed as in diffusers' loader."""
         from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
 
         encoders = {key: part for key, part in self._parts().items() if key.startswith(ENCODER)}
@@ -364,7 +364,7 @@ class PipelineAdapters(Adapters):
         misfit = _misfit(self._parts(), tensors, applied=(*PAIRED, "magnitude_vector", "magnitude_vector.weight"))
         if misfit or any(key.partition(".")[0] in ("transformer", UNET) for key in tensors):
             return misfit
-        return "has nothing for this model's denoiser: it was made for another one"
+        return "has no tensors for this model's denoiser: it was made for another model"
 
     @override
     def _apply(self, name: str, id: str, file: Path) -> None:
@@ -374,17 +374,17 @@ class PipelineAdapters(Adapters):
 
 
 def _own_name(part: str, path: str) -> str:
-    """The name of a layer without what torch adds to it by compiling."""
+    """Return the name of a layer without the prefix that torch adds to compiled modules."""
     return ".".join(name for name in f"{part}.{path}".split(".") if name != COMPILED)
 
 
 def _plain(key: str) -> str:
-    """A tensor's name without what peft adds at the end of some."""
+    """Return a tensor's name without the suffix that peft adds to magnitude vectors."""
     return key.removesuffix(".weight") if "lora_magnitude_vector" in key else key
 
 
 def _adapted(parts: Mapping[str, Module], id: str) -> dict[str, Tensor]:
-    """The tensors of an adapter in the parts of a model, by the names that a file has for them."""
+    """Return the tensors of an adapter in the components of a model, by their names in a file."""
     found: dict[str, Tensor] = {}
     for part, model in parts.items():
         for key, tensor in model.named_parameters():
@@ -396,9 +396,9 @@ def _adapted(parts: Mapping[str, Module], id: str) -> dict[str, Tensor]:
 
 
 def _misfit(parts: Mapping[str, Module], tensors: Mapping[str, Tensor], applied: Collection[str] = PAIRED) -> str:
-    """Why these tensors are not an adapter of these parts of a model, in words; "" if they are.
+    """Return why these tensors do not fit these components, as the end of a sentence; "" if they fit.
 
-    `applied` are the ends of names that may follow a layer's.
+    `applied` are the ends of tensor names that are supported.
     """
     layers = {f"{part}.{path}": layer for part, model in parts.items() for path, layer in model.named_modules()}
     for key in tensors:
@@ -406,18 +406,18 @@ def _misfit(parts: Mapping[str, Module], tensors: Mapping[str, Tensor], applied:
         if ".lokr_" in key and "magnitude_vector" in applied:
             continue
         if key.startswith(ENCODER) and not any(part.startswith(ENCODER) for part in parts):
-            return f"holds {key}, and only the denoiser is adapted: save it without its text encoder's part"
+            return f"holds {key}, but only the denoiser is adapted: save it without the text encoder's tensors"
         weight = getattr(layers.get(path), "weight", None)
         if weight is None:
-            return f"holds {key}, and the model has no such layer: it was made for another one"
+            return f"holds {key}, but the model has no such layer: it was made for another model"
         down, up = (tensors.get(f"{path}.lora_{side}.weight") for side in "AB")
         if down is None or up is None or end not in applied:
-            return f"holds {key}, which is no half of a low-rank pair: only such are applied"
+            return f"holds {key}, which is not part of a low-rank pair: only low-rank pairs are supported"
         own = tuple(getattr(weight, "quant_shape", weight.shape))
         shapes = [tuple(side.shape) for side in (down, up)]
         if shapes[0][1:] != own[1:] or shapes[1][:2] != (own[0], shapes[0][0]):
             pair = f"the pair for it is {shapes[0]} and {shapes[1]}"
-            return f"does not fit the model: {path} is {own}, and {pair}: it was made for another model"
+            return f"does not fit the model: {path} is {own}, but {pair}: it was made for another model"
         if end == "B.bias" and tuple(tensors[key].shape) != own[:1]:
-            return f"does not fit the model: {key} has {len(tensors[key])} numbers, and {path} gives {own[0]}"
+            return f"does not fit the model: {key} has {len(tensors[key])} values, but {path} has {own[0]} outputs"
     return "" if tensors else "is empty"
