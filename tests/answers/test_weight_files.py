@@ -69,4 +69,7 @@ def test_two_files_of_weights_in_one_folder_are_told_of(folder: Folder, tmp_path
     shutil.copy(model / "transformer/tuned.safetensors", model / "transformer/other.safetensors")
 
     said = said_by_serve(model, tmp_path)
-    assert "2 files, other.safetensors and tuned.safetensors" in said and "keep one of them in transformer" in said
+    assert (
+        "2 weight files, other.safetensors and tuned.safetensors" in said
+        and "keep only one of them in transformer" in said
+    )

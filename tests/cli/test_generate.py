@@ -103,9 +103,12 @@ def test_a_video_that_cannot_be_made_is_exit_2(
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--size WxH", "Width and height in pixels; auto: the model's own, in the shape of the picture to start from."),
+        (
+            "--size WxH",
+            "Width and height in pixels; auto: the model's default, in the shape of the start picture if any.",
+        ),
         ("--steps", "Denoising steps. [1 to the model's max_steps]"),
-        ("--seed", "Seed of the first picture; if left out, or -1, it is drawn, and the answer has it."),
+        ("--seed", "Seed of the first picture; without it, or with -1, random; the answer contains it."),
         ("--guidance", "How strongly to follow the prompt. [0 to the model's max_guidance]"),
         ("--negative", "What the picture should not show."),
         ("--frames", "Length of a video, in frames."),

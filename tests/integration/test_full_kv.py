@@ -19,7 +19,7 @@ from tools.server import START_S, Server, environment, serving, unfuse, until
 from tools.tiny_language import TEMPLATE, make_language_model
 
 TEXTS = 12
-TELLS_OFF = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + TEMPLATE
+TELLS_OFF = "{% if 'be kind' in messages[0]['content'] %}{{ raise_exception('not so here') }}{% endif %}" + TEMPLATE
 ROOM = "--kv", str(KV_TOKENS * TOKEN_BYTES)
 
 
@@ -102,7 +102,7 @@ def test_a_client_that_reads_byte_by_byte_holds_nobody_up(server: Server) -> Non
     [
         ({"messages": [{"role": "user", "content": "word " * 10**6}]}, (400, 413), ""),
         ({"messages": [{"role": "user", "content": ""}] * 2000}, (400,), "maximum context length"),
-        ({"messages": [{"role": "system", "content": "be kind"}]}, (400,), "no system here"),
+        ({"messages": [{"role": "system", "content": "be kind"}]}, (400,), "not so here"),
         ({"messages": ["hello"]}, (400,), "messages"),
         ({"messages": [*ASKED, {"role": "user"}]}, (400,), "messages[1] of role user needs a content"),
         ({"messages": ASKED, "stop": ["x" * 1000] * 10**4}, (400, 413), ""),
