@@ -78,7 +78,7 @@ def test_what_is_no_such_file_is_refused_before_anything_is_loaded(
 
 def test_one_of_two_files_is_not_chosen(single: Path) -> None:
     shutil.copy(single / "transformer/tuned.safetensors", single / "transformer/other.safetensors")
-    with pytest.raises(ConfigError, match="keep one of them in transformer"):
+    with pytest.raises(ConfigError, match="keep only one of them in transformer"):
         find(single).card("m", single)
 
 

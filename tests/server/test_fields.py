@@ -86,7 +86,7 @@ def test_fields_of_animations_and_drawings_are_told_apart(http: httpx2.Client) -
         assert http.post("/v1/images/generations", json=body | extra, headers=headers).status_code == 202
     for extra, says in (
         ({"frame_count": 2}, "frame_count can only be 1 here, not 2"),
-        ({"markup": "data:image/png;base64,AAAA"}, "markup is not read: draw it into the picture that you send"),
+        ({"markup": "data:image/png;base64,AAAA"}, "markup is not supported: draw it into the picture"),
     ):
         answer = http.post("/v1/images/generations", json=body | extra)
         assert answer.status_code == 400 and answer.json()["error"]["message"] == says

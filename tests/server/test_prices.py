@@ -66,7 +66,7 @@ def test_a_price_for_what_is_not_here_is_told() -> None:
 class Nobody:
     """What a gateway asks of a scheduler that has nothing to do."""
 
-    queue = None
+    queue = clock = None
 
     class observers:
         @staticmethod

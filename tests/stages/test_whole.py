@@ -146,7 +146,7 @@ def test_what_the_pipeline_refuses_is_one_sentence_and_final() -> None:
     stage = stage_of(Pipeline())
     (error,) = stage.step([stage.start(StageInput(PARAMS | {"prompt": "no"}, {}))])
 
-    assert isinstance(error, PermanentError) and str(error) == "the pipeline does not take this: not this"
+    assert isinstance(error, PermanentError) and str(error) == "the pipeline does not accept this request: not this"
 
 
 def test_another_error_is_passed_on() -> None:

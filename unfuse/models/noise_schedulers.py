@@ -42,11 +42,15 @@ def draws_noise(config: Mapping[str, Any]) -> bool:
     return bool(config.get("stochastic_sampling")) or str(config.get("algorithm_type")).startswith("sde")
 
 
+SCHEDULER_CONFIG = "scheduler/scheduler_config.json"
+
+
 def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ...]]]) -> bool:
     """Return whether a family's denoise stage supports the folder's noise scheduler.
 
     With any other scheduler of diffusers, the model is served undivided: the pipeline itself calls the scheduler. For
-    a class that is not a scheduler of diffusers this returns True, and the family refuses it.
+    a class that is not a scheduler of diffusers this returns True, and the family refuses it. A folder without the
+    scheduler's configuration has the components of other stages alone.
 
     Args:
         folder: the model, whose index names the scheduler's class.
@@ -56,7 +60,7 @@ def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ..
     if "scheduler" not in classes or not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
         return True
     if entry[1] in classes["scheduler"][1]:
-        return not draws_noise(folder.config("scheduler"))
+        return not draws_noise(folder.beside(SCHEDULER_CONFIG))
     return entry[1] not in scheduler_classes()
 
 
