@@ -51,7 +51,7 @@ def chat(
     if schema:
         asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
     said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    pictures = [_shown(file) for file in image or ()]
+    pictures = [_image_part(file) for file in image or ()]
     goes_on = prompt is None and sys.stdin.isatty()
     with client_of(load(flags, config), terminal) as (client, progress):
         for line in [prompt] if prompt is not None else _lines():
@@ -68,7 +68,7 @@ def chat(
             pictures = []
 
 
-def _shown(file: Path) -> dict[str, Any]:
+def _image_part(file: Path) -> dict[str, Any]:
     """Return the content part with a picture as a data URL. Raises OSError if the file cannot be read."""
     kind = mimetypes.guess_type(file.name)[0] or "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}

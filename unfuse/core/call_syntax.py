@@ -84,7 +84,7 @@ class Chars:
             self._flush()
         self._streams = on
 
-    def taken(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         """Return the events since the last call."""
         if self._streams:
             self._flush()

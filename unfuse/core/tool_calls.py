@@ -69,7 +69,7 @@ class CallReader:
         if self.over:
             self._emit("mark", "", self._text)
             self._text = ""
-        return self._taken()
+        return self._pop_parts()
 
     def finish(self, *, cut: bool = False) -> list[Part]:
         """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
@@ -80,7 +80,7 @@ class CallReader:
             hidden = blank or (cut and (self._forced or self._between or self._is_part_of_mark(self._text)))
             self._emit("mark" if hidden else "content", "" if hidden else self._text, self._text)
         self._text = ""
-        return self._taken()
+        return self._pop_parts()
 
     def _is_part_of_mark(self, text: str) -> bool:
         """Whether a text is the beginning of a start mark, and long enough not to be something else."""
@@ -181,7 +181,7 @@ class CallReader:
         return False
 
     def _drain(self) -> None:
-        for kind, piece, raw in self._chars.taken():
+        for kind, piece, raw in self._chars.pop_events():
             self._emit(kind, piece, raw)
             self.calls += kind == "call"
 
@@ -223,6 +223,6 @@ class CallReader:
         else:
             self._parts.append(Part(kind, text, raw))
 
-    def _taken(self) -> list[Part]:
+    def _pop_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts

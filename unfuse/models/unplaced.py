@@ -43,7 +43,7 @@ def unplaced(model: Any, unexpected: Iterable[str]) -> list[str]:
     Tensors of other modules are accepted: the files of an encoder may hold the whole transformers model, with a head,
     a decoder or a vision tower that the encoder's class does not have.
     """
-    left = [key for key in unexpected if not UNCOMPUTED.search(key) and not _is_said(model, key)]
+    left = [key for key in unexpected if not UNCOMPUTED.search(key) and not _is_declared(model, key)]
     prefix = getattr(model, "base_model_prefix", None)
     if prefix is None:
         return left
@@ -52,7 +52,7 @@ def unplaced(model: Any, unexpected: Iterable[str]) -> list[str]:
     return [key for key, own in inside.items() if own.partition(".")[0] in children]
 
 
-def _is_said(model: Any, key: str) -> bool:
+def _is_declared(model: Any, key: str) -> bool:
     """Return whether a tensor only marks a variant that the model's configuration names too."""
     field = MARKERS.get(key.rpartition(".")[2])
     return bool(field) and bool(getattr(model.config, str(field), False))
