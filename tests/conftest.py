@@ -7,6 +7,7 @@ from hypothesis import settings
 
 from tests.chaos.checker import summary
 from tests.examples import examples
+from tests.forking import Forked
 from tools import server
 
 settings.register_profile("unfuse", max_examples=examples(40))
@@ -17,9 +18,11 @@ settings.load_profile("unfuse")
 def one_fork_server(own_settings: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All servers and workers that a test process starts have their compute processes from one fork server.
 
-    A test about the fork server says `own_forks=True`.
+    They are forked themselves, from a process that has imported `unfuse`. A test about starts or about the fork server
+    says `own_forks=True`.
     """
-    server.shared_fork_server = server.SharedForkServer(tmp_path_factory.mktemp("forks"))
+    folder = tmp_path_factory.mktemp("forks")
+    server.shared_fork_server = server.SharedForkServer(folder, lambda command, **how: Forked(command[1:], **how))
     yield
     server.shared_fork_server.close()
     server.shared_fork_server = None

@@ -1,8 +1,10 @@
-"""Forks processes that run scripts: `forking_server.py FD IMPORT...`. See tests/forking.py.
+"""Forks processes that run modules and scripts: `forking_server.py FD IMPORT...`. See tests/forking.py.
 
 It imports nothing of unfuse and of the tests unless it is told to.
 """
 
+import array
+import atexit
 import gc
 import json
 import os
@@ -10,8 +12,12 @@ import runpy
 import selectors
 import socket
 import sys
+import threading
 import traceback
 from importlib import import_module
+
+MOST_BYTES = 1 << 17
+MOST_DESCRIPTORS = 16
 
 selector = selectors.DefaultSelector()
 
@@ -23,25 +29,34 @@ def imported(name):
         getattr(found, attribute)
 
 
-def run(script, arguments, cwd, variables, files):
+def placed(descriptors, numbers):
+    """Move the received descriptors to these numbers, and close all others."""
+    high = [os.dup2(descriptor, 1024 + index) for index, descriptor in enumerate(descriptors)]
+    os.closerange(3, 1024)
+    for descriptor, number in zip(high, numbers, strict=True):
+        os.dup2(descriptor, number)
+    os.closerange(1024, os.sysconf("SC_OPEN_MAX"))
+
+
+def run(command, cwd, environment, own_session):
     os.chdir(cwd)
-    os.environ.update(variables)
-    for descriptor, (file, how) in enumerate(zip(files, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY), strict=True)):
-        opened = os.open(file, how | (os.O_CREAT | os.O_TRUNC if descriptor else 0), 0o666)
-        os.dup2(opened, descriptor)
-        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    if own_session:
+        os.setsid()
+    kind, script, *arguments = command
     sys.argv = [script, *arguments]
-    if script.endswith(".py"):
-        runpy.run_path(script, run_name="__main__")
-    else:
+    if kind == "-m":
         runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
-def become(requests, asked):
-    """Be a script from here on."""
+def become(asked, descriptors):
+    """Be that process from here on, to its end."""
     code = 1
     try:
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        placed(descriptors, asked.pop("numbers"))
         run(**asked)
         code = 0
     except SystemExit as end:
@@ -51,9 +66,21 @@ def become(requests, asked):
     except BaseException:
         traceback.print_exc()
     finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def received(requests):
+    """The next message and its descriptors; an empty message when there will be none."""
+    size = array.array("i").itemsize
+    message, ancillary, _, _ = requests.recvmsg(MOST_BYTES, socket.CMSG_LEN(MOST_DESCRIPTORS * size))
+    descriptors = array.array("i")
+    for _, _, data in ancillary:
+        descriptors.frombytes(data[: len(data) - len(data) % size])
+    return message, list(descriptors)
 
 
 def main():
@@ -66,18 +93,24 @@ def main():
     while True:
         for key, _ in selector.select():
             if key.data is not None:
+                pid, ended = key.data
                 selector.unregister(key.fd)
                 os.close(key.fd)
-                _, status = os.waitpid(key.data, 0)
-                requests.sendall(json.dumps({"ended": key.data, "code": os.waitstatus_to_exitcode(status)}).encode())
+                _, status = os.waitpid(pid, 0)
+                os.write(ended, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(ended)
                 continue
-            if not (message := requests.recv(1 << 17)):
+            message, descriptors = received(requests)
+            if not message:
                 return
+            ended, *handed = descriptors
             pid = os.fork()
             if not pid:
-                become(requests, json.loads(message))
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-            requests.sendall(json.dumps({"pid": pid}).encode())
+                become(json.loads(message), handed)
+            for descriptor in handed:
+                os.close(descriptor)
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, ended))
+            requests.sendall(str(pid).encode())
 
 
 if __name__ == "__main__":

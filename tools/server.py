@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.error import HTTPError
 
 import psutil
@@ -29,13 +29,30 @@ START_S = 600.0
 RUN_DIR = "UNFUSE_RUN_DIR"
 
 
+class Process(Protocol):
+    """What is needed of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 class SharedForkServer:
     """One fork server for all servers and workers that this process starts, instead of one for each.
 
-    Its imports take 5 seconds of a core. It starts when it is first asked for.
+    Its imports take 5 seconds of a core. It starts when it is first asked for. Servers and workers are started by
+    `start`, which takes what `subprocess.Popen` does: tests fork them too, from a process that has imported them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: Callable[..., Process]) -> None:
+        self.start = start
         self._folder = folder
         self._asks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,7 +101,7 @@ def unfuse(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "unfuse", *arguments]
 
 
-def until(condition: Callable[[], Any], what: str, process: subprocess.Popen[bytes] | None = None) -> Any:
+def until(condition: Callable[[], Any], what: str, process: Process | None = None) -> Any:
     """Wait for a true value; a process that ends meanwhile, or a long time, is a failure that says what was awaited."""
     end = time.monotonic() + START_S
     while time.monotonic() < end:
@@ -131,25 +148,19 @@ class Server:
         self.control = f"tcp://{at}:{free_port()}" if at else address_of_server(port)
         self._log = (folder / "serve.log").open("wb")
         command = unfuse("serve", *arguments, "--port", str(port), *(("--listen", self.control) if at else ()))
-        shared, handed = self._shared_forks()
-        self._start = partial(
-            subprocess.Popen,
-            [*command, *shared],
-            pass_fds=handed,
-            env=environment(folder) | variables,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.process: subprocess.Popen[bytes] = self._start()
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self._start = partial(self._started, command, environment(folder) | variables, self._forks)
+        self.process = self._start()
+        self.workers: list[Process] = []
 
-    def _shared_forks(self) -> tuple[list[str], list[int]]:
-        """The arguments that name the shared fork server, and the descriptors that they name."""
-        if self._forks is None:
-            return [], []
-        asks = self._forks.asks
-        return ["--fork-server", str(asks)], [asks]
+    def _started(self, command: list[str], variables: Mapping[str, str], forks: SharedForkServer | None) -> Process:
+        """Start `unfuse`, with the shared fork server or, without one, as it comes."""
+        shared, handed, start = [], [], subprocess.Popen
+        if forks is not None:
+            shared, handed, start = ["--fork-server", str(forks.asks)], [forks.asks], forks.start
+        return start(
+            [*command, *shared], pass_fds=handed, env=variables, stdout=self._log.fileno(),
+            stderr=self._log.fileno(), start_new_session=True,
+        )  # fmt: skip
 
     def get(self, path: str) -> Any:
         """The JSON at a path; None while the server does not answer it with 200."""
@@ -191,19 +202,16 @@ class Server:
     def worker(
         self, role: str, *arguments: str, within: Callable[[list[str]], list[str]] = list, own_forks: bool = False,
         **variables: str,
-    ) -> subprocess.Popen[bytes]:  # fmt: skip
+    ) -> Process:  # fmt: skip
         """Start a worker by hand, by the command that `within` makes of its own."""
         command = unfuse("worker", "--role", role, "--scheduler", self.control, "--arena", "64MiB", *arguments)
         own_forks = own_forks or within is not list or changes_imports(variables) or "cuda" in " ".join(arguments)
-        shared, handed = ([], []) if own_forks else self._shared_forks()
-        worker = subprocess.Popen(
-            within([*command, *shared]), pass_fds=handed, env=environment(self.folder) | variables,
-            stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        forks = None if own_forks else self._forks
+        worker = self._started(within(command), environment(self.folder) | variables, forks)
         self.workers.append(worker)
         return worker
 
-    def killed(self, worker: subprocess.Popen[bytes]) -> None:
+    def killed(self, worker: Process) -> None:
         """`kill -9` a worker that was started by hand, and wait until all of it is gone."""
         everyone = family_of(worker.pid)
         worker.kill()

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import Script
+from tests.forking import Forked, script as forked_script
 from tests.models.conftest import Undivided, undivided as undivided
 
 RANKS_S, TASK_S = 300.0, 5.0
 """How long ranks may take; or for each of the tasks that they are given, where that is longer."""
 
 
-def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[Script]:
+def begin_ranks(script: str, size: int, folder: Path, given: object, *arguments: str) -> list[Forked]:
     """Begin a script of this folder as so many ranks, which meet in `folder` and write there."""
     told = folder / "given"
     told.write_text(json.dumps(given))
     return [
-        Script(
+        forked_script(
             f"tests.parallel.{script}", [str(rank), str(size), str(folder / "meet"), *arguments],
             stdin=told, stdout=folder / f"out{rank}", stderr=folder / f"log{rank}",
         )
