@@ -6,8 +6,6 @@ import base64
 import io
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.forking import isolated
 from tests.once import once
 from tools.server import Server
 
@@ -107,8 +106,7 @@ def build(name: str, folder: Callable[[str], Path], factory: pytest.TempPathFact
 def called(folder: Path, jobs: list[dict[str, Any]]) -> dict[str, tuple[NDArray[np.uint8], Any]]:
     """Return what diffusers makes of each job: pixels, and what its safety checker said."""
     usual = {"seed": SEED, "dtype": "float32"}
-    told = json.dumps([usual | job for job in jobs]).encode()
-    subprocess.run([sys.executable, "-I", str(SCRIPT), str(folder)], input=told, check=True, capture_output=True)
+    isolated(SCRIPT, str(folder), folder=folder, given=json.dumps([usual | job for job in jobs]))
     names = [job["name"] for job in jobs]
     return {n: (np.load(folder / f"{n}.npy"), json.loads((folder / f"{n}.json").read_text())) for n in names}
 

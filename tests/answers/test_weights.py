@@ -5,8 +5,6 @@ import hashlib
 import io
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.answers.conftest import Folder, Serve
+from tests.forking import isolated
 from tools.server import Server, computes_of, serving, until
 
 REFERENCE = Path(__file__).parents[1] / "integration" / "reference.py"
@@ -61,8 +60,7 @@ def expected_of(folder: Path, *models: Path) -> list[str]:
     cases = [{"model": str(model), "prompt": PROMPT, **size, **ASKED} for model in models]
     (folder / "cases.json").write_text(json.dumps(cases))
     out = folder / "expected.json"
-    command = [sys.executable, "-I", str(REFERENCE), str(models[0]), str(out), str(folder / "cases.json")]
-    subprocess.run(command, check=True)
+    isolated(REFERENCE, str(models[0]), str(out), str(folder / "cases.json"), folder=folder)
     return [digest for (digest,) in json.loads(out.read_text())]
 
 

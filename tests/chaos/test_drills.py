@@ -123,6 +123,7 @@ HOPELESS = ("refuse@denoise", "nan@denoise")
 """Requests that fail the same way anywhere: nobody has to look into those."""
 
 
+@pytest.mark.nightly
 def test_poison_condemns_only_itself(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given requests that crash, hang, eat memory or fail wherever they run, then healthy ones beside them are all
     completed, and each bad one ends among the dead with its evidence; what cannot succeed ends without."""

@@ -97,9 +97,8 @@ def amid(server: Server, prefill: subprocess.Popen[bytes]) -> Iterator[psutil.Pr
             compute.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    "tokens", ["8192", pytest.param("512", marks=pytest.mark.nightly)], ids=["at once", "in pieces"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
 def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
 ) -> None:

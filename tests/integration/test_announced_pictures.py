@@ -102,9 +102,8 @@ def amid(server: Server, encoder: subprocess.Popen[bytes], done: int) -> Iterato
             compute.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"), [("the last", ""), pytest.param("several", "512", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "tokens"), [("the last", ""), ("several", "512")])
 def test_a_picture_is_pulled_while_the_next_one_is_encoded(
     folder: Path,
     tmp_path: Path,

@@ -48,6 +48,7 @@ def made(server: Server, cases: list[dict[str, Any]]) -> list[bytes]:
     return [server.result(request) for request in asked]
 
 
+@pytest.mark.nightly
 def test_adapters_and_batches_on_ranks_give_what_they_give_on_one(one: Server, ranks: Server) -> None:
     for cases in (ADAPTED, ALIKE):
         alone = [made(ranks, [case])[0] for case in cases]

@@ -106,6 +106,7 @@ def test_in_an_exact_pool_a_text_is_that_of_a_quiet_run_to_the_last_bit(
     assert [told for _, told in again] == calm
 
 
+@pytest.mark.nightly
 def test_in_a_batched_pool_what_clients_saw_is_what_is_kept(folder: Path, tmp_path: Path) -> None:
     """Given texts that share forwards, when their compute process is killed in the middle, then their worker, then each
     client has seen every token that is kept, once, in its order."""

@@ -54,6 +54,7 @@ def ranks_of(server: Server) -> dict[str, list[psutil.Process]]:
     return {one["role"]: computes_of(one["pid"]) for one in server.get("/v1/workers")["data"]}
 
 
+@pytest.mark.nightly
 def test_two_ranks_chat_as_one_and_a_text_outlives_either(folder: Path, tmp_path: Path, calm: str) -> None:
     """Given one worker of two ranks for prefill and decode, named by one word, when texts are asked for, alone and
     several at a time, drawn, held to a format, then they are as one rank makes them, or as they have to be; when one

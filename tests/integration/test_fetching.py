@@ -17,6 +17,7 @@ from tools.tiny_whole import build
 WHOLE = 1 << 30
 
 
+@pytest.mark.nightly
 def test_a_pipeline_comes_from_a_hub_that_breaks_off_and_is_served(tmp_path: Path) -> None:
     """Given a class without a family, and two workers that want the same files at one time."""
     local = build("sd", tmp_path / "sd")

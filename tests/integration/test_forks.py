@@ -34,6 +34,7 @@ def test_who_was_forked_lives_on_without_the_forking_process_and_the_next_one_fo
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--arena", "16MiB", own_forks=True, **variables) as server:
         server.ready()
+        until(lambda: len(server.get("/v1/workers")["data"]) == 2, "both workers", server.process)
         first = made(server, 1)
         (forks,) = {process.ppid() for process in computes(server)}
         assert [process.pid for process in forking(server) if process.ppid() == server.process.pid] == [forks]

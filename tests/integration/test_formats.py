@@ -373,7 +373,7 @@ def test_every_answer_is_valid_for_either_major_of_the_client(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("loop", ["normal", "overlapped"])
+@pytest.mark.parametrize("loop", [pytest.param("normal", marks=pytest.mark.nightly), "overlapped"])
 def test_in_exact_pools_a_format_has_the_same_bytes_again(folder: Path, tmp_path: Path, loop: str) -> None:
     flags = ["--served-model-name", "tiny", "--kv", "8MiB", "--workers", "prefill=1,decode=1", "--batching", "exact"]
     flags += ["--loop", loop]

@@ -35,7 +35,11 @@ def charged(shown: dict[str, Any]) -> int:
     return sum(stage["failures"] + stage["crashes"] for stage in shown["stages"])
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["a disk of their own", "the data folder's disk"])
+@pytest.mark.parametrize(
+    "apart",
+    [pytest.param(True, marks=pytest.mark.nightly), False],
+    ids=["a disk of their own", "the data folder's disk"],
+)
 def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
     """Given requests that run when the disk fills up, then nothing fails and no attempt is charged, `/ready` is 503
     and says why without a path; one with a timeout expires; with room again the others complete by themselves."""

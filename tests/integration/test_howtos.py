@@ -54,6 +54,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Serve
         yield model, server.ready()
 
 
+@pytest.mark.nightly
 def test_a_diffusers_script_and_its_server_make_the_same_picture(flux: tuple[Path, Server], tmp_path: Path) -> None:
     model, server = flux
     script, client = programs(HOWTO / "from-diffusers.md", server)

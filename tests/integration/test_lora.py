@@ -137,6 +137,7 @@ def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Serve
                 client.images.generate(prompt="a red circle", extra_body={"lora": name})
 
 
+@pytest.mark.nightly
 def test_a_machine_that_does_not_see_the_folder_gets_files_that_were_added_meanwhile(
     tmp_path: Path, expected: list[str], loras: Path
 ) -> None:

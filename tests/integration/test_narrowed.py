@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tools.server import serving
 
 
+@pytest.mark.nightly
 def test_captions_in_four_bits_are_still_drawn_and_are_part_of_what_bytes_depend_on(tmp_path: Path) -> None:
     with serving(tmp_path, "--workers", "split", "--arena", "64MiB", "--encode", "text_encode=int4") as server:
         request = server.ready().submit("a red circle on white", seed=1)

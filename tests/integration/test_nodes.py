@@ -101,7 +101,8 @@ def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
     assert denoised_elsewhere(server, other_host, *keys, "--engine", engine, *node, pulled=engine) == expected_pair
 
 
-@pytest.mark.parametrize("engine", ["gloo", pytest.param("mooncake", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["gloo", "mooncake"])
 def test_a_denoiser_on_another_host_has_its_tensors_pulled_in_a_trusted_network(
     engine: str, tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_denoiser_on_another_host_has_its_tensors_pulled_in_a_trusted_network(
         assert denoised_elsewhere(server, other_host, *arguments, pulled=engine) == expected_pair
 
 
+@pytest.mark.nightly
 def test_nccl_is_refused_where_a_worker_computes_on_a_cpu(tmp_path: Path, keys: list[str]) -> None:
     command = unfuse("serve", "unfuse/shapes", *keys, "--engine", "nccl", "--trusted-network", "--port", "0")
     ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=110)

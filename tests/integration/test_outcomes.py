@@ -30,6 +30,7 @@ def denoisers(server: Server) -> dict[str, list[str]]:
     return {pool["id"]: pool["workers"] for pool in data if pool["id"].startswith("denoise:")}
 
 
+@pytest.mark.nightly
 def test_a_request_goes_where_somebody_makes_it_and_starts_anew_where_others_make_other_bytes(tmp_path: Path) -> None:
     """Given a request that waits for a denoiser, when two of other outcomes come, then one of them has it. Given one
     that runs, when its denoiser is killed, then the other makes the whole picture, as it makes any."""

@@ -14,16 +14,15 @@ from tests.integration.test_ranks import alone as alone, hold, ranks
 from tools.server import serving
 from unfuse.models import resolve_source
 
-NIGHTLY = pytest.mark.nightly
 DEEP, WIDE, LIMIT = 24, 22_000, "575MiB"
 """Blocks, and the width of their feed-forwards, so that all weights take 300 MB in bfloat16; and less than a process
 with all of them takes.
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("spread", "equal"), [
-    ("layers:2", True), pytest.param("shard:2", False, marks=NIGHTLY),
-    pytest.param("cfg:2+layers:2", True, marks=NIGHTLY), pytest.param("ulysses:2+shard:2", False, marks=NIGHTLY),
+    ("layers:2", True), ("shard:2", False), ("cfg:2+layers:2", True), ("ulysses:2+shard:2", False),
 ])  # fmt: skip
 def test_ranks_that_hold_a_part_make_the_pictures_of_one(
     spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path
@@ -53,7 +52,7 @@ def widened(folder: Path) -> Path:
     return folder
 
 
-@NIGHTLY
+@pytest.mark.nightly
 def test_what_one_process_may_not_hold_two_serve(tmp_path: Path) -> None:
     """What weights take that are not as their file has them is memory of the process."""
     model = widened(tmp_path / "wide")

@@ -56,6 +56,7 @@ def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(built_in: bool,
         assert worker.wait(600) == 0
 
 
+@pytest.mark.nightly
 def test_a_worker_told_to_stop_stays_until_what_it_made_was_read(tmp_path: Path) -> None:
     """Given latents that nobody has read yet, then a decoder that comes later gets them: nothing is made again."""
     model, variables = installed(tmp_path)

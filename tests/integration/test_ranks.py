@@ -98,7 +98,7 @@ def own(seed: int) -> dict[str, object]:
 @pytest.mark.parametrize(("spread", "equal"), [
     pytest.param("ulysses:2", False, marks=pytest.mark.nightly), ("cfg:2", True),
     pytest.param("ring:3", False, marks=pytest.mark.nightly),
-    ("ulysses:2+cfg:2", False),
+    pytest.param("ulysses:2+cfg:2", False, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
@@ -153,6 +153,7 @@ def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(rank: int, how: si
         until(lambda: all_gone(before), "the ranks of before to end")
 
 
+@pytest.mark.nightly
 def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         computes = compute_of_denoiser(server)
@@ -162,6 +163,7 @@ def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
         assert picture(server, 1, num_inference_steps=4)
 
 
+@pytest.mark.nightly
 def test_a_worker_whose_ranks_cannot_start_again_goes_on_with_fewer(alone: dict[int, bytes], tmp_path: Path) -> None:
     """As when a device is gone; here it is the model's folder, which comes back."""
     model, away = tmp_path / "shapes", tmp_path / "away"

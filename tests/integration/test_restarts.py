@@ -23,7 +23,9 @@ def installed(folder: Path) -> tuple[str, dict[str, str]]:
     return str(model), {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "UNFUSE_LEASE__TTL_S": "2"}
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "upgraded"])
+@pytest.mark.parametrize(
+    "ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)], ids=["killed", "upgraded"]
+)
 def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp_path: Path) -> None:
     """Given requests that run and wait, when server and workers end, at once or in order, then the next server on the
     same data folder completes them all, under their ids, with the bytes an undisturbed server makes."""

@@ -68,6 +68,7 @@ def test_either_of_two_schedulers_dies_in_mid_load_and_nobody_is_told_of_it(tmp_
     assert verdict.reconnects > 0
 
 
+@pytest.mark.nightly
 def test_an_event_stream_goes_on_at_another_gateway_where_it_broke(tmp_path: Path) -> None:
     """Given a client that follows a request, when its gateway is killed, then the other one tells it the rest."""
     with running_cluster(tmp_path, workers=1) as cluster:

@@ -34,6 +34,7 @@ def answer(client: Client) -> str:
     return "".join(client.chat(CAPITAL, temperature=0, max_tokens=12))
 
 
+@pytest.mark.nightly
 def test_it_knows_the_capital_of_france(monkeypatch: pytest.MonkeyPatch) -> None:
     """In workers of this process's own, as a script has them."""
     monkeypatch.setenv("UNFUSE_SERVE__WORKERS", "all=1")

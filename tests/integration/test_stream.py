@@ -249,6 +249,7 @@ FOLLOWS = """url => new Promise((ended, failed) => {
 })"""
 
 
+@pytest.mark.nightly
 def test_a_browser_shows_frames_while_the_video_is_made_and_they_are_the_file_s(server: Server) -> None:
     with page_of(server) as page:
         id = film(server, seed=7)

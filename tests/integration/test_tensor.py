@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.integration.test_ranks import ROUNDING, alone as alone, compute_of_denoiser, own, picture, pixels, ranks
 
 
+@pytest.mark.nightly
 def test_cut_weights_make_the_pictures_of_whole_ones(alone: dict[int, bytes], tmp_path: Path) -> None:
     """Requests that share forwards have the bytes that they have by themselves."""
     with ranks(tmp_path, "tensor:2,encoder=tensor:2") as server:

@@ -122,12 +122,13 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> 
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "code", "moment"),
     [
         (signal.SIGINT, 130, "looking into"),
-        pytest.param(signal.SIGTERM, 143, "request req_", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGINT, 130, "importing", marks=pytest.mark.nightly),
+        (signal.SIGTERM, 143, "request req_"),
+        (signal.SIGINT, 130, "importing"),
         (signal.SIGTERM, 143, "all importing"),
     ],
 )
@@ -151,9 +152,8 @@ def test_a_signal_while_it_starts_ends_it_without_a_traceback(
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
     home: dict[str, str], number: int, code: int
 ) -> None:

@@ -63,6 +63,7 @@ def ranks_of(server: Server, role: str = "decoder") -> list[psutil.Process]:
     return computes_of(worker["pid"])
 
 
+@pytest.mark.nightly
 def test_ranks_make_the_pictures_of_one_that_works_in_tiles(tmp_path: Path) -> None:
     with tiled(tmp_path / "one", "--vae", "tiled") as server:
         wanted = pictures(server)

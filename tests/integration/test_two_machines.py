@@ -119,6 +119,7 @@ def of_node(machines: TwoMachines, view: dict[str, Any]) -> set[str]:
     return {nodes[stage["worker"]] for stage in view["stages"]}
 
 
+@pytest.mark.nightly
 def test_the_page_is_followed_then_a_machine_is_killed_and_brought_back(machines: TwoMachines) -> None:
     """Given two machines that share no disk, when the page is followed, then both serve; when the second one dies amid
     requests none is lost; and the same command brings it back."""

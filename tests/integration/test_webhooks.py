@@ -48,6 +48,7 @@ def heard(server: Server, request: str, receiver: Receiver) -> None:
     assert {headers["webhook-id"] for headers, _ in receiver.calls} == {request}, "by which the target knows a repeat"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_server_that_is_killed_while_it_tells_tells_once_more(tmp_path: Path, receiver: Receiver) -> None:
     with serving(tmp_path, *FLAGS) as server:

@@ -72,6 +72,7 @@ def test_a_queue_db_of_the_version_before(tmp_path: Path) -> None:
         check(server.ready(), "sqlite")
 
 
+@pytest.mark.nightly
 def test_a_redis_of_the_version_before(tmp_path: Path, redis_server: RedisServer) -> None:
     commands = (LEFT / "redis.aof").read_bytes()
     with socket.create_connection(("127.0.0.1", redis_server.port)) as connection:

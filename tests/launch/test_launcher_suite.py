@@ -57,10 +57,10 @@ class Forgetful(LocalLauncher):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (Deaf, "nobody was told"),
+        pytest.param(Deaf, "nobody was told", marks=pytest.mark.nightly),
         (Rude, "was not asked to end"),
-        (Bare, "not told its role"),
-        (Forgetful, "did not come"),
+        pytest.param(Bare, "not told its role", marks=pytest.mark.nightly),
+        pytest.param(Forgetful, "did not come", marks=pytest.mark.nightly),
     ],
 )
 async def test_the_suite_finds_a_launcher_that_breaks_the_contract(broken: type[LocalLauncher], said: str) -> None:

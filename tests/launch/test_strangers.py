@@ -144,6 +144,7 @@ def test_a_private_service_is_found_by_nobody_and_leaves_nothing(model: Path, ru
     assert not [path for path in run.iterdir() if OURS.fullmatch(path.name)]
 
 
+@pytest.mark.nightly
 def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, run: Path) -> None:
     with serving(model) as (_, url), connect(url) as client:
         port = url.rpartition(":")[2]
@@ -170,6 +171,7 @@ def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, r
                 time.sleep(0.05)
 
 
+@pytest.mark.nightly
 def test_of_two_servers_a_worker_takes_the_one_that_is_named(model: Path, run: Path, tmp_path: Path) -> None:
     other = outside.model(tmp_path / "other")
     with serving(model, "--no-workers") as (_, url), serving(other, "--no-workers") as (_, second):

@@ -411,14 +411,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @dataclass(frozen=True)
 class Undivided:
-    """Where the tiny models are (by kind), pictures to start from, and the reference results."""
+    """Where the tiny models are (by kind), pictures to start from, and the reference results.
+
+    Those of jobs that are nightly are made when the first of them is asked for.
+    """
 
     root: Path
+    make_nightly: Callable[[], object] = lambda: None
 
     def folder(self, model: str) -> Path:
         return self.root / model
 
     def result(self, name: str) -> dict[str, np.ndarray]:
+        if not (self.root / f"{name}.npz").exists():
+            self.make_nightly()
         with np.load(self.root / f"{name}.npz", allow_pickle=False) as found:
             return dict(found)
 
@@ -443,13 +449,21 @@ def draw_pictures(root: Path) -> None:
 
 @pytest.fixture(scope="session")
 def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
+    def run(jobs: Sequence[Job], root: Path, folder: Path) -> None:
+        script = Path(__file__).with_name("undivided.py")
+        isolated(script, str(root), folder=folder, given=json.dumps([asdict(job) for job in jobs]))
+
     def make(root: Path) -> None:
         draw_pictures(root)
-        script = Path(__file__).with_name("undivided.py")
-        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *FILES, *QUANTISED, *TILED]])
-        isolated(script, str(root), folder=root, given=jobs)
+        by_day = [job for job in JOBS if job.name in BY_DAY]
+        run([*by_day, *CACHED, *LORA_JOBS, *FILES, *QUANTISED, *TILED], root, root)
 
-    return Undivided(once("undivided", tmp_path_factory, make))
+    def make_nightly() -> Path:
+        nightly = [job for job in JOBS if job.name not in BY_DAY]
+        return once("undivided-nightly", tmp_path_factory, lambda folder: run(nightly, root, folder))
+
+    root = once("undivided", tmp_path_factory, make)
+    return Undivided(root, make_nightly)
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def video_pipelines() -> dict[str, str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_class_that_makes_videos_has_the_rate_of_its_example() -> None:
     found = video_pipelines()

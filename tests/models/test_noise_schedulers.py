@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from numpy.typing import NDArray
 
 from tests.answers.sampled import scheduled
+from tests.forking import isolated
 from tests.models import conftest as c
 from tools import tiny, tiny_whole
 from unfuse.core.errors import ConfigError, UnfuseError
@@ -187,7 +186,7 @@ def test_each_noise_scheduler_makes_diffusers_pixels_or_is_refused(kind: str, tm
         jobs.append({"name": name, "folder": str(folder), "params": params, "seed": 5, "may_fail": True})
     (out := tmp_path / "out").mkdir()
     told = json.dumps([{"dtype": "float32", **job} for job in jobs])
-    subprocess.run([sys.executable, "-I", str(SCRIPT), str(out)], input=told, text=True, check=True)
+    isolated(SCRIPT, str(out), folder=out, given=told)
 
     equal = 0
     for job in jobs:
@@ -199,4 +198,4 @@ def test_each_noise_scheduler_makes_diffusers_pixels_or_is_refused(kind: str, tm
             continue
         assert pixels.exists() and np.array_equal(ours, np.load(pixels)), job["name"]
         equal += 1
-    assert equal >= 4
+    assert equal >= 3  # as many as Qwen-Image's pipeline can have, the least of all

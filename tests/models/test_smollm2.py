@@ -51,6 +51,7 @@ def expected(model: Model, prompts: list[list[int]]) -> Callable[[slice], list[l
     return lambda chosen: [model.generated(ids, MOST) for ids in prompts[chosen]]
 
 
+@pytest.mark.nightly
 def test_weights_are_those_that_transformers_reads(model: Model, smollm: Path) -> None:
     mine = GgufModel(smollm).load(transformers.LlamaForCausalLM, torch.float32).state_dict()
     theirs = model.reference.state_dict()
@@ -97,6 +98,7 @@ print(json.dumps([weights / 2**20, (kib("VmHWM") - before) / 2**10]))
 """
 
 
+@pytest.mark.nightly
 def test_loading_takes_little_more_memory_than_the_weights(smollm: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOADING, smollm], capture_output=True, text=True, check=True)
     weights, peak = json.loads(done.stdout)

@@ -2,12 +2,12 @@
 
     python -I undivided.py FOLDER < jobs.json
 
-Builds the tiny models under FOLDER, then runs each job {name, model, dtype, params} through the pipeline that the model
-names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels` (frames, height, width, 3;
-uint8). An `image` among the parameters is a file under FOLDER, a `last_frame` and a `mask` are others, which is
-transparent where the picture is to change, a `lora` one or several of the
-adapters under FOLDER/loras, each with a scale or with `lora_scale`. A job
-that asks for `blocks` gets, under that name, also the pixels that diffusers' modular pipeline makes of it.
+Builds the tiny models under FOLDER, where they are not yet, then runs each job {name, model, dtype, params} through the
+pipeline that the model names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels`
+(frames, height, width, 3; uint8). An `image` among the parameters is a file under FOLDER, a `last_frame` and `mask` are
+others, which is transparent where the picture is to change, a `lora` one or several of the adapters under FOLDER/loras,
+each with a scale or with `lora_scale`. A job that asks for `blocks` gets, under that name, also the pixels that
+diffusers' modular pipeline makes of it.
 """
 
 import inspect
@@ -216,9 +216,8 @@ def replaced(text: str, words: dict[str, str]) -> str:
     return text
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    root = Path(sys.argv[1])
+def build(root: Path) -> None:
+    """The tiny models, and adapters for them."""
     for kind in tiny.KINDS:
         tiny.build(kind, root / kind, serving=False)
     adapters(root)
@@ -229,6 +228,13 @@ def main() -> None:
     tiny.quantised(root / "wan", root / "wan-int8", "Int8WeightOnlyConfig")
     tiny.quantised(root / "wan", root / "wan-float8", "Float8WeightOnlyConfig", "bfloat16")
     tiny.quantised(root / "flux", root / "flux-int8", "Int8DynamicActivationInt8WeightConfig")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    if not (root / "loras").exists():
+        build(root)
     pipes = {}
     for job in json.load(sys.stdin):
         lora, scale = job["params"].get("lora"), job["params"].get("lora_scale")

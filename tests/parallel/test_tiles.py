@@ -40,6 +40,7 @@ def worked(size: int, undivided: c.Undivided, folder: Path) -> Work:
     return {task: np.stack([own[number] for own in said]) for number, task in enumerate(TASKS)}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_ranks_work_in_tiles_as_one_does(undivided: c.Undivided, tmp_path: Path) -> None:
     work = worked(2, undivided, tmp_path)

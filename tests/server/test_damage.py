@@ -44,7 +44,9 @@ def test_garbage_is_listed_and_dropped_and_everything_else_is_served(
             redis.client.zadd(where, {"rogue": 0}) if kind == "joined" else redis.client.hset(where, "rogue", b"\xff")
         redis.client.publish(f"{P}:changes", b"request:\xff")
 
-        made = http.post(URL, json={**asked, "model": PICTURES.name, "response_format": "url"}).json()
+        answer = http.post(URL, json={**asked, "model": PICTURES.name, "response_format": "url"})
+        assert answer.status_code == 200, answer.text
+        made = answer.json()
         assert [one["id"] for one in http.get("/v1/requests").json()["data"]] == [made["id"], good]
         assert http.get(f"/v1/requests/{made['id']}").json()["status"] == "completed"
         assert http.get(f"/v1/requests/{made['id']}/events").text.count("event: completed") == 1

@@ -63,9 +63,10 @@ def test_it_says_what_has_the_shortest_step_and_where_more_ranks_are_slower() ->
     assert [row["gain"] for row in rows_of(slower)] == [1.0, 0.34]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "role", "how"), [
-    ("", "denoiser", "ring:2"), pytest.param("wan-image", "encoder", "tiles:2", marks=pytest.mark.nightly),
+    ("", "denoiser", "ring:2"), ("wan-image", "encoder", "tiles:2"),
 ])  # fmt: skip
 def test_doctor_measures_what_it_is_asked_for(kind: str, role: str, how: str, tmp_path: Path) -> None:
     model = str(build(kind, tmp_path / kind)) if kind else SHAPES

@@ -40,7 +40,7 @@ def test_a_backend_is_a_tensor_store(name: str, joined: Callable[[TensorStore], 
     check_store(lambda: TensorStore.create(name, owner="w1", node="n1", capacity=CAPACITY), join=joined)
 
 
-@pytest.fixture(params=["disk", "redis", "s3"])
+@pytest.fixture(params=["disk", "redis", pytest.param("s3", marks=pytest.mark.nightly)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where a store that outlives its process keeps objects."""
     if request.param == "disk":
@@ -68,11 +68,11 @@ def test_a_place_outside_of_every_process_is_a_tensor_store_that_notices_damage(
 
 
 SPILLS = [
-    ("shared_memory", "disk"), ("memory", "redis"), ("memory", "s3"),
+    ("shared_memory", "disk"), ("memory", "redis"),
     *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in
-      [("memory", "disk"), ("shared_memory", "redis"), ("shared_memory", "s3")]),
+      [("memory", "disk"), ("memory", "s3"), ("shared_memory", "redis"), ("shared_memory", "s3")]),
 ]  # fmt: skip
-"""All pairs; by day each place once."""
+"""All pairs; by day those of places that cost little to start."""
 
 
 @pytest.mark.parametrize(("fast", "place"), SPILLS, indirect=["place"])
@@ -173,7 +173,10 @@ class Endless(MemoryBackend):
         return type(usage)(CAPACITY, usage.used, usage.requested, CAPACITY - usage.used, CAPACITY, usage.high_water)
 
 
-@pytest.mark.parametrize("broken", [Leaky, Trusting, Copying, Forgetful, Early, Eager, Endless])
+@pytest.mark.parametrize("broken", [
+    Leaky, Trusting, Forgetful,
+    *(pytest.param(broken, marks=pytest.mark.nightly) for broken in (Copying, Early, Eager, Endless)),
+])  # fmt: skip
 def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
     from unfuse.supervision.clock import SystemClock
 

@@ -35,7 +35,7 @@ def test_an_engine_in_one_process(name: str) -> None:
     check_transfer(partial(one_process, name))
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", GLOO, "mooncake", nightly("nixl")])
+@pytest.mark.parametrize("name", ["tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
 def test_an_engine_between_processes(name: str) -> None:
     needed(name)
     check_transfer(partial(two_processes, name))
@@ -68,7 +68,7 @@ def test_on_another_host_who_does_not_know_the_secret_gets_nothing(host: SecondH
     owner.end()
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", GLOO, "mooncake"])
+@pytest.mark.parametrize("name", ["tcp", "zmq", nightly(GLOO), nightly("mooncake")])
 def test_an_owner_that_is_stopped_is_silent_and_heard_again_when_it_goes_on(name: str) -> None:
     """As by SIGSTOP, a debugger, or a machine that swaps: its connections stay, but nothing comes."""
     needed(name)
