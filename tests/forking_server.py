@@ -44,6 +44,7 @@ def run(command, cwd, environment, own_session):
     os.environ.update(environment)
     if own_session:
         os.setsid()
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     kind, script, *arguments = command
     sys.argv = [script, *arguments]
     if kind == "-m":

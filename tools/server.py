@@ -87,6 +87,16 @@ def changes_imports(variables: Mapping[str, str]) -> bool:
     return any(not name.startswith(("UNFUSE_", "OMP_")) for name in variables)
 
 
+def starter(variables: Mapping[str, str], own_forks: bool) -> Callable[..., Process]:
+    """What starts `unfuse` with these variables, called as `subprocess.Popen` is."""
+    beyond = {name: value for name, value in variables.items() if name != "PYTHONPATH"}
+    return (
+        subprocess.Popen
+        if shared_fork_server is None or own_forks or changes_imports(beyond)
+        else shared_fork_server.start
+    )
+
+
 def environment(folder: Path) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if name == RUN_DIR or not name.startswith("UNFUSE_")}
     return clean | {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
@@ -148,15 +158,18 @@ class Server:
         self.control = f"tcp://{at}:{free_port()}" if at else address_of_server(port)
         self._log = (folder / "serve.log").open("wb")
         command = unfuse("serve", *arguments, "--port", str(port), *(("--listen", self.control) if at else ()))
-        self._start = partial(self._started, command, environment(folder) | variables, self._forks)
+        self._start = partial(
+            self._started, starter(variables, own_forks), command, environment(folder) | variables, self._forks
+        )
         self.process = self._start()
         self.workers: list[Process] = []
 
-    def _started(self, command: list[str], variables: Mapping[str, str], forks: SharedForkServer | None) -> Process:
-        """Start `unfuse`, with the shared fork server or, without one, as it comes."""
-        shared, handed, start = [], [], subprocess.Popen
-        if forks is not None:
-            shared, handed, start = ["--fork-server", str(forks.asks)], [forks.asks], forks.start
+    def _started(
+        self, start: Callable[..., Process], command: list[str], variables: Mapping[str, str],
+        forks: SharedForkServer | None,
+    ) -> Process:  # fmt: skip
+        """Start `unfuse` by `start`, with that fork server or, without one, as it comes."""
+        shared, handed = ([], []) if forks is None else (["--fork-server", str(forks.asks)], [forks.asks])
         return start(
             [*command, *shared], pass_fds=handed, env=variables, stdout=self._log.fileno(),
             stderr=self._log.fileno(), start_new_session=True,
@@ -205,9 +218,10 @@ class Server:
     ) -> Process:  # fmt: skip
         """Start a worker by hand, by the command that `within` makes of its own."""
         command = unfuse("worker", "--role", role, "--scheduler", self.control, "--arena", "64MiB", *arguments)
-        own_forks = own_forks or within is not list or changes_imports(variables) or "cuda" in " ".join(arguments)
-        forks = None if own_forks else self._forks
-        worker = self._started(within(command), environment(self.folder) | variables, forks)
+        own_start = own_forks or within is not list
+        forks = None if own_start or changes_imports(variables) or "cuda" in " ".join(arguments) else self._forks
+        start = starter(variables, own_start)
+        worker = self._started(start, within(command), environment(self.folder) | variables, forks)
         self.workers.append(worker)
         return worker
 

@@ -13,11 +13,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.forking import Forked
 from tools.addresses import address_of_server, free_port
 from tools.programs import program
 from tools.redis_server import Service
@@ -69,11 +71,12 @@ class Process:
         self.start()
 
     def start(self) -> None:
+        forks = self._command[0] == sys.executable
+        start = partial(Forked, self._command[1:]) if forks else partial(subprocess.Popen, self._command)
         with self._log.open("ab") as log:
-            self.popen = subprocess.Popen(
-                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+            self.popen: Any = start(
+                env=self._environment, stdout=log.fileno(), stderr=log.fileno(), start_new_session=True
+            )
 
     @property
     def pid(self) -> int:

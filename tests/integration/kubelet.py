@@ -129,23 +129,23 @@ class Pod:
         return ["unshare", "--mount", "sh", "-ec", CONFINE, "pod", *self._command(container)]
 
     def _command(self, container: Object) -> list[str]:
+        said = container.get("command") or container["args"]
+        image: list[str] = [] if "command" in container else UNFUSE
         if container["name"] == "redis":
-            _, *rest = container["args"]
-            said = [program("redis-server"), *rest, "--bind", self.address]
-        else:
-            said = container.get("command") or [*UNFUSE, *container["args"]]
-        return [self._here(word, container) for word in said]
+            image, said = [program("redis-server")], [*said[1:], "--bind", self.address]
+        return [*image, *(self._here(word, container) for word in said)]
 
     def _environment(self, container: Object) -> dict[str, str]:
-        own = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
-        own["TMPDIR"] = "/tmp"
+        image = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+        own = {"TMPDIR": "/tmp"}
         for source in container.get("envFrom", []):
             own |= self._node.made.of("ConfigMap")[source["configMapRef"]["name"]]["data"]
         for variable in container.get("env", []):
             own[variable["name"]] = variable["value"] if "value" in variable else self._valued(variable["valueFrom"])
         written = (mount["name"] for mount in container.get("volumeMounts", []) if not mount.get("readOnly"))
         volumes = {str(self._volumes.get(name, self.folder)) for name in written}
-        return {name: self._here(text, container) for name, text in own.items()} | {"VOLUMES": " ".join(volumes)}
+        own = {name: self._here(text, container) for name, text in own.items()}
+        return {**image, **own, "VOLUMES": " ".join(volumes)}
 
     def _valued(self, source: Object) -> str:
         if key := source.get("secretKeyRef"):
