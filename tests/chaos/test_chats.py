@@ -29,7 +29,7 @@ from tools.server import unfuse
 from tools.tiny_language import TEXT, make_language_model
 from tools.tiny_vision import KINDS, make_vision_model
 
-SCALE = float(os.environ.get("CHAOS_SCALE", "0.1"))
+SCALE = float(os.environ.get("CHAOS_SCALE", "0.05"))
 CHATS, KILLS, CLIENTS = math.ceil(100 * SCALE), math.ceil(30 * SCALE), 6
 SEEN, KILLS_OF_SEEN, PICTURES = math.ceil(60 * SCALE), math.ceil(20 * SCALE), 7
 """Chats that show pictures, of which there are a few; and who is killed amid these."""

@@ -25,7 +25,7 @@ from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
 from tests.chaos.history import Asked, History, Load, healthy
 from tests.chaos.monkey import QUIETLY
 
-SCALE = float(os.environ.get("CHAOS_SCALE", "0.2"))
+SCALE = float(os.environ.get("CHAOS_SCALE", "0.1"))
 
 
 def scaled(faults: dict[str, int]) -> dict[str, int]:

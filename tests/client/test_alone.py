@@ -125,7 +125,7 @@ def test_what_must_not_be_there_is_not() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [(), OF_UNIX], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("gone", [(), pytest.param(OF_UNIX, marks=pytest.mark.nightly)], ids=["here", "elsewhere"])
 def test_both_clients_and_the_command_need_no_more(served: Served, tmp_path: Path, gone: tuple[str, ...]) -> None:
     program = f"""
 import asyncio, unfuse

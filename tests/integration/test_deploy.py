@@ -102,6 +102,7 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
     made.close()
 
 
+@pytest.mark.nightly
 def test_both_units_tell_when_they_are_ready_and_when_they_stop(systemd: Systemd) -> None:
     worker, serve = sorted(UNITS, key=lambda unit: unit.name, reverse=True)
     port = str(free_port())

@@ -180,8 +180,9 @@ def test_pictures_of_pictures_have_the_pixels_of_the_undivided_pipeline(
         assert [frames(server, request) for request in requests] == expected[kind]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-@pytest.mark.parametrize("kind", some_by_day([kind for kind in KINDS if kind not in PICTURED], ("flux",)))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PICTURED])
 def test_sixteen_at_once_have_the_bytes_that_each_has_alone(
     kind: str, server: Server, client: openai.OpenAI, folder: Path
 ) -> None:

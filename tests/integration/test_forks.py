@@ -63,7 +63,7 @@ def test_who_was_forked_lives_on_without_the_forking_process_and_the_next_one_fo
         until(lambda: all_gone([*everyone]), "every process to end")
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_computes_without_their_forking_process_end_with_serve(ending: signal.Signals, tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--arena", "16MiB", own_forks=True, **variables) as server:
@@ -75,6 +75,7 @@ def test_computes_without_their_forking_process_end_with_serve(ending: signal.Si
         until(lambda: all_gone([*everyone]), "every process to end")
 
 
+@pytest.mark.nightly
 def test_servers_may_share_a_fork_server_which_outlives_each_of_them(server: Server, tmp_path: Path) -> None:
     """Given two servers that inherited one fork server, when one of them is killed, then it takes its own compute
     processes along, and those of the other have new ones from the same fork server."""

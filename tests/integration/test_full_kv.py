@@ -128,6 +128,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_queued(
     assert server.get("/v1/requests?limit=1")["data"] == before
 
 
+@pytest.mark.nightly
 def test_room_for_less_than_the_longest_text_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     """It says how much there is, how much is needed, and what to do."""
     small = "--kv", str((KV_TOKENS - 64) * TOKEN_BYTES)

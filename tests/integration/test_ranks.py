@@ -118,6 +118,7 @@ def begun(server: Server, **more: object) -> str:
     return request
 
 
+@pytest.mark.nightly
 def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         calm = {seed: picture(server, seed, **own(seed)) for seed in range(2)}

@@ -20,6 +20,7 @@ def made(server: Server, **more: Any) -> tuple[dict[str, Any], list[bytes]]:
     return told, [server.result(request, index) for index in range(2)]
 
 
+@pytest.mark.nightly
 def test_an_equal_request_is_given_the_bytes_that_it_would_be_made_of(tmp_path: Path) -> None:
     """Given a server that was killed and is back with its workers, then it still knows what it made."""
     with serving(tmp_path, "--reuse-results", "--workers", "all=1") as server:

@@ -137,12 +137,13 @@ def _joined(cluster: Cluster, role: str) -> str:
     return str(cluster.members()[worker.pid]["id"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("roles", "count", "arena"),
     [
-        pytest.param(["all"], 1000, 256, marks=pytest.mark.nightly),
+        (["all"], 1000, 256),
         (["all"], 50, 8),
-        pytest.param(list(ROLES), 300, 128, marks=pytest.mark.nightly),
+        (list(ROLES), 300, 128),
     ],
 )
 def test_a_long_queue_goes_through_a_small_arena(tmp_path: Path, roles: list[str], count: int, arena: int) -> None:

@@ -125,6 +125,7 @@ def with_compute(worker: int) -> list[psutil.Process]:
     return [*family_of(worker), *computes_of(worker)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "whom",
     [pytest.param(computes_of, id="compute"), pytest.param(with_compute, id="worker", marks=pytest.mark.nightly)],

@@ -106,6 +106,7 @@ def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_lef
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> None:
     pictures = ["-n", "6", "--seed", "5", "-o", str(tmp_path / "out.png")]
     arguments = ["generate", PROMPT, *pictures, "--workers", "split"]  # which makes the last two after the others

@@ -50,6 +50,7 @@ def scraped(server: Server) -> dict[tuple[str, ...], float]:
         }
 
 
+@pytest.mark.nightly
 def test_one_page_has_the_metrics_of_pictures_and_of_texts(server: Server) -> None:
     """Given a picture and three texts at one time, for which there is no room together, when all are made, then the
     page has the tokens of all texts, how long they took, and that one gave up its keys and values; and the picture."""

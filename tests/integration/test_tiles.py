@@ -112,6 +112,7 @@ def decoding(server: Server, id: str) -> bool:
     return stage["status"] == "leased"
 
 
+@pytest.mark.nightly
 def test_who_has_no_tiles_is_refused_before_anything_is_loaded() -> None:
     for said, reason in (
         ("denoiser=tiles:2", "it cannot be spread by tiles, only by cfg, "),

@@ -20,6 +20,7 @@ from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("by_outcome", [True, False])
 async def test_a_worker_names_its_pools_as_the_scheduler_knows_them(tmp_path: Path, by_outcome: bool) -> None:
     queue = MemoryQueue(SystemClock())

@@ -43,7 +43,7 @@ def read(url: str, **headers: str) -> bytes:
         return bytes(answer.read())
 
 
-@pytest.mark.parametrize("major", ["2", "3"])
+@pytest.mark.parametrize("major", [pytest.param("2", marks=pytest.mark.nightly), "3"])
 def test_an_openai_client_makes_a_video_and_drops_one(server: Server, tmp_path: Path, major: str) -> None:
     """The client's older major lies beside ours; `make` puts it there."""
     if major == "2" and not TWO.is_dir() and not os.environ.get("CI"):

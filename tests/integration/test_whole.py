@@ -219,6 +219,7 @@ def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
         server.submit("a ring", model="sd-image")
 
 
+@pytest.mark.nightly
 def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server: Server) -> None:
     case = {**CASES[0], "num_inference_steps": 1000}
     alone = frames(server, submitted(server, "auraflow", case))

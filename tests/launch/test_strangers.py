@@ -108,6 +108,7 @@ async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said
         assert "copy worker.key from the scheduler's machine" in refused.stderr
 
 
+@pytest.mark.nightly
 async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_so(
     model: Path, run: Path, data: Path
 ) -> None:

@@ -285,6 +285,7 @@ def test_half_a_surrogate_pair_is_no_text(tokenizers: dict[str, ChatTokenizer]) 
         tokenizers["turns"].prompt([{"role": "user", "content": "a\ud83d"}])
 
 
+@pytest.mark.nightly
 def test_a_real_model_is_asked_as_transformers_asks_it(smollm: Path) -> None:
     """But for spaces before digits, which transformers does not keep apart where it reads GGUF files."""
     texts = [text for text in TEXTS if not any(letter.isnumeric() for letter in text)] + ["in 1789,1 x2"]

@@ -52,6 +52,7 @@ def test_true_drawings_are_named(kind: str, spoil: Spoil) -> None:
     assert _right([picture[None] for picture in pictures], captions, spoil) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spoil", [np.asarray, _blurred, _noisy])
 def test_true_clips_are_named_in_every_frame_with_their_direction(spoil: Spoil) -> None:
     clips, captions = scenes.clips(8, seed=12)

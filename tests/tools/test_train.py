@@ -38,6 +38,7 @@ def folder(work: Path) -> Path:
     return work / "out"
 
 
+@pytest.mark.nightly
 def test_the_folder_is_a_wan_pipeline_of_at_most_16_mb(folder: Path) -> None:
     pipeline = DiffusionPipeline.from_pretrained(folder)
 
