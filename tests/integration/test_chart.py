@@ -23,6 +23,7 @@ from unfuse import __version__
 from unfuse.core.plan import TOGETHER
 from unfuse.queues.address import parse_address
 from unfuse.service.machine_workers import LEAVING_S
+from unfuse.wire.keys import read
 from unfuse.worker.worker import LEAVE_S, SAVING
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,8 @@ BY_HPA = SPLIT | {
 POOL: Object = {"name": "x", "role": "all", "replicas": 1}
 TO_ZERO = {"min": 0, "max": 2, "seconds": 1}
 ASKED = {"min": 1, "max": 2, "seconds": 1, "query": "up"}
-CASES = {"least": LEAST, "split": SPLIT, "hpa": BY_HPA}
+NONE: Object = {}
+CASES = {"none": NONE, "least": LEAST, "split": SPLIT, "hpa": BY_HPA}
 
 
 @cache
@@ -399,12 +401,15 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"workers": [POOL | {"autoscaling": {"min": 3, "max": 2, "seconds": 1}}]}, "autoscaling.max is below"),
         ({"workers": [POOL | {"autoscaling": TO_ZERO}], "autoscaling": {"by": "hpa"}}, "at least one"),
         ({"workers": [POOL | {"autoscaling": ASKED}], "autoscaling": {"by": "hpa"}}, "for KEDA"),
-        ({"queue": {"url": "redis://r:6379/0"}}, "where tasks wait is said once"),
-        ({"redis": {"trial": False}}, "where tasks wait is said once"),
+        ({"queue": {"url": "redis://r:6379/0", "existingSecret": "r"}}, "where tasks wait is said once"),
+        ({"redis": {"trial": False}}, "tasks have no place to wait"),
         ({"queue": {"url": "redis://me:pass@r:6379/0"}, "redis": {"trial": False}}, "queue"),
         ({"queue": {"url": "memory"}, "redis": {"trial": False}}, "queue"),
         ({"results": {"url": "disk:/here"}}, "results"),
-        ({"wireKeys": {"existingSecret": ""}}, "unfuse keys new keys"),
+        ({"wireKeys": {"existingSecret": "", "worker": KEYS}}, "unfuse keys new keys"),
+        ({"wireKeys": {"existingSecret": "", "scheduler": KEYS}}, "unfuse keys new keys"),
+        ({"serving": {"enabled": False}}, "nothing would be installed"),
+        ({"operator": {"namespaces": ["A b"]}}, "does not match pattern"),
         ({"wireKeys": {"existingSecret": "", "scheduler": "secret x", "worker": "y"}}, "wireKeys"),
         ({"apiKeys": {"lines": ["anna one two\nroot x admin=yes"]}}, "does not match pattern"),
         ({"fullnameOverride": "Name"}, "fullnameOverride"),
@@ -437,3 +442,63 @@ def test_keys_of_an_installation_are_in_its_secrets() -> None:
     assert (first, second, end) == (SPLIT["apiKeys"]["lines"][0], f"chart {secrets['u-api']['key']} admin=yes", "")
     assert re.fullmatch(r"[A-Za-z0-9]{40}", secrets["u-api"]["key"])
     assert {*chart("least").of("Secret")} == {"u-api"}
+
+
+def test_without_values_tasks_and_results_have_a_place_and_pods_know_each_other(tmp_path: Path) -> None:
+    """One secret for both sides, in the file that `unfuse` derives the keys of each from; no claim that needs a class
+    of volumes which many pods write to."""
+    objects = chart("none")
+    settings = objects.of("ConfigMap")["u"]["data"]
+    assert settings["UNFUSE_SERVE__RESULTS"] == "redis://u-redis:6379/1"
+    assert settings["UNFUSE_SERVE__RESULTS_LIMIT"] == "256MiB"
+    (scheduler,) = objects.pods()["u-scheduler"]["spec"]["containers"]
+    assert {"name": "UNFUSE_SERVE__QUEUE", "value": "redis://u-redis:6379/0"} in scheduler["env"]
+    assert not objects.of("PersistentVolumeClaim")
+    shared = tmp_path / "shared.key"
+    shared.touch(0o600)
+    shared.write_bytes(b64decode(objects.of("Secret")["u-wire"]["data"]["shared.key"]))
+    for name in ("u-scheduler", "u-all"):
+        (keys,) = objects.pods()[name]["spec"]["initContainers"]
+        assert keys["command"] == ["install", "-m", "600", "/wire/shared.key", "/keys/"]
+    assert read(str(tmp_path), "scheduler") and read(str(tmp_path), "worker")
+    let_in = objects.of("NetworkPolicy")["u-redis"]["spec"]["ingress"][0]["from"]
+    sides = {one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in let_in}
+    assert sides == {"scheduler", "worker"}, "workers write results"
+
+
+@pytest.mark.parametrize(
+    ("values", "place", "limit", "claims"),
+    [
+        ({"results": {"size": "1Gi"}}, "disk:/results", "0", {"u-results"}),
+        ({"results": {"existingClaim": "mine", "limit": "1GB"}}, "disk:/results", "1GB", set()),
+        ({"queue": {"url": "redis://r:6379/0"}}, "disk:/results", "0", {"u-results"}),
+        ({"results": {"url": "s3://b/p"}}, "s3://b/p", "0", set()),
+    ],
+)
+def test_results_are_where_values_say(values: Object, place: str, limit: str, claims: set[str]) -> None:
+    objects = made(values)
+    settings = objects.of("ConfigMap")["u"]["data"]
+    assert (settings["UNFUSE_SERVE__RESULTS"], settings["UNFUSE_SERVE__RESULTS_LIMIT"]) == (place, limit)
+    assert {*objects.of("PersistentVolumeClaim")} == claims
+    assert ("u-redis" in objects.of("StatefulSet")) == ("queue" not in values)
+
+
+def test_definitions_are_in_the_chart_and_are_those_of_deploy(tmp_path: Path) -> None:
+    """Helm makes them before anything else; what is packaged has them too."""
+    defined = {path.name: path.read_bytes() for path in (ROOT / "deploy/kubernetes/crds").iterdir()}
+    shown = [one for one in yaml.safe_load_all(call("show", "crds", str(CHART))) if one]
+    assert {one["metadata"]["name"] for one in shown} == {
+        "diffusionpipelines.unfuse.dev", "diffusionpools.unfuse.dev", "clusterkopfpeerings.kopf.dev",
+    }  # fmt: skip
+    call("package", str(CHART), "--destination", str(tmp_path))
+    with tarfile.open(tmp_path / f"unfuse-{__version__}.tgz") as packed:
+        inside = {name: packed.extractfile(f"unfuse/crds/{name}") for name in defined}
+        assert {name: file.read() for name, file in inside.items() if file} == defined
+
+
+def test_the_operator_alone_is_installed_where_nothing_else_is_asked_for() -> None:
+    assert not chart("none").kinds() & {"ClusterRole", "ClusterRoleBinding"}
+    alone = made({"operator": {"enabled": True}, "serving": {"enabled": False}})
+    assert alone.kinds() == {"ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Deployment"}
+    both = made({"operator": {"enabled": True}})
+    assert both.kinds() == chart("none").kinds() | alone.kinds()

@@ -79,7 +79,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over what is named, or memory, which "
         "keeps none."
     )] = "sqlite:DATA_DIR/queue.db"  # fmt: skip
-    results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
+    results: Annotated[
+        str,
+        says("Where results are kept: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT."),
+    ] = "disk:DATA_DIR"
     store: Annotated[str, says(
         "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or pull "
         "them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. disk:PATH, "
