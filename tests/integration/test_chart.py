@@ -229,6 +229,29 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
         assert scaled in chart("split").of("StatefulSet")
 
 
+def test_a_pool_is_scaled_by_the_tasks_that_wait_for_its_roles_alone() -> None:
+    """By either autoscaler: what waits for other pools of the service is none of its own."""
+    pool = POOL | {"role": "denoiser", "autoscaling": {"min": 1, "max": 9, "tasks": 4}}
+    (trigger,) = made(LEAST | {"workers": [pool]}).of("ScaledObject")["u-x"]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == (
+        'sum(max by (role, component) (unfuse_role_queue_size{namespace="default",service="u",role=~"denoiser"}))'
+    )
+    assert trigger["metadata"]["threshold"] == "4"
+    scaled = made(LEAST | {"workers": [pool], "autoscaling": {"by": "hpa"}}).of("HorizontalPodAutoscaler")["u-x"]
+    (metric,) = scaled["spec"]["metrics"]
+    assert metric["external"] == {
+        "metric": {
+            "name": "unfuse_role_queue_size",
+            "selector": {
+                "matchLabels": {"service": "u"},
+                "matchExpressions": [{"key": "role", "operator": "In", "values": ["denoiser"]}],
+            },
+        },
+        "target": {"type": "AverageValue", "averageValue": "4"},
+    }
+    kubernetes_validate.validate(scaled, "1.37.0", strict=True)
+
+
 def test_nobody_is_taken_away_sooner_than_a_cold_start_takes() -> None:
     """What is said of it, else five minutes; a horizontal autoscaler waits for an hour at the most."""
     own = chart("split").of("ScaledObject")
@@ -399,6 +422,9 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"workers": [POOL, POOL]}, "two pools are named x"),
         ({"workers": [POOL | {"name": "scheduler"}]}, "no pool may be named scheduler"),
         ({"workers": [POOL | {"autoscaling": {"min": 3, "max": 2, "seconds": 1}}]}, "autoscaling.max is below"),
+        ({"workers": [POOL | {"autoscaling": {"min": 1, "max": 2}}]}, "either seconds"),
+        ({"workers": [POOL | {"autoscaling": TO_ZERO | {"tasks": 1}}]}, "either seconds"),
+        ({"workers": [POOL | {"autoscaling": {"min": 1, "max": 2, "tasks": 0}}]}, "minimum"),
         ({"workers": [POOL | {"autoscaling": TO_ZERO}], "autoscaling": {"by": "hpa"}}, "at least one"),
         ({"workers": [POOL | {"autoscaling": ASKED}], "autoscaling": {"by": "hpa"}}, "for KEDA"),
         ({"queue": {"url": "redis://r:6379/0", "existingSecret": "r"}}, "where tasks wait is said once"),

@@ -249,7 +249,10 @@ def test_the_seeds_example_makes_pools_by_its_words() -> None:
     assert found["wan-14b-t2v-dit-pool"]["resources"] == {"limits": {"nvidia.com/gpu": 8, "memory": "320Gi"}}
     (trigger,) = next(one for one in CASES["example"] if one["kind"] == "ScaledObject")["spec"]["triggers"]
     assert trigger["metricType"] == "Value" and trigger["metadata"]["threshold"] == "100"
-    assert trigger["metadata"]["query"] == 'sum(max by (pool, outcome) (unfuse_queue_size{namespace="ns",service="p"}))'
+    assert trigger["metadata"]["query"] == (
+        'sum(max by (role, component) (unfuse_role_queue_size{namespace="ns",service="p",'
+        'role=~"decoder",component=~"vae"}))'
+    )
 
 
 def test_stages_of_one_pool_are_of_one_pool() -> None:

@@ -79,7 +79,8 @@ class Metrics(Observer):
             "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", *POOL
         )
         says = "Predicted seconds of all stages of accepted requests that are not done and that such workers run"
-        self._of_role = self._gauge("role_predicted_seconds", says, "role", "component")
+        self._predicted_of_role = self._gauge("role_predicted_seconds", says, "role", "component")
+        self._waiting_of_role = self._gauge("role_queue_size", "Tasks that wait for such workers", "role", "component")
         self._had: dict[str, None] = {}
         self._kept = self._gauge("results_writable", "Whether results can be kept now, 0 or 1")
         self._unwritten = self._gauge("results_waiting", "Tasks that wait until they can be")
@@ -191,13 +192,18 @@ class Metrics(Observer):
             del self._had[pool]
 
     def _sum_by_role(self, stats: Stats, roles: Mapping[str, tuple[str, str]]) -> None:
-        left = defaultdict[tuple[str, str], float](float, dict.fromkeys(roles.values(), 0.0))
+        seconds = defaultdict[tuple[str, str], float](float, dict.fromkeys(roles.values(), 0.0))
+        waiting = defaultdict[tuple[str, str], int](int, dict.fromkeys(roles.values(), 0))
         for pool, line in stats.pools.items():
-            if of := roles.get(declared(pool)):
-                left[of] += line.left_s
-        self._of_role.clear()
-        for of, seconds in left.items():
-            self._of_role.labels(*of).set(seconds)
+            if role := roles.get(declared(pool)):
+                seconds[role] += line.left_s
+                waiting[role] += line.waiting
+
+        self._predicted_of_role.clear()
+        self._waiting_of_role.clear()
+        for role in seconds:
+            self._predicted_of_role.labels(*role).set(seconds[role])
+            self._waiting_of_role.labels(*role).set(waiting[role])
 
     def _observe(self, context: RequestContext) -> None:
         if context.completed_at is not None:

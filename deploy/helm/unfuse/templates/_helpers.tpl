@@ -94,6 +94,9 @@ redis
 {{- if has .name (list "scheduler" "redis") -}}{{- fail (printf "no pool may be named %s" .name) -}}{{- end -}}
 {{- $names = append $names .name -}}
 {{- with .autoscaling -}}
+{{- if eq (hasKey . "seconds") (hasKey . "tasks") -}}
+{{- fail "autoscaling needs either seconds, of predicted work, or tasks, that wait" -}}
+{{- end -}}
 {{- if and .query (eq $.Values.autoscaling.by "hpa") -}}{{- fail "autoscaling.query is for KEDA: an HPA has no query" -}}{{- end -}}
 {{- if lt (int .max) (int .min) -}}{{- fail "autoscaling.max is below autoscaling.min" -}}{{- end -}}
 {{- if and (eq $.Values.autoscaling.by "hpa") (lt (int .min) 1) -}}
