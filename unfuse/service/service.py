@@ -46,6 +46,7 @@ from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, forked, specs_of
+from unfuse.service.stage_kinds import check_stage_kinds
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
 from unfuse.supervision.supervisor import Supervisor
@@ -115,6 +116,7 @@ def plan(options: ServeOptions) -> Plan:
     if planned.refusal:
         raise ConfigError(planned.refusal)
     cards = [model.card for model in planned.models]
+    check_stage_kinds(serve, cards)
     for worker in planned.workers:
         pools_of(cards, Choice(roles_of(worker.role)), options.resources)
     return planned
