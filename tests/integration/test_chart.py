@@ -229,6 +229,26 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
         assert scaled in chart("split").of("StatefulSet")
 
 
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}}, ["--parallel=auto"]),
+        ({"resources": {"requests": {"amd.com/gpu": "2"}}}, ["--parallel=auto"]),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1, "cpu": 8}}}, []),
+        ({}, []),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "parallel": "denoiser=ulysses:4+cfg:2"},
+         ["--parallel=denoiser=ulysses:4+cfg:2"]),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "args": ["--parallel=denoiser=ring:8"]},
+         ["--parallel=denoiser=ring:8"]),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "args": ["--device=cuda:0"]}, []),
+    ],
+)  # fmt: skip
+def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(pool: Object, said: list[str]) -> None:
+    (worker,) = made(LEAST | {"workers": [POOL | pool]}).pods()["u-x"]["spec"]["containers"]
+    assert [flag for flag in worker["args"] if "parallel" in flag] == said
+    parsed(worker["args"])
+
+
 def test_a_pool_is_scaled_by_the_tasks_that_wait_for_its_roles_alone() -> None:
     """By either autoscaler: what waits for other pools of the service is none of its own."""
     pool = POOL | {"role": "denoiser", "autoscaling": {"min": 1, "max": 9, "tasks": 4}}
@@ -418,6 +438,7 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"workers": [POOL | {"name": "X y"}]}, "does not match pattern"),
         ({"workers": [POOL | {"replicas": "1"}]}, "got string, want integer"),
         ({"workers": [POOL | {"replicas": -1}]}, "minimum"),
+        ({"workers": [POOL | {"parallel": "ulysses:8"}]}, "does not match pattern"),
         ({"workers": [{"name": "x", "role": "all"}]}, "missing property 'replicas'"),
         ({"workers": [POOL, POOL]}, "two pools are named x"),
         ({"workers": [POOL | {"name": "scheduler"}]}, "no pool may be named scheduler"),

@@ -38,6 +38,7 @@ SAME: list[tuple[Object, Object, Object]] = [
                 "args": ["--max-batch=2"], "stepSeconds": 30, "sharedMemory": "16Gi", "startSeconds": 60,
                 "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
                 "runtimeClassName": "nvidia", "envFrom": [{"secretRef": {"name": "s3"}}],
+                "resources": {"limits": {"nvidia.com/gpu": 8}},
                 "autoscaling": {"min": 0, "max": 9, "seconds": 30, "coldStartSeconds": 4000},
             }],
         },
@@ -52,6 +53,7 @@ SAME: list[tuple[Object, Object, Object]] = [
             "role": "denoiser", "replicas": 4, "model": {"path": "a", "component": "transformer"}, "stepSeconds": 30,
             "args": ["--max-batch=2"], "sharedMemory": "16Gi", "startSeconds": 60, "nodeSelector": {"gpu": "h100"},
             "tolerations": [{"key": "gpu", "operator": "Exists"}], "runtimeClassName": "nvidia",
+            "resources": {"limits": {"nvidia.com/gpu": 8}},
         },
     ),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.plan import roles_of
-from unfuse.k8s.spec import Object, Wrong, models, pools, queue, role
+from unfuse.k8s.spec import Object, Wrong, models, parallel, pools, queue, ranks, role
 from unfuse.wire.keys import new
 
 VERSION = "unfuse.dev/v1alpha1"
@@ -67,7 +67,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
     both = dict.fromkeys(one for _, its in sorted(users.items()) for one in models(its)) if others else [None]
     paths = [model["path"]] if "path" in model else both
     flags = [("role", spec["role"]), ("component", model.get("component")), *(("model", path) for path in paths)]
-    flags += [("device", spec["device"].replace("auto", "")), ("parallel", spec.get("parallel"))]
+    flags += [("device", spec["device"].replace("auto", "")), ("parallel", ranks(spec)[0])]
     flags += [("scheduler", f"tcp://{user}-scheduler:8001") for user in sorted(users)]
     scaled = pipeline.get("autoscaling", {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0})
     sleeps = all(its.get("autoscaling", {}).get("minReplicas") == 0 for its in users.values())
@@ -108,6 +108,8 @@ def pools_of(name: str, spec: Object) -> list[Object]:
         if len(stages) == 1 and "component" in (model := stages[0].get("model", {})):
             said["model"] = {"component": model["component"]}  # of which model it is, the pipeline says
         said["role"] = "+".join(dict.fromkeys(map(role, stages)))
+        if how := parallel(stages):
+            said["parallel"] = how
         made.append(
             {"apiVersion": VERSION, "kind": "DiffusionPool", "metadata": {"name": pool, "labels": MADE}, "spec": said}
         )

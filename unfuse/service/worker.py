@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from unfuse.core.spread import AUTO
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
-from unfuse.launch.placement import Wanted, devices_of, only_cpu
+from unfuse.launch.placement import CPU, Wanted, devices_of, only_cpu
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
@@ -66,6 +67,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
         health=wanted.health,
+        gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
     )
 
 
@@ -88,7 +90,10 @@ async def work(
     def forks(models: Sequence[str], often: bool) -> socket.socket | None:
         if fork_server is not None:
             return socket.socket(fileno=fork_server)
-        if not often or not only_cpu(devices_of(options.role, Wanted(compute=options.compute), devices())):
+        compute = options.compute
+        if compute.parallel == AUTO:  # which is not decided yet, and chooses among the same devices
+            compute = msgspec.structs.replace(compute, parallel="")
+        if not often or not only_cpu(devices_of(options.role, Wanted(compute=compute), devices())):
             return None
         begun = Forks(models)
         own.append(LocalLauncher((), forks=begun))  # which starts it again when it dies

@@ -14,7 +14,7 @@ from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, StageSpec, slots_of
-from unfuse.core.spread import own_spreads, ranked, refuse
+from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch
 from unfuse.models.hub import Brought
 from unfuse.models.source import is_local, resolve_source
@@ -43,6 +43,7 @@ class Served(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     read_here: frozenset[str] = frozenset()
     states: States = {}
+    parallel: str = ""
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -64,9 +65,10 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     sources = chosen or welcome.models
     states = local_states(sources)
     cards, models = fetch_models(sources, choice)
-    spreads = own_spreads(compute.parallel, choice.roles)
-    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
+    device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
+    spreads = own_spreads(parallel, choice.roles)
+    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     refuse_unseen(stages, welcome.places)
     batch = (
         (compute.max_batch or USUAL_BATCH)
@@ -74,9 +76,29 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
         else 1
     )
     slots = max(options.slots or slots_of(stages), batch + 1)
-    devices = ranked(compute.device, spreads)
+    devices = ranked(device, spreads)
     pools = pools_of(cards, choice, options.resources)
-    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), states)
+    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), states, parallel)
+
+
+def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSpec]) -> tuple[str, str]:
+    """Return the devices of a worker and how its stages are spread: as they say, or with `auto` over most devices.
+
+    The devices are those that `device` names, else the machine's `gpus`.
+    """
+    if parallel != AUTO:
+        return device, parallel
+    named = device.split("+")
+    there = gpus if device == "auto" else len(named)
+    chosen = choose_parallel(there, stages)
+    ranks = max((spread.size for spread in parse_parallel(chosen).values()), default=1)
+    log.info("chose ranks by the number of devices", devices=there, ranks=ranks, parallel=chosen or "none")
+    if ranks < there:
+        log.warning(
+            "some devices are not used: give the worker fewer, or choose by --parallel ROLE=KIND:N",
+            devices=there, used=ranks, stages=[stage.name for stage in stages],
+        )  # fmt: skip
+    return device if device == "auto" else "+".join(named[:ranks]), chosen
 
 
 def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
@@ -108,7 +130,7 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
     load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts)
     load = replace(load, ranks=ranks, kv=options.kv, registered=frozenset(served.pools))
     return [
-        replace(load, rank=rank, compute=replace(options.compute, device=device))
+        replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
         for rank, device in enumerate(served.devices)
     ]
 

@@ -125,6 +125,26 @@ what is kept for saving. */}}
 {{ max (int (.drainSeconds | default 20)) (int (mulf 4 (.stepSeconds | default 2) | ceil)) }}
 {{- end -}}
 
+{{/* How a pool's stages are spread over ranks, for (pool): what it says, or as many ranks as a pod has GPUs where it has
+several and no flag says otherwise. */}}
+{{- define "unfuse.parallel" -}}
+{{- $gpus := 0 -}}
+{{- range $name, $amount := merge (dict) (dig "limits" (dict) (.resources | default dict)) (dig "requests" (dict) (.resources | default dict)) -}}
+{{- if regexMatch "^(nvidia|amd)[.]com/gpu$|^gpu[.]intel[.]com/(i915|xe)$" $name -}}
+{{- $gpus = add $gpus (int $amount) -}}
+{{- end -}}
+{{- end -}}
+{{- $said := false -}}
+{{- range .args -}}
+{{- if regexMatch "^--(parallel|device)(=|$)" . -}}{{- $said = true -}}{{- end -}}
+{{- end -}}
+{{- if .parallel -}}
+{{ .parallel }}
+{{- else if and (gt (int $gpus) 1) (not $said) -}}
+auto
+{{- end -}}
+{{- end -}}
+
 {{/* The roles whose stages a pool's workers run, as a pattern of the metric's label, for (pool). */}}
 {{- define "unfuse.roles" -}}
 {{- $roles := splitList "+" (replace "," "+" .role) -}}
