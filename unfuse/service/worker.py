@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,10 +19,10 @@ from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import CPU, Wanted, devices_of, only_cpu
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.service.addresses import schedulers, worker_trust
-from unfuse.service.groups import OWN_ARENA, Settings
-from unfuse.service.machine import devices
+from unfuse.service.groups import OWN_ARENA, Settings, Transfer
+from unfuse.service.machine import CONTROL_GROUP, cpus, devices
 from unfuse.service.resources import resources
-from unfuse.transfer.base import TransferEngine, TransferOptions
+from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
@@ -62,13 +63,19 @@ def worker_options(settings: Settings) -> WorkerOptions:
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
             insecure=settings.insecure_listen,
-            **{name: value for name, value in msgspec.structs.asdict(settings.transfer).items() if name != "engine"},
+            **_transfer(settings.transfer),
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
         health=wanted.health,
         gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
     )
+
+
+def _transfer(settings: Transfer) -> dict[str, Any]:
+    """The options of transfer engines that settings have, with threads by the cores that this process may use."""
+    own = {name: value for name, value in msgspec.structs.asdict(settings).items() if name != "engine"}
+    return own | {"threads": settings.threads or threads_for(cpus(CONTROL_GROUP))}
 
 
 async def _run(worker: Worker, health: str) -> None:
