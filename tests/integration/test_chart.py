@@ -229,6 +229,16 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
         assert scaled in chart("split").of("StatefulSet")
 
 
+def test_components_come_from_where_values_say() -> None:
+    """Schedulers are told; workers hear of it from them."""
+    sources = {"vae": "owner/vae", "text_encoder_2": "/models/t5 xxl"}
+    objects = made(LEAST | {"componentSources": sources})
+    (scheduler,) = objects.pods()["u-scheduler"]["spec"]["containers"]
+    found = [flag for flag in scheduler["args"] if "component-source" in flag]
+    assert found == ["--component-source=text_encoder_2=/models/t5 xxl", "--component-source=vae=owner/vae"]
+    parsed(scheduler["args"])
+
+
 @pytest.mark.parametrize(
     ("pool", "said"),
     [
@@ -420,7 +430,9 @@ def without(*path: str) -> dict[str, Any]:
 
 
 PLACES = [
-    (name,) for name, value in yaml.safe_load((CHART / "values.yaml").read_text()).items() if isinstance(value, dict)
+    (name,)
+    for name, value in yaml.safe_load((CHART / "values.yaml").read_text()).items()
+    if isinstance(value, dict) and name != "componentSources"  # whose names people choose
 ]
 
 
@@ -462,6 +474,9 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"fullnameOverride": "Name"}, "fullnameOverride"),
         ({"image": {"tag": "a b"}}, "does not match pattern"),
         ({"models": []}, "minItems"),
+        ({"models": ["a", "b"], "componentSources": {"vae": "c"}}, "componentSources are of one model"),
+        ({"componentSources": {"a b": "c"}}, "additional properties 'a b' not allowed"),
+        ({"componentSources": {"vae": "a#b"}}, "does not match pattern"),
         ({"models": ["--port=1"]}, "does not match pattern"),
         ({"uid": 0}, "minimum"),
         ({"uid": None}, "uid"),

@@ -385,14 +385,34 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them() -> None:
     assert len({*named}) == len(named), "a pool may have its pipeline's name"
 
 
+def test_a_component_comes_from_where_its_stage_says() -> None:
+    """As in a pipeline of which one encoder is another repository's."""
+    stages = [
+        {"name": "text-encoding", "pool": "enc", "model": {"path": "owner/t5", "component": "text_encoder_2"}},
+        {"name": "denoising", "pool": "dit", "model": {"path": "unfuse/shapes", "component": "transformer"}},
+    ]
+    spec = pipeline(LEAST | {"stages": stages})
+    said = [flag for flag in arguments(of_pipeline("p", spec, EVERY)) if "component-source" in flag]
+    assert said == ["--component-source=text_encoder_2=owner/t5"]
+    assert unmet("p", spec, {"enc": "encoder", "dit": "denoiser"}, EVERY) == []
+    assert not [flag for flag in arguments(made(LEAST)) if "component-source" in flag]
+    other = stages[0] | {"pool": "enc2", "model": {"path": "owner/other", "component": "text_encoder_2"}}
+    with pytest.raises(Wrong, match="two sources of component text_encoder_2"):
+        pipeline(LEAST | {"stages": [*stages, other]})
+
+
 def test_what_is_asked_for_in_vain_is_said() -> None:
     spec = pipeline(FULL | {"stages": [*FULL["stages"], {"name": "all", "pool": "enc", "model": {"path": "c"}}]})
     assert unmet("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
         "workers of pool enc do not run all, which stage all needs",
-        "stage all is of what is served, not of c",
+        "stage all is of what is served, not of c: serve one model alone",
         "nothing scales its pools: that takes KEDA, which this cluster does not have",
     ]
     assert unmet("p", pipeline(LEAST), {}, frozenset()) == []
+    one = pipeline(LEAST | {"stages": [{"name": "encoding", "pool": "enc", "model": {"path": "c"}}]})
+    assert unmet("p", one, {"enc": "encoder"}, EVERY) == [
+        "stage encoding is of what is served, not of c: say of which component in model.component"
+    ]
     assert unmet("p", pipeline(FULL), {"dit": "decoder"}, EVERY) == [
         "workers of pool dit do not run denoiser, which stage denoising needs"
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.plan import roles_of
-from unfuse.k8s.spec import Object, Wrong, models, parallel, pools, queue, ranks, role
+from unfuse.k8s.spec import Object, Wrong, component_sources, models, parallel, pools, queue, ranks, role
 from unfuse.wire.keys import new
 
 VERSION = "unfuse.dev/v1alpha1"
@@ -42,6 +42,7 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         "replicas": own["replicas"],
         "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
+        "sources": [f"--component-source={part}={path}" for part, path in component_sources(spec).items()],
         "asleep": asleep,
         "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
@@ -135,9 +136,11 @@ def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str
         for stage in stages:
             if has is not None and not (roles_of(role(stage)) or {"all"}) <= has:
                 said.append(f"workers of pool {pool} do not run {role(stage)}, which stage {stage['name']} needs")
-            path = stage.get("model", {}).get("path", models(spec)[0])
-            if path not in models(spec):
-                said.append(f"stage {stage['name']} is of what is served, not of {path}")
+            model = stage.get("model", {})
+            path = model.get("path", models(spec)[0])
+            if path not in models(spec) and component_sources(spec).get(model.get("component")) != path:
+                why = "say of which component in model.component" if len(models(spec)) == 1 else "serve one model alone"
+                said.append(f"stage {stage['name']} is of what is served, not of {path}: {why}")
     if spec.get("autoscaling", {}).get("enabled") and KEDA not in apis:
         said.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
     return said

@@ -38,7 +38,7 @@ def read(body: Object) -> Object:
     if "role" not in spec:
         roles_of("+".join(role(stage) for stage in spec.get("stages") or [{"role": "all"}]))
         queue(spec["scheduler"])
-        models(spec)
+        component_sources(spec)
     if spec.get("parallel", AUTO) != AUTO:
         parse_parallel(spec["parallel"])
     for stage in spec.get("stages") or []:
@@ -50,6 +50,17 @@ def read(body: Object) -> Object:
 def models(pipeline: Object) -> Sequence[str]:
     """What a pipeline serves."""
     return pipeline.get("models") or [pipeline["model"]]
+
+
+def component_sources(pipeline: Object) -> dict[str, str]:
+    """Where components of the pipeline's one model come from that are not its own, as its stages say."""
+    served, found = models(pipeline), dict[str, str]()
+    named = [stage["model"] for stage in pipeline.get("stages") or [] if "component" in stage.get("model", {})]
+    for model in named if len(served) == 1 else []:
+        component, path = model["component"], model.get("path", served[0])
+        if path not in served and found.setdefault(component, path) != path:
+            raise Wrong("InvalidSpec", f"stages say two sources of component {component}: say one")
+    return found
 
 
 def pools(name: str, pipeline: Object) -> dict[str, list[Object]]:

@@ -22,6 +22,7 @@ _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 POOL = ("pool", "outcome")  # the labels of a pool: its declared name, and the hash of its outcome
 REMEMBERED = 1024  # pools that had workers are looked at again, so many of them: tasks may wait there for the next one
 
+_LEFT = "Predicted seconds of all stages of accepted requests that are not done and that such workers run"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
 
@@ -78,8 +79,7 @@ class Metrics(Observer):
         self._predicted = self._gauge(
             "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", *POOL
         )
-        says = "Predicted seconds of all stages of accepted requests that are not done and that such workers run"
-        self._predicted_of_role = self._gauge("role_predicted_seconds", says, "role", "component")
+        self._predicted_of_role = self._gauge("role_predicted_seconds", _LEFT, "role", "component")
         self._waiting_of_role = self._gauge("role_queue_size", "Tasks that wait for such workers", "role", "component")
         self._had: dict[str, None] = {}
         self._kept = self._gauge("results_writable", "Whether results can be kept now, 0 or 1")

@@ -17,6 +17,7 @@ from unfuse.core.spread import AUTO
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import CPU, Wanted, devices_of, only_cpu
+from unfuse.models.composed import parse_component_sources
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings, Transfer
@@ -68,6 +69,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
         health=wanted.health,
+        component_sources=parse_component_sources(settings.serve.component_source),
         gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
     )
 

@@ -88,6 +88,9 @@ redis
 {{- if ne (empty .Values.wireKeys.scheduler) (empty .Values.wireKeys.worker) -}}
 {{- fail "schedulers and workers need keys that fit: `unfuse keys new keys`, then --set-file wireKeys.scheduler=keys/scheduler.key --set-file wireKeys.worker=keys/worker.key, or a Secret with both files as wireKeys.existingSecret" -}}
 {{- end -}}
+{{- if and .Values.componentSources (gt (len .Values.models) 1) -}}
+{{- fail "componentSources are of one model: install the others as another release" -}}
+{{- end -}}
 {{- $names := list -}}
 {{- range .Values.workers -}}
 {{- if has .name $names -}}{{- fail (printf "two pools are named %s" .name) -}}{{- end -}}
