@@ -528,6 +528,16 @@ def test_without_values_tasks_and_results_have_a_place_and_pods_know_each_other(
     assert sides == {"scheduler", "worker"}, "workers write results"
 
 
+def test_what_is_for_trying_alone_is_said_after_an_installation_without_values() -> None:
+    def notes(values: Object) -> str:
+        told = call("install", "u", str(CHART), "--dry-run=client", "--output", "json", values=values)
+        return str(json.loads(told)["info"]["notes"])
+
+    warnings = ("Its Redis is for trying", "Results are in that Redis too", "Schedulers and workers share one secret")
+    assert all(warning in notes(NONE) for warning in warnings)
+    assert not any(warning in notes(SPLIT) for warning in warnings)
+
+
 @pytest.mark.parametrize(
     ("values", "place", "limit", "claims"),
     [
