@@ -441,7 +441,9 @@ async def test_gpus_that_workers_do_not_use_are_said(server: Server, page: dict[
         page["ranks dit-1"] = 8.0
         spec = (server.get(POOL, "dit") or {})["spec"]
         await server.put(POOL, "dit", spec | {"parallel": "denoiser=ulysses:4"})
-        await until(lambda: "compute on 4: --parallel=denoiser=ulysses:4" in told(server, POOL, "dit", "Degraded")[2])
+        await until(lambda: "compute on 4: parallel is denoiser=ulysses:4" in told(server, POOL, "dit", "Degraded")[2])
+        await server.put(POOL, "dit", spec | {"device": "cuda:0"})
+        await until(lambda: "compute on 1: device is cuda:0" in told(server, POOL, "dit", "Degraded")[2])
         await server.put(POOL, "dit", spec | {"parallel": "auto"})
         await until(lambda: "--parallel=auto" in str(server.get("StatefulSet", "dit")))
         await server.run("StatefulSet", "dit")

@@ -147,8 +147,8 @@ async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[Wrong]
     count = await fewest_ranks(name, gateways) if count is None else count
     if count is None or count >= there:
         return []
-    how = f"--parallel={said}" if said else "its flags"
-    why = "its stages cannot be divided by more" if said == AUTO else f"{how} says so"
+    told = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
+    why = "its stages cannot be divided by more" if said == AUTO else f"parallel is {said}" if said else told
     return [Wrong("IdleGPUs", f"its workers have {there} GPUs and compute on {count}: {why}")]
 
 
