@@ -7,8 +7,20 @@ from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.medium import Workload
 from unfuse.core.plan import StageSpec
-from unfuse.core.spread import KINDS, MOST, Spread, fewer, joined_by, own_spreads, parse_parallel, ranked, refuse
+from unfuse.core.spread import (
+    KINDS,
+    MOST,
+    Spread,
+    choose_parallel,
+    fewer,
+    joined_by,
+    own_spreads,
+    parse_parallel,
+    ranked,
+    refuse,
+)
 
 WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "tiles": 0, "shard": 0}
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
@@ -164,3 +176,57 @@ def test_weights_that_are_parted_rest_nowhere(how: str) -> None:
     refuse({"denoiser": Spread.parse("ulysses:2")}, [DENOISE], "model")
     with pytest.raises(ConfigError, match=f"denoiser={how} and --offload model both say .*: leave one of them out"):
         refuse({"denoiser": Spread.parse(how)}, [DENOISE], "model")
+
+
+HEADS_40 = {"ulysses": 40, "ring": 0, "cfg": 2, "tensor": 40, "layers": 40, "shard": 0}
+"""Those of a transformer with 40 heads, as of Wan 14B."""
+
+
+def stage(role: str, spreads: dict[str, int], forwards: str = "") -> StageSpec:
+    return StageSpec(role, role, (), role=role, spreads=spreads, work=Workload(forwards))
+
+
+@pytest.mark.parametrize(("devices", "spreads", "chosen"), [
+    (1, HEADS_40, ""), (0, HEADS_40, ""), (2, HEADS_40, "denoiser=ulysses:2"), (8, HEADS_40, "denoiser=ulysses:8"),
+    (7, HEADS_40, "denoiser=ring:7"), (6, HEADS_40, "denoiser=ring:3+ulysses:2"),
+    (8, WAYS | {"ulysses": 12}, "denoiser=tiles:8"),
+    (8, {"tensor": 64}, "denoiser=tensor:8"), (7, {"tensor": 64}, "denoiser=tensor:4"),
+    (8, {"cfg": 2}, "denoiser=cfg:2"),
+    (8, {}, ""), (8, {"layers": 30, "shard": 0}, ""), (1000, HEADS_40, "denoiser=ring:8+ulysses:8"),
+])  # fmt: skip
+def test_as_many_ranks_are_chosen_as_devices_where_a_stage_can_be_divided_so(
+    devices: int, spreads: dict[str, int], chosen: str
+) -> None:
+    assert choose_parallel(devices, [stage("denoiser", spreads, "num_inference_steps")]) == chosen
+
+
+def test_the_role_that_computes_in_steps_decides_how_many_ranks_there_are() -> None:
+    """Given a decoder that would fill eight, a denoiser of 12 heads without ring, and an encoder that is whole."""
+    denoiser = stage("denoiser", {"ulysses": 12}, "num_inference_steps")
+    decoder, encoder = stage("decoder", {"tiles": 0}), stage("encoder", {})
+    assert choose_parallel(8, [encoder, denoiser, decoder]) == "denoiser=ulysses:6,decoder=tiles:6"
+    assert choose_parallel(8, [encoder, decoder]) == "decoder=tiles:8"
+    assert choose_parallel(8, [encoder]) == ""
+
+
+def test_models_with_one_worker_are_all_divided_by_its_ranks() -> None:
+    two = [stage("denoiser", {"ulysses": heads}, "num_inference_steps") for heads in (24, 16)]
+    assert choose_parallel(8, two) == "denoiser=ulysses:8"
+    assert choose_parallel(8, [*two, stage("denoiser", {"ulysses": 12}, "num_inference_steps")]) == "denoiser=ulysses:4"
+
+
+ALLOWED = st.dictionaries(st.sampled_from(KINDS), st.integers(0, 64), max_size=4)
+
+
+@given(st.integers(0, 70), ALLOWED, ALLOWED)
+def test_what_is_chosen_is_taken_by_its_own_stages(devices: int, one: dict[str, int], other: dict[str, int]) -> None:
+    stages = [stage("prefill", one), stage("decode", one, "expected_tokens"), stage("vision", other)]
+    chosen = choose_parallel(devices, stages)
+    refuse(parse_parallel(chosen), stages)
+    sizes = {spread.size for spread in own_spreads(chosen, None).values()}
+    assert len(sizes) <= 1 and max(sizes, default=1) <= max(devices, 1)
+
+
+def test_auto_is_for_one_worker() -> None:
+    with pytest.raises(ConfigError, match="--parallel auto is for one worker"):
+        parse_parallel("auto")

@@ -23,6 +23,7 @@ from unfuse import __version__
 from unfuse.core.plan import TOGETHER
 from unfuse.queues.address import parse_address
 from unfuse.service.machine_workers import LEAVING_S
+from unfuse.wire.keys import read
 from unfuse.worker.worker import LEAVE_S, SAVING
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,8 @@ BY_HPA = SPLIT | {
 POOL: Object = {"name": "x", "role": "all", "replicas": 1}
 TO_ZERO = {"min": 0, "max": 2, "seconds": 1}
 ASKED = {"min": 1, "max": 2, "seconds": 1, "query": "up"}
-CASES = {"least": LEAST, "split": SPLIT, "hpa": BY_HPA}
+NONE: Object = {}
+CASES = {"none": NONE, "least": LEAST, "split": SPLIT, "hpa": BY_HPA}
 
 
 @cache
@@ -227,6 +229,59 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
         assert scaled in chart("split").of("StatefulSet")
 
 
+def test_components_come_from_where_values_say() -> None:
+    """Schedulers are told; workers hear of it from them."""
+    sources = {"vae": "owner/vae", "text_encoder_2": "/models/t5 xxl"}
+    objects = made(LEAST | {"componentSources": sources})
+    (scheduler,) = objects.pods()["u-scheduler"]["spec"]["containers"]
+    found = [flag for flag in scheduler["args"] if "component-source" in flag]
+    assert found == ["--component-source=text_encoder_2=/models/t5 xxl", "--component-source=vae=owner/vae"]
+    parsed(scheduler["args"])
+
+
+@pytest.mark.parametrize(
+    ("pool", "said"),
+    [
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}}, ["--parallel=auto"]),
+        ({"resources": {"requests": {"amd.com/gpu": "2"}}}, ["--parallel=auto"]),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1, "cpu": 8}}}, []),
+        ({}, []),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "parallel": "denoiser=ulysses:4+cfg:2"},
+         ["--parallel=denoiser=ulysses:4+cfg:2"]),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "args": ["--parallel=denoiser=ring:8"]},
+         ["--parallel=denoiser=ring:8"]),
+        ({"resources": {"limits": {"nvidia.com/gpu": 8}}, "args": ["--device=cuda:0"]}, []),
+    ],
+)  # fmt: skip
+def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(pool: Object, said: list[str]) -> None:
+    (worker,) = made(LEAST | {"workers": [POOL | pool]}).pods()["u-x"]["spec"]["containers"]
+    assert [flag for flag in worker["args"] if "parallel" in flag] == said
+    parsed(worker["args"])
+
+
+def test_a_pool_is_scaled_by_the_tasks_that_wait_for_its_roles_alone() -> None:
+    """By either autoscaler: what waits for other pools of the service is none of its own."""
+    pool = POOL | {"role": "denoiser", "autoscaling": {"min": 1, "max": 9, "tasks": 4}}
+    (trigger,) = made(LEAST | {"workers": [pool]}).of("ScaledObject")["u-x"]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == (
+        'sum(max by (role, component) (unfuse_role_queue_size{namespace="default",service="u",role=~"denoiser"}))'
+    )
+    assert trigger["metadata"]["threshold"] == "4"
+    scaled = made(LEAST | {"workers": [pool], "autoscaling": {"by": "hpa"}}).of("HorizontalPodAutoscaler")["u-x"]
+    (metric,) = scaled["spec"]["metrics"]
+    assert metric["external"] == {
+        "metric": {
+            "name": "unfuse_role_queue_size",
+            "selector": {
+                "matchLabels": {"service": "u"},
+                "matchExpressions": [{"key": "role", "operator": "In", "values": ["denoiser"]}],
+            },
+        },
+        "target": {"type": "AverageValue", "averageValue": "4"},
+    }
+    kubernetes_validate.validate(scaled, "1.37.0", strict=True)
+
+
 def test_nobody_is_taken_away_sooner_than_a_cold_start_takes() -> None:
     """What is said of it, else five minutes; a horizontal autoscaler waits for an hour at the most."""
     own = chart("split").of("ScaledObject")
@@ -375,7 +430,9 @@ def without(*path: str) -> dict[str, Any]:
 
 
 PLACES = [
-    (name,) for name, value in yaml.safe_load((CHART / "values.yaml").read_text()).items() if isinstance(value, dict)
+    (name,)
+    for name, value in yaml.safe_load((CHART / "values.yaml").read_text()).items()
+    if isinstance(value, dict) and name != "componentSources"  # whose names people choose
 ]
 
 
@@ -393,23 +450,33 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         ({"workers": [POOL | {"name": "X y"}]}, "does not match pattern"),
         ({"workers": [POOL | {"replicas": "1"}]}, "got string, want integer"),
         ({"workers": [POOL | {"replicas": -1}]}, "minimum"),
+        ({"workers": [POOL | {"parallel": "ulysses:8"}]}, "does not match pattern"),
         ({"workers": [{"name": "x", "role": "all"}]}, "missing property 'replicas'"),
         ({"workers": [POOL, POOL]}, "two pools are named x"),
         ({"workers": [POOL | {"name": "scheduler"}]}, "no pool may be named scheduler"),
         ({"workers": [POOL | {"autoscaling": {"min": 3, "max": 2, "seconds": 1}}]}, "autoscaling.max is below"),
+        ({"workers": [POOL | {"autoscaling": {"min": 1, "max": 2}}]}, "either seconds"),
+        ({"workers": [POOL | {"autoscaling": TO_ZERO | {"tasks": 1}}]}, "either seconds"),
+        ({"workers": [POOL | {"autoscaling": {"min": 1, "max": 2, "tasks": 0}}]}, "minimum"),
         ({"workers": [POOL | {"autoscaling": TO_ZERO}], "autoscaling": {"by": "hpa"}}, "at least one"),
         ({"workers": [POOL | {"autoscaling": ASKED}], "autoscaling": {"by": "hpa"}}, "for KEDA"),
-        ({"queue": {"url": "redis://r:6379/0"}}, "where tasks wait is said once"),
-        ({"redis": {"trial": False}}, "where tasks wait is said once"),
+        ({"queue": {"url": "redis://r:6379/0", "existingSecret": "r"}}, "where tasks wait is said once"),
+        ({"redis": {"trial": False}}, "tasks have no place to wait"),
         ({"queue": {"url": "redis://me:pass@r:6379/0"}, "redis": {"trial": False}}, "queue"),
         ({"queue": {"url": "memory"}, "redis": {"trial": False}}, "queue"),
         ({"results": {"url": "disk:/here"}}, "results"),
-        ({"wireKeys": {"existingSecret": ""}}, "unfuse keys new keys"),
+        ({"wireKeys": {"existingSecret": "", "worker": KEYS}}, "unfuse keys new keys"),
+        ({"wireKeys": {"existingSecret": "", "scheduler": KEYS}}, "unfuse keys new keys"),
+        ({"serving": {"enabled": False}}, "nothing would be installed"),
+        ({"operator": {"namespaces": ["A b"]}}, "does not match pattern"),
         ({"wireKeys": {"existingSecret": "", "scheduler": "secret x", "worker": "y"}}, "wireKeys"),
         ({"apiKeys": {"lines": ["anna one two\nroot x admin=yes"]}}, "does not match pattern"),
         ({"fullnameOverride": "Name"}, "fullnameOverride"),
         ({"image": {"tag": "a b"}}, "does not match pattern"),
         ({"models": []}, "minItems"),
+        ({"models": ["a", "b"], "componentSources": {"vae": "c"}}, "componentSources are of one model"),
+        ({"componentSources": {"a b": "c"}}, "additional properties 'a b' not allowed"),
+        ({"componentSources": {"vae": "a#b"}}, "does not match pattern"),
         ({"models": ["--port=1"]}, "does not match pattern"),
         ({"uid": 0}, "minimum"),
         ({"uid": None}, "uid"),
@@ -437,3 +504,73 @@ def test_keys_of_an_installation_are_in_its_secrets() -> None:
     assert (first, second, end) == (SPLIT["apiKeys"]["lines"][0], f"chart {secrets['u-api']['key']} admin=yes", "")
     assert re.fullmatch(r"[A-Za-z0-9]{40}", secrets["u-api"]["key"])
     assert {*chart("least").of("Secret")} == {"u-api"}
+
+
+def test_without_values_tasks_and_results_have_a_place_and_pods_know_each_other(tmp_path: Path) -> None:
+    """One secret for both sides, in the file that `unfuse` derives the keys of each from; no claim that needs a class
+    of volumes which many pods write to."""
+    objects = chart("none")
+    settings = objects.of("ConfigMap")["u"]["data"]
+    assert settings["UNFUSE_SERVE__RESULTS"] == "redis://u-redis:6379/1"
+    assert settings["UNFUSE_SERVE__RESULTS_LIMIT"] == "256MiB"
+    (scheduler,) = objects.pods()["u-scheduler"]["spec"]["containers"]
+    assert {"name": "UNFUSE_SERVE__QUEUE", "value": "redis://u-redis:6379/0"} in scheduler["env"]
+    assert not objects.of("PersistentVolumeClaim")
+    shared = tmp_path / "shared.key"
+    shared.touch(0o600)
+    shared.write_bytes(b64decode(objects.of("Secret")["u-wire"]["data"]["shared.key"]))
+    for name in ("u-scheduler", "u-all"):
+        (keys,) = objects.pods()[name]["spec"]["initContainers"]
+        assert keys["command"] == ["install", "-m", "600", "/wire/shared.key", "/keys/"]
+    assert read(str(tmp_path), "scheduler") and read(str(tmp_path), "worker")
+    let_in = objects.of("NetworkPolicy")["u-redis"]["spec"]["ingress"][0]["from"]
+    sides = {one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in let_in}
+    assert sides == {"scheduler", "worker"}, "workers write results"
+
+
+def test_what_is_for_trying_alone_is_said_after_an_installation_without_values() -> None:
+    def notes(values: Object) -> str:
+        told = call("install", "u", str(CHART), "--dry-run=client", "--output", "json", values=values)
+        return str(json.loads(told)["info"]["notes"])
+
+    warnings = ("Its Redis is for trying", "Results are in that Redis too", "Schedulers and workers share one secret")
+    assert all(warning in notes(NONE) for warning in warnings)
+    assert not any(warning in notes(SPLIT) for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("values", "place", "limit", "claims"),
+    [
+        ({"results": {"size": "1Gi"}}, "disk:/results", "0", {"u-results"}),
+        ({"results": {"existingClaim": "mine", "limit": "1GB"}}, "disk:/results", "1GB", set()),
+        ({"queue": {"url": "redis://r:6379/0"}}, "disk:/results", "0", {"u-results"}),
+        ({"results": {"url": "s3://b/p"}}, "s3://b/p", "0", set()),
+    ],
+)
+def test_results_are_where_values_say(values: Object, place: str, limit: str, claims: set[str]) -> None:
+    objects = made(values)
+    settings = objects.of("ConfigMap")["u"]["data"]
+    assert (settings["UNFUSE_SERVE__RESULTS"], settings["UNFUSE_SERVE__RESULTS_LIMIT"]) == (place, limit)
+    assert {*objects.of("PersistentVolumeClaim")} == claims
+    assert ("u-redis" in objects.of("StatefulSet")) == ("queue" not in values)
+
+
+def test_definitions_are_in_the_chart_and_are_those_of_deploy(tmp_path: Path) -> None:
+    """Helm makes them before anything else; what is packaged has them too."""
+    defined = {path.name: path.read_bytes() for path in (ROOT / "deploy/kubernetes/crds").iterdir()}
+    shown = [one for one in yaml.safe_load_all(call("show", "crds", str(CHART))) if one]
+    assert {one["metadata"]["name"] for one in shown} == {
+        "diffusionpipelines.unfuse.dev", "diffusionpools.unfuse.dev", "clusterkopfpeerings.kopf.dev",
+    }  # fmt: skip
+    call("package", str(CHART), "--destination", str(tmp_path))
+    with tarfile.open(tmp_path / f"unfuse-{__version__}.tgz") as packed:
+        inside = {name: packed.extractfile(f"unfuse/crds/{name}") for name in defined}
+        assert {name: file.read() for name, file in inside.items() if file} == defined
+
+
+def test_the_operator_alone_is_installed_where_nothing_else_is_asked_for() -> None:
+    assert not chart("none").kinds() & {"ClusterRole", "ClusterRoleBinding"}
+    alone = made({"operator": {"enabled": True}, "serving": {"enabled": False}})
+    assert alone.kinds() == {"ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Deployment"}
+    both = made({"operator": {"enabled": True}})
+    assert both.kinds() == chart("none").kinds() | alone.kinds()

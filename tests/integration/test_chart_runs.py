@@ -17,7 +17,6 @@ from tests.integration.kubelet import Node, Pod, confines
 from tools.helm import Object, made
 from tools.server import until
 from unfuse.client import connect
-from unfuse.wire.keys import make
 
 SCALED = {"replicas": 1, "arena": "64MiB", "autoscaling": {"min": 0, "max": 2, "seconds": 1}}
 UNDIVIDED = [SCALED | {"name": "every", "role": "all"}]
@@ -27,11 +26,8 @@ SPLIT = [SCALED | {"name": "enc", "role": "encoder"}, SCALED | {"name": "rest", 
 @contextmanager
 def running(tmp_path: Path, pools: list[Object]) -> Iterator[Node]:
     """A node for pods, whose last words are printed if anything fails."""
-    make(keys := tmp_path / "keys")
-    wire = {path.name: path.read_bytes() for path in keys.iterdir()}
     (folder := tmp_path / "node").mkdir()
-    values = {"redis": {"trial": True}, "wireKeys": {"existingSecret": "wire"}, "workers": pools}
-    node = Node(folder, made(values), {"wire": wire}, os.getpid() % 250)
+    node = Node(folder, made({"workers": pools}), {}, os.getpid() % 250)
     try:
         yield node
     except BaseException:
@@ -69,7 +65,8 @@ class Release:
 
     def workers(self) -> list[Pod]:
         """One of each pool."""
-        return [self._node.pod(name, {"u-scheduler": self.control.address}) for name in self.queries]
+        names = {"u-scheduler": self.control.address, "u-redis": self.redis.address}
+        return [self._node.pod(name, names) for name in self.queries]
 
     def wanted(self, scheduler: Pod) -> list[float]:
         """What the query of each pool gives of what that scheduler says, which alone is scraped."""

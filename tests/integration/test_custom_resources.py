@@ -219,6 +219,9 @@ def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, s
         ("DiffusionPool", POOL | {"tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]}),
         ("DiffusionPool", POOL | {"replicas": 0, "max": 1}),
         ("DiffusionPool", POOL | {"parallel": "denoiser=ulysses:2+cfg:2,decoder=tiles:2", "device": "cuda:0+cuda:1"}),
+        ("DiffusionPool", POOL | {"parallel": "auto"}),
+        ("DiffusionPipeline", PIPELINE | {"stages": [STAGE | {"parallel": "ulysses:4+cfg:2"}]}),
+        ("DiffusionPipeline", PIPELINE | {"stages": [STAGE | {"parallel": "auto"}]}),
         ("DiffusionPool", {"role": "all", "model": {"path": "unfuse/shapes"}}),
     ],
 )

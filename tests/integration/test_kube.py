@@ -29,7 +29,6 @@ from tests.integration.test_chart_runs import seconds
 from tools.helm import CHART, Object
 from tools.redis_server import RedisServer
 from tools.server import family_of, until
-from unfuse.wire.keys import make
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 
@@ -66,7 +65,6 @@ ALL = (
     "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,scaledobjects"
 )
 LEFT = ALL.replace("dp,dpool,", "serviceaccounts,").replace("persistentvolumeclaims,scaledobjects", "jobs")
-WORKERS = [{"name": "every", "role": "all", "replicas": 1, "arena": "64MiB", "resources": {"requests": {"cpu": 1}}}]
 
 
 @pytest.fixture(scope="module")
@@ -299,20 +297,17 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
 
 
 def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path) -> None:
-    """`helm install` with a Redis → pods → a picture; `helm test`: another; `helm uninstall` leaves claims alone."""
-    make(keys := tmp_path / "keys")
-    values = {"redis": {"trial": True}, "wireKeys": {"existingSecret": "wire"}, "workers": WORKERS}
+    """`helm install` with no values → pods → a picture; `helm test`: another; `helm uninstall` leaves claims alone."""
     with nodes(kube, "chart", tmp_path, 100 + os.getpid() % 100) as node:
-        kube.kubectl("-n", "chart", "create", "secret", "generic", "wire", f"--from-file={keys}")
         before = kube.kubectl("-n", "chart", "get", LEFT, "-o", "name")
         helm = partial(kube.kubectl, "--namespace=chart", program="helm")
-        print(helm("install", "u", str(CHART), "--values=-", text=yaml.safe_dump(values)))
+        print(helm("install", "u", str(CHART)))
         until(lambda: len(node.pods) == 4 and all(map(answers, node.pods)), "all pods to be ready")
         assert picture(node.addresses["u"], node.secret("u-api", "key").decode()) == (64, 64)
         assert "Succeeded" in helm("test", "u", "--timeout=10m")
-        helm("upgrade", "u", str(CHART), "--values=-", text=yaml.safe_dump(values | {"scheduler": {"replicas": 3}}))
+        helm("upgrade", "u", str(CHART), "--values=-", text=yaml.safe_dump({"scheduler": {"replicas": 3}}))
         until(lambda: len(node.pods) == 5 and all(map(answers, node.pods)), "another scheduler")
-        assert picture(node.addresses["u"], node.secret("u-api", "key").decode()) == (64, 64), "the key is kept"
+        assert picture(node.addresses["u"], node.secret("u-api", "key").decode()) == (64, 64), "keys are kept"
         helm("uninstall", "u")
         until(lambda: kube.kubectl("-n", "chart", "get", LEFT, "-o", "name") == before, "all but claims to be gone")
-        assert {one["metadata"]["name"] for one in found(kube, "chart", "pvc")} == {"u-results", "data-u-redis-0"}
+        assert {one["metadata"]["name"] for one in found(kube, "chart", "pvc")} == {"data-u-redis-0"}

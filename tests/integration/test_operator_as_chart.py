@@ -23,7 +23,7 @@ EVERY = frozenset({objects.KEDA, objects.MONITORING})
 IMAGE: Object = {"repository": "registry.example/unfuse", "tag": "2"}
 SAME: list[tuple[Object, Object, Object]] = [
     (
-        {"redis": {"trial": True}, "wireKeys": {"existingSecret": "wire"}},
+        {"wireKeys": {"existingSecret": "wire"}, "results": {"size": "50Gi"}},
         {"model": "unfuse/shapes", "keysSecret": "wire", "scheduler": {"replicas": 2, "redis": {"host": "u-redis"}}},
         {"role": "all", "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "4Gi"}}},
     ),
@@ -38,6 +38,7 @@ SAME: list[tuple[Object, Object, Object]] = [
                 "args": ["--max-batch=2"], "stepSeconds": 30, "sharedMemory": "16Gi", "startSeconds": 60,
                 "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
                 "runtimeClassName": "nvidia", "envFrom": [{"secretRef": {"name": "s3"}}],
+                "resources": {"limits": {"nvidia.com/gpu": 8}},
                 "autoscaling": {"min": 0, "max": 9, "seconds": 30, "coldStartSeconds": 4000},
             }],
         },
@@ -52,6 +53,7 @@ SAME: list[tuple[Object, Object, Object]] = [
             "role": "denoiser", "replicas": 4, "model": {"path": "a", "component": "transformer"}, "stepSeconds": 30,
             "args": ["--max-batch=2"], "sharedMemory": "16Gi", "startSeconds": 60, "nodeSelector": {"gpu": "h100"},
             "tolerations": [{"key": "gpu", "operator": "Exists"}], "runtimeClassName": "nvidia",
+            "resources": {"limits": {"nvidia.com/gpu": 8}},
         },
     ),
 ]  # fmt: skip
@@ -184,3 +186,37 @@ def test_verbs_that_it_asks_with_are_those_that_it_may_use() -> None:
         and isinstance(node.args[0], ast.Constant)
     ]  # fmt: skip
     assert set(verbs) == {"GET", "PATCH", "DELETE"} and not re.search("PUT", source)
+
+
+def of_chart(**values: object) -> Made:
+    """The operator that the chart installs."""
+    return made({"operator": {"enabled": True} | values, "serving": {"enabled": False}, "image": IMAGE})
+
+
+@pytest.mark.parametrize("release", ["1.30.0", "1.37.0"])
+def test_the_chart_installs_the_operator_of_the_manifest(release: str) -> None:
+    """Its rights, and its pod but for the image; all of it bound together, in the namespace of the release."""
+    theirs, ours = of_chart(), manifest()
+    for one in theirs.objects:
+        kubernetes_validate.validate(one, release, strict=True)
+        assert one["metadata"]["name"] == "u-operator"
+        assert one["metadata"].get("namespace", "default") == "default"
+    (role,), (rights,) = theirs.of("ClusterRole").values(), ours.of("ClusterRole").values()
+    assert role["rules"] == rights["rules"]
+    (binding,) = theirs.of("ClusterRoleBinding").values()
+    assert binding["roleRef"]["name"] == "u-operator"
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "u-operator", "namespace": "default"}]
+    pod, own = theirs.pods()["u-operator"], ours.pods()["unfuse-operator"]
+    (deployment,) = theirs.of("Deployment").values()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    image = "registry.example/unfuse:2"
+    (container,), (expected,) = pod["spec"]["containers"], own["spec"]["containers"]
+    expected |= {"image": image, "args": ["operator", f"--image={image}", "--health=0.0.0.0:8003"]}
+    assert container == expected
+    assert pod["spec"] == own["spec"] | {"serviceAccountName": "u-operator", "containers": [expected]}
+
+
+def test_the_charts_operator_works_for_the_namespaces_that_it_is_given() -> None:
+    (container,) = of_chart(namespaces=["pictures", "films"]).pods()["u-operator"]["spec"]["containers"]
+    assert container["args"][-2:] == ["--namespace=pictures", "--namespace=films"]
+    parsed(container["args"])

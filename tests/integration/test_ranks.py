@@ -6,10 +6,12 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,11 @@ def pixels(file: bytes) -> np.ndarray:
 def alike(one: bytes, other: bytes) -> bool:
     """Whether two pictures are equal but for rounding."""
     return int(np.abs(pixels(one) - pixels(other)).max()) <= ROUNDING
+
+
+def metrics(server: Server) -> str:
+    with urllib.request.urlopen(server.url + "/metrics") as page:
+        return str(page.read().decode())
 
 
 def of_denoiser(server: Server) -> dict[str, Any]:
@@ -116,6 +123,20 @@ def begun(server: Server, **more: object) -> str:
         if event["type"] == "progress" and event["stage"] == "denoise.0":
             break
     return request
+
+
+def test_a_worker_with_two_devices_chooses_two_ranks_and_says_so(alone: dict[int, bytes], tmp_path: Path) -> None:
+    """As a pod of the chart and the operator with several GPUs does, by --parallel auto."""
+    with serving(tmp_path, "--workers", "encoder=1,decoder=1", "--threads", "1") as server:
+        server.worker("denoiser", "--device", "cpu+cpu", "--parallel", "auto", "--threads", "1")
+        server.ready()
+        hold(server, "ulysses:2", False, {0: alone[0]})
+        (line,) = [line for line in server.log().splitlines() if "chose ranks by the number of devices" in line]
+        said = json.loads(line)
+        assert (said["devices"], said["ranks"], said["parallel"]) == (2, 2, "denoiser=ulysses:2")
+        assert of_denoiser(server)["outcome"]["parallel-denoiser"] == "ulysses:2"
+        ranks_of = re.findall(r"unfuse_node_ranks{.*} (\d+)", metrics(server))
+        assert ranks_of == ["4"], "two of the denoiser, and one of either other"
 
 
 @pytest.mark.nightly

@@ -12,8 +12,9 @@ import yaml
 
 from tests.integration.test_deploy import known, parsed
 from tests.k8s.server import SCHEMAS, completed
+from unfuse.core.errors import ConfigError
 from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
-from unfuse.k8s.spec import Object, Wrong, read
+from unfuse.k8s.spec import Object, Wrong, ranks, read
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.wire.keys import read as read_keys
 from unfuse.worker.worker import SAVING
@@ -249,7 +250,10 @@ def test_the_seeds_example_makes_pools_by_its_words() -> None:
     assert found["wan-14b-t2v-dit-pool"]["resources"] == {"limits": {"nvidia.com/gpu": 8, "memory": "320Gi"}}
     (trigger,) = next(one for one in CASES["example"] if one["kind"] == "ScaledObject")["spec"]["triggers"]
     assert trigger["metricType"] == "Value" and trigger["metadata"]["threshold"] == "100"
-    assert trigger["metadata"]["query"] == 'sum(max by (pool, outcome) (unfuse_queue_size{namespace="ns",service="p"}))'
+    assert trigger["metadata"]["query"] == (
+        'sum(max by (role, component) (unfuse_role_queue_size{namespace="ns",service="p",'
+        'role=~"decoder",component=~"vae"}))'
+    )
 
 
 def test_stages_of_one_pool_are_of_one_pool() -> None:
@@ -381,17 +385,97 @@ def test_names_are_short_enough_for_everything_that_is_made_of_them() -> None:
     assert len({*named}) == len(named), "a pool may have its pipeline's name"
 
 
+def test_a_component_comes_from_where_its_stage_says() -> None:
+    """As in a pipeline of which one encoder is another repository's."""
+    stages = [
+        {"name": "text-encoding", "pool": "enc", "model": {"path": "owner/t5", "component": "text_encoder_2"}},
+        {"name": "denoising", "pool": "dit", "model": {"path": "unfuse/shapes", "component": "transformer"}},
+    ]
+    spec = pipeline(LEAST | {"stages": stages})
+    said = [flag for flag in arguments(of_pipeline("p", spec, EVERY)) if "component-source" in flag]
+    assert said == ["--component-source=text_encoder_2=owner/t5"]
+    assert unmet("p", spec, {"enc": "encoder", "dit": "denoiser"}, EVERY) == []
+    assert not [flag for flag in arguments(made(LEAST)) if "component-source" in flag]
+    other = stages[0] | {"pool": "enc2", "model": {"path": "owner/other", "component": "text_encoder_2"}}
+    with pytest.raises(Wrong, match="two sources of component text_encoder_2"):
+        pipeline(LEAST | {"stages": [*stages, other]})
+
+
 def test_what_is_asked_for_in_vain_is_said() -> None:
     spec = pipeline(FULL | {"stages": [*FULL["stages"], {"name": "all", "pool": "enc", "model": {"path": "c"}}]})
     assert unmet("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
         "workers of pool enc do not run all, which stage all needs",
-        "stage all is of what is served, not of c",
+        "stage all is of what is served, not of c: serve one model alone",
         "nothing scales its pools: that takes KEDA, which this cluster does not have",
     ]
     assert unmet("p", pipeline(LEAST), {}, frozenset()) == []
+    one = pipeline(LEAST | {"stages": [{"name": "encoding", "pool": "enc", "model": {"path": "c"}}]})
+    assert unmet("p", one, {"enc": "encoder"}, EVERY) == [
+        "stage encoding is of what is served, not of c: say of which component in model.component"
+    ]
     assert unmet("p", pipeline(FULL), {"dit": "decoder"}, EVERY) == [
         "workers of pool dit do not run denoiser, which stage denoising needs"
     ]
+
+
+EIGHT: Object = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+
+
+@pytest.mark.parametrize(("spec", "said", "count"), [
+    (EIGHT, "auto", None), ({"resources": {"requests": {"amd.com/gpu": "2"}}}, "auto", None),
+    ({"resources": {"limits": {"nvidia.com/gpu": 1, "cpu": 8}}}, "", 1), ({}, "", 1),
+    (EIGHT | {"parallel": "denoiser=ulysses:4+cfg:2"}, "denoiser=ulysses:4+cfg:2", 8),
+    (EIGHT | {"parallel": "denoiser=ulysses:4"}, "denoiser=ulysses:4", 4), (EIGHT | {"parallel": "auto"}, "auto", None),
+    (EIGHT | {"device": "cuda:0"}, "", 1), (EIGHT | {"device": "cuda:0+cuda:1"}, "auto", None),
+    (EIGHT | {"args": ["--parallel=denoiser=ring:8"]}, "", None),
+    (EIGHT | {"args": ["--parallel", "denoiser=ring:8"]}, "", None),
+])  # fmt: skip
+def test_a_pod_of_several_gpus_has_a_rank_on_each_unless_it_says_otherwise(
+    spec: Object, said: str, count: int | None
+) -> None:
+    asked = pool(POOL | spec)
+    assert ranks(asked) == (said, count)
+    flags = [
+        flag
+        for flag in arguments(workers(POOL | spec))
+        if flag.startswith("--parallel=") and flag not in spec.get("args", [])
+    ]
+    assert flags == [f"--parallel={said}"] * bool(said)
+
+
+def test_the_seeds_denoiser_uses_its_eight_gpus() -> None:
+    spec = pipeline(SEED["spec"])
+    made_pools = {one["metadata"]["name"]: one["spec"] for one in pools_of("p", spec)}
+    objects = of_pool("dit", "ns", pool(made_pools["wan-14b-t2v-dit-pool"]), {"p": spec}, EVERY)
+    assert "--parallel=auto" in arguments(objects)
+    objects = of_pool("t5", "ns", pool(made_pools["wan-t5-encoder-pool"]), {"p": spec}, EVERY)
+    assert not [flag for flag in arguments(objects) if "parallel" in flag], "it has one"
+
+
+def test_a_stage_says_how_it_is_spread() -> None:
+    stages = [
+        {"name": "denoising", "pool": "dit", "parallel": "ulysses:4+cfg:2"},
+        {"name": "vae-decoding", "pool": "dit", "parallel": "tiles:8"},
+        {"name": "encoding", "pool": "enc", "parallel": "auto"},
+    ]  # fmt: skip
+    found = {one["metadata"]["name"]: one["spec"] for one in pools_of("p", pipeline(LEAST | {"stages": stages}))}
+    assert found["dit"]["parallel"] == "denoiser=ulysses:4+cfg:2,decoder=tiles:8" and found["enc"]["parallel"] == "auto"
+    assert pool(found["dit"])["parallel"] == found["dit"]["parallel"]
+
+
+@pytest.mark.parametrize(("stages", "says"), [
+    ([{"name": "all", "pool": "a", "parallel": "ulysses:2"}], "its role all is several"),
+    ([{"name": "x", "role": "encoder+decoder", "pool": "a", "parallel": "tiles:2"}], "is several"),
+    ([{"name": "denoising", "pool": "a", "parallel": "nonsense:2"}], "nonsense"),
+    ([{"name": "a-encoding", "pool": "a", "parallel": "tensor:2"},
+      {"name": "b-encoding", "pool": "a", "parallel": "tensor:4"}],
+     "in two ways"),
+    ([{"name": "denoising", "pool": "a", "parallel": "auto"}, {"name": "decoding", "pool": "a", "parallel": "tiles:4"}],
+     "in two ways"),
+])  # fmt: skip
+def test_stages_that_cannot_be_spread_so_are_refused(stages: list[Object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        pools_of("p", pipeline(LEAST | {"stages": stages}))
 
 
 def test_ranks_that_no_worker_takes_are_refused() -> None:

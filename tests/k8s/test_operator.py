@@ -371,7 +371,10 @@ async def page(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, float
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = await reader.readuntil(b"\r\n\r\n")
-        lines = [f'unfuse_node_tasks{{node="{node}"}} {count}\n' for node, count in tasks.items()]
+        lines = [
+            f'unfuse_node_{"ranks" if "ranks " in node else "tasks"}{{node="{node.removeprefix("ranks ")}"}} {count}\n'
+            for node, count in tasks.items()
+        ]
         if tasks and asked.startswith(b"GET http://p.ns.svc:8000/metrics "):
             writer.write(f"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{''.join(lines)}".encode())
         writer.close()
@@ -420,6 +423,31 @@ async def test_nobody_who_is_busy_goes_while_another_is_idle(server: Server, pag
         await server.run("StatefulSet", "dit")
         await until(lambda: progress(server)[:2] == ("False", "AsWanted"))
         assert "waitsSince" not in server.get(POOL, "dit")["status"]
+
+
+async def test_gpus_that_workers_do_not_use_are_said(server: Server, page: dict[str, float]) -> None:
+    """Whether their stages cannot be divided so, as gateways know, or they were told to be fewer."""
+    page |= {"ranks dit-0": 8.0, "ranks dit-1": 5.0, "ranks enc-0": 1.0, "dit-0": 0.0}
+    eight = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+    stages = [SPLIT["stages"][0], SPLIT["stages"][1] | eight]
+    async with operating(server):
+        await server.put(PIPELINE, "p", SPLIT | {"stages": stages})
+        await ready(server, "p", "enc", "dit")
+        await until(is_told(server, POOL, "dit", "Degraded", "IdleGPUs"))
+        said = told(server, POOL, "dit", "Degraded")[2]
+        assert said == "its workers have 8 GPUs and compute on 5: its stages cannot be divided by more"
+        assert told(server, POOL, "dit")[0] == "True", "it serves"
+        assert "pool dit: its workers have 8 GPUs" in told(server, PIPELINE, "p", "Degraded")[2]
+        page["ranks dit-1"] = 8.0
+        spec = (server.get(POOL, "dit") or {})["spec"]
+        await server.put(POOL, "dit", spec | {"parallel": "denoiser=ulysses:4"})
+        await until(lambda: "compute on 4: parallel is denoiser=ulysses:4" in told(server, POOL, "dit", "Degraded")[2])
+        await server.put(POOL, "dit", spec | {"device": "cuda:0"})
+        await until(lambda: "compute on 1: device is cuda:0" in told(server, POOL, "dit", "Degraded")[2])
+        await server.put(POOL, "dit", spec | {"parallel": "auto"})
+        await until(lambda: "--parallel=auto" in str(server.get("StatefulSet", "dit")))
+        await server.run("StatefulSet", "dit")
+        await until(lambda: told(server, POOL, "dit", "Degraded")[0] == "False")
 
 
 async def test_nobody_is_waited_for_longer_than_was_said(

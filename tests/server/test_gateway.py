@@ -316,6 +316,8 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
         record = served.run(served.queue.load(id))
         queued_at = record.context.stages["text_encode"].queued_at
         assert sample(http, f'unfuse_queue_size{{outcome="",pool="{encode}"}}') == 1
+        assert sample(http, 'unfuse_role_queue_size{component="text_encoder",role="encoder"}') == 1
+        assert sample(http, 'unfuse_role_queue_size{component="transformer",role="denoiser"}') == 0
         until(lambda: any(pool["oldest_s"] > 0 for pool in http.get("/v1/pools").json()["data"]))
         (pool,) = [pool for pool in http.get("/v1/pools").json()["data"] if pool["id"] == encode]
         told = sample(http, f'unfuse_queue_oldest_seconds{{outcome="",pool="{encode}"}}')

@@ -67,6 +67,20 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
     assert f"{of_role} 0.0" in idle and not any("1a2b" in line for line in idle)
 
 
+async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
+    """Given two that wait for denoisers of different numerics, then both count, for these and for no encoder."""
+    queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
+    roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
+    for name, pool in (("1", "p@1a2b"), ("2", "p@3c4d")):
+        plan = planned(p=0.5).moved({"p": pool})
+        await queue.submit(request(name, plan=plan), [task(name, pool=pool)], [], Limits())
+    page = (await metrics.page(queue, [], ["p@1a2b", "p@3c4d", "q"], roles)).decode().splitlines()
+    assert {
+        'unfuse_role_queue_size{component="transformer",role="denoiser"} 2.0',
+        'unfuse_role_queue_size{component="text_encoder",role="encoder"} 0.0',
+    } <= {*page}
+
+
 async def test_a_gateway_remembers_no_more_pools_than_it_may() -> None:
     queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
     await metrics.page(queue, [], [f"p@{number:08x}" for number in range(2 * REMEMBERED)])

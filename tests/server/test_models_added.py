@@ -16,9 +16,11 @@ import pytest
 import unfuse.models
 from tests.server.composed import composed
 from tools.cards import card
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome, WorkerInfo
 from unfuse.core.plan import Choice
+from unfuse.models import resolve_source
+from unfuse.models.composed import with_components
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.service.logs import Logs
@@ -239,3 +241,38 @@ def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(n
     asked = worker_options(settings.settings)
     served = decide_served(Welcome(offered, Places("disk:/tmp"), 15.0, 1.0), asked, Choice(frozenset({"denoiser"})))
     assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.cards] == [name]
+
+
+OFFERED = "unfuse/shapes"
+COMPOSED = with_components(OFFERED, {"vae": str(SHAPES / "vae")})
+
+
+@pytest.mark.parametrize(
+    ("offered", "flags", "source"),
+    [
+        (COMPOSED, {}, COMPOSED),
+        (COMPOSED, {"worker.model": (OFFERED,)}, COMPOSED),
+        (OFFERED, {"serve.component_source": (f"vae={SHAPES / 'vae'}",)}, COMPOSED),
+        (OFFERED, {"worker.model": (OFFERED,), "serve.component_source": (f"vae={SHAPES / 'vae'}",)}, COMPOSED),
+        (with_components(OFFERED, {"vae": "/other"}), {"serve.component_source": (f"vae={SHAPES / 'vae'}",)}, COMPOSED),
+        (OFFERED, {}, OFFERED),
+    ],
+)
+def test_a_worker_has_components_from_where_it_or_its_scheduler_says(
+    offered: str, flags: dict[str, tuple[str, ...]], source: str, tmp_path: Path
+) -> None:
+    """Its own word goes first; a model that is here by that name does not hide what the scheduler says of it."""
+    own = {"worker.role": "decoder", "worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True}
+    asked = worker_options(load(own | flags, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
+    welcome = Welcome(((OFFERED, offered, "float32"),), Places("disk:/tmp"), 15.0, 1.0)
+    served = decide_served(welcome, asked, Choice(frozenset({"decoder"})))
+    assert served.models == ((OFFERED, str(resolve_source(source)), "float32"),)
+    assert [card.name for card in served.cards] == [OFFERED]
+
+
+def test_a_component_of_several_models_is_refused(tmp_path: Path) -> None:
+    own = {"worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True, "serve.component_source": ("vae=a/b",)}
+    asked = worker_options(load(own, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
+    welcome = Welcome(((OFFERED, OFFERED, "float32"), ("b", "b", "float32")), Places("disk:/tmp"), 15.0, 1.0)
+    with pytest.raises(UsageError, match="is for one model: name it by --model"):
+        decide_served(welcome, asked, Choice())

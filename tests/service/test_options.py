@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
@@ -206,3 +209,35 @@ def test_workers_elsewhere_need_an_address_to_come_to(tmp_path: Path) -> None:
     environment = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_SERVE__LAUNCHER": "ray"}
     with pytest.raises(ConfigError, match="--launcher ray: workers elsewhere come to --listen tcp://HOST:PORT"):
         options(load({}, None, environment))
+
+
+@pytest.mark.parametrize(
+    ("flag", "said", "entry"),
+    [
+        ("serve.encode", ("text_encode=bf16", "text_encod=int4"), "--encode text_encod=int4: no stage is of kind"),
+        ("serve.encode", ("=bf16",), "--encode =bf16: no stage is of kind ''"),
+        ("serve.encode", ("text_encode.0=bf16",), "no stage is of kind 'text_encode.0'"),
+        ("serve.durable_stages", ("denoise", "nonsense"), "--durable-stages nonsense: no stage is of kind 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_a_kind_that_no_stage_has_is_refused_with_those_that_exist(
+    flag: str, said: tuple[str, ...], entry: str, tmp_path: Path
+) -> None:
+    loaded = load({"serve.models": ("unfuse/shapes",), flag: said}, None, {"UNFUSE_DATA_DIR": str(tmp_path)})
+    with pytest.raises(ConfigError, match=re.escape(entry)) as refused:
+        plan(options(loaded))
+    assert "decode, denoise, image_encode, prefill, redraw_encode, text_encode, vae_decode" in str(refused.value)
+
+
+def test_kinds_of_stages_that_other_models_have_are_taken(tmp_path: Path) -> None:
+    """A model that is added later may have them."""
+    said = {"serve.encode": ("prefill=int4",), "serve.durable_stages": ("vision_encode", "text_encode")}
+    plan(options(load({"serve.models": ("unfuse/shapes",)} | said, None, {"UNFUSE_DATA_DIR": str(tmp_path)})))
+
+
+@pytest.mark.slow
+def test_serve_ends_with_what_is_wrong_with_a_kind(tmp_path: Path) -> None:
+    command = unfuse("serve", "unfuse/shapes", "--encode", "nonsense=int4", "--port", "0")
+    ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 2 and "no stage is of kind 'nonsense'" in ran.stderr
+    assert "Traceback" not in ran.stderr

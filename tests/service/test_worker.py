@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.cli.conftest import Run
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
+from unfuse.launch.placement import Device
 from unfuse.service.machine_workers import plan_here
 from unfuse.service.settings import load
 from unfuse.service.specs import environment_of
@@ -115,3 +116,35 @@ def test_an_offer_of_nothing_or_of_what_needs_results_alone_is_one_sentence() ->
         planned(nothing, "auto")
     with pytest.raises(ConfigError, match="every stage of these models needs the folder of results"):
         planned(offered("disk:/nowhere", "a mark", "smollm2"), "auto")
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 4), (2, 4), (40, 4), (64, 6), (128, 12), (1024, 12)])
+def test_threads_that_move_tensors_are_as_many_as_cores_can_use(
+    composed: Any, monkeypatch: pytest.MonkeyPatch, cores: int, threads: int
+) -> None:
+    """By default; cores are those that the process may use, a quota counted."""
+    monkeypatch.setattr("unfuse.service.worker.cpus", lambda group: float(cores))
+    assert composed()[0].transfer.threads == threads
+    monkeypatch.setenv("UNFUSE_TRANSFER__THREADS", "3")
+    assert composed()[0].transfer.threads == 3
+
+
+def test_mooncake_is_told_its_protocol_and_devices(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert composed()[0].transfer.mooncake_protocol == "tcp"
+    monkeypatch.setenv("UNFUSE_TRANSFER__MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("UNFUSE_TRANSFER__MOONCAKE_DEVICES", "mlx5_0,mlx5_1")
+    transfer = composed()[0].transfer
+    assert (transfer.mooncake_protocol, transfer.mooncake_devices) == ("rdma", ("mlx5_0", "mlx5_1"))
+
+
+def test_a_protocol_that_mooncake_has_not_is_refused(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNFUSE_TRANSFER__MOONCAKE_PROTOCOL", "ib")
+    code, _, said = unfuse("worker", "--scheduler", "unix:/run/nobody")
+    assert code == 2 and "UNFUSE_TRANSFER__MOONCAKE_PROTOCOL" in said
+
+
+def test_gpus_are_counted_for_a_worker_that_chooses_its_ranks(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (Device("cpu", 1), Device("cuda:0", 1), Device("cuda:1", 1))
+    monkeypatch.setattr("unfuse.service.worker.devices", lambda: found)
+    assert composed("--parallel", "auto")[0].gpus == 2
+    assert composed()[0].gpus == 0

@@ -16,6 +16,7 @@ from hypothesis import given, strategies as st
 
 from tests.disks import fill, small_disk
 from tests.stores.servers import S3Server
+from tools.redis_server import RedisServer
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import VIDEO
 from unfuse.core.request import new_request_id
@@ -32,11 +33,16 @@ def results(folder: Path) -> ResultStore:
     return open_results(f"disk:{folder}")
 
 
-@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=["disk", pytest.param("redis", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.slow)]
+)
 def place(request: pytest.FixtureRequest, folder: Path) -> str:
     """A place that is empty."""
     if request.param == "disk":
         return f"disk:{folder}"
+    if request.param == "redis":
+        redis: RedisServer = request.getfixturevalue("redis_server")
+        return f"{redis.url}?prefix=results-{secrets.token_hex(4)}"
     server: S3Server = request.getfixturevalue("s3_server")
     return server.url.replace("/unfuse", f"/results-{secrets.token_hex(4)}")
 
@@ -237,9 +243,9 @@ def test_the_file_and_its_name_are_on_disk_before_put_returns(
     assert Path(temporary).parent == Path(parent) == folder / request
 
 
-@pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "redis://host", "/plain/path"])
+@pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "redis://host/name", "nonsense:x", "/plain/path"])
 def test_an_unknown_place_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="give disk:PATH|give s3://BUCKET/PREFIX"):
+    with pytest.raises(ConfigError, match="give disk:PATH|give s3://BUCKET/PREFIX|a place in Redis is"):
         open_results(url)
 
 

@@ -17,7 +17,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Beat, Pulse, ToScheduler, ToWorker
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.dealer import Dealer
-from unfuse.wire.keys import Keys, make, read
+from unfuse.wire.keys import SIDES, Keys, make, read
 from unfuse.wire.router import Router
 
 
@@ -72,6 +72,47 @@ def test_a_key_that_others_can_read_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
         read(str(folder), "worker")
     assert read(str(folder), "scheduler")
+
+
+def shared(folder: Path, text: str) -> Path:
+    (folder / "shared.key").touch(0o600)
+    (folder / "shared.key").write_text(text)
+    return folder
+
+
+def test_one_secret_gives_both_sides_keys_that_fit(tmp_path: Path) -> None:
+    """Each side knows its own secret and the other's public key; another secret gives other keys."""
+    first = {side: keys(shared(tmp_path, "a" * 32), side) for side in SIDES}
+    for side, other in (SIDES, SIDES[::-1]):
+        assert first[side].peer.encode() == zmq.curve_public(first[other].secret.encode())
+    assert first["scheduler"].secret != first["worker"].secret
+    assert keys(shared(tmp_path, "a" * 32 + "\n"), "worker") == first["worker"]
+    assert keys(shared(tmp_path, "a" * 33), "worker") != first["worker"]
+
+
+def test_a_file_of_a_side_goes_before_a_shared_one(folder: Path) -> None:
+    before = keys(folder, "worker")
+    assert keys(shared(folder, "a" * 32), "worker") == before
+
+
+@pytest.mark.parametrize("text", ["", "a" * 31, "a" * 32 + " b", "\n", "é\x00"])
+def test_a_shared_secret_that_can_be_guessed_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="shared.key is not one word of at least 32 characters"):
+        read(str(shared(tmp_path, text)), "worker")
+
+
+def test_a_shared_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    (shared(tmp_path, "a" * 32) / "shared.key").chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        read(str(tmp_path), "worker")
+
+
+async def test_who_shares_the_secret_is_heard(tmp_path: Path) -> None:
+    async with listening(keys(shared(tmp_path, "s" * 40), "scheduler")) as (address, seen):
+        dealer = Dealer(address, keys(tmp_path, "worker"))
+        assert await dealer.call(Beat(), 60) == Pulse((), ())
+        assert seen == [Beat()]
+        await dealer.close()
 
 
 @pytest.mark.parametrize("text", ["", "secret abc\npeer def\n", "secret\n", "other 1\npeer 2\n", "\udcff"])

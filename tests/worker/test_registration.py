@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room
 from unfuse.core.messages import Places
 from unfuse.core.plan import Choice, Pipeline, roles_of
+from unfuse.core.spread import parse_parallel
 from unfuse.stores.results import MARK, mark_of
-from unfuse.worker.registration import pools_of, refuse_unseen
+from unfuse.worker.registration import choose_ranks, pools_of, refuse_unseen
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,27 @@ def test_what_needs_results_that_are_on_another_machine_is_refused_with_ways_out
     with pytest.raises(ConfigError, match="the role decoder needs them: share that folder at the same path, .* s3://"):
         refuse_unseen(stages, places)
     refuse_unseen(stages, Places(url))
+
+
+DENOISES = tuple(replace(stage, spreads={"ulysses": 4}) for stage in CARD.pipeline.stages if stage.kind == "denoise")
+
+
+@pytest.mark.parametrize(("device", "gpus", "chosen"), [
+    ("auto", 4, ("auto", "denoiser=ulysses:4")), ("auto", 1, ("auto", "")), ("auto", 0, ("auto", "")),
+    ("auto", 3, ("auto", "denoiser=ulysses:2")), ("cpu", 8, ("cpu", "")),
+    ("cuda:4+cuda:5+cuda:6", 8, ("cuda:4+cuda:5", "denoiser=ulysses:2")),
+    ("cpu+cpu", 0, ("cpu+cpu", "denoiser=ulysses:2")),
+])  # fmt: skip
+def test_a_worker_chooses_ranks_by_the_devices_it_has(device: str, gpus: int, chosen: tuple[str, str]) -> None:
+    """Those that are named, else all GPUs; devices beyond the ranks are left alone, and the log says so."""
+    with capture_logs() as logs:
+        assert choose_ranks(device, "auto", gpus, DENOISES) == chosen
+    there = gpus if device == "auto" else len(device.split("+"))
+    ranks = max((spread.size for spread in parse_parallel(chosen[1]).values()), default=1)
+    assert {"devices": there, "ranks": ranks, "parallel": chosen[1] or "none"}.items() <= logs[0].items()
+    assert [line["log_level"] for line in logs[1:]] == ["warning"] * (ranks < there)
+
+
+def test_a_worker_that_is_told_its_ranks_chooses_none() -> None:
+    assert choose_ranks("auto", "denoiser=ulysses:2", 8, DENOISES) == ("auto", "denoiser=ulysses:2")
+    assert choose_ranks("cuda:0", "", 8, DENOISES) == ("cuda:0", "")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @takes(
     "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.hold", "worker.component",
-    "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE,
+    "worker.scheduler", "keys", "insecure_listen", "worker.model", "serve.component_source", *COMPUTE,
     "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
     "transfer.trusted_network", "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s",
     "serve.drain_timeout",
@@ -48,7 +48,9 @@ def worker(
     settings = load(flags, config).settings
     if settings.worker.workers:
         if said := [
-            name for name in ("worker.role", "worker.hold", "worker.component", "worker.model") if flags.get(name)
+            name
+            for name in ("worker.role", "worker.hold", "worker.component", "worker.model", "serve.component_source")
+            if flags.get(name)
         ]:
             raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
         if settings.worker.health:

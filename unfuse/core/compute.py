@@ -36,7 +36,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: Annotated[str, Meta(
         description="How the stages of a role are spread over ranks, a compute process and device each: "
         "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, layers, ring, shard, tensor, tiles, "
-        "ulysses."
+        "ulysses. auto, for one worker: as many ranks as it has GPUs, if its stages can be divided so."
     )] = ""  # fmt: skip
     collective_s: Annotated[
         float,

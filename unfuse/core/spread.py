@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd, prod
 
 import msgspec
@@ -18,6 +18,7 @@ SHARING = ("tiles", SHARD)  # the kinds that take ranks that others make; only w
 HOLD = ("layers", SHARD)  # the kinds of which each rank holds a part of the weights
 PARTING = (*HOLD, "tensor")  # the kinds that leave a rank without some weights
 MOST = 64  # the most ranks of a worker
+AUTO = "auto"  # as --parallel of a worker: as many ranks as it has devices, see `choose_parallel`
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -91,6 +92,8 @@ class Spread(msgspec.Struct, frozen=True):
 
 def parse_parallel(text: str) -> dict[str, Spread]:
     """How the stages of each role are spread, of `denoiser=ulysses:2+cfg:2,decoder=tiles:2`. Raises ConfigError."""
+    if text == AUTO:
+        raise ConfigError(f"--parallel {AUTO} is for one worker: give it to `unfuse worker`, or write ROLE=KIND:N")
     found: dict[str, Spread] = {}
     for entry in filter(None, text.split(",")):
         role, _, how = (part.strip() for part in entry.partition("="))
@@ -173,7 +176,50 @@ def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: 
         if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise ConfigError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
-        each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
-        common = {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
-        if refusal := spread.refusal(common):
+        if refusal := spread.refusal(_common(ways)):
             raise ConfigError(f"--parallel {role}={spread}: {refusal}")
+
+
+def choose_parallel(devices: int, stages: Iterable[StageSpec]) -> str:
+    """Return the `--parallel` that spreads these stages over most of so many devices; "" for one rank.
+
+    The role that computes in steps, such as a denoiser, decides how many ranks there are: the largest number by which
+    one of `_ways` divides it. Other roles of the worker have as many ranks where they can, else one.
+    """
+    stages = list(stages)
+    roles = {role: _common([stage.spreads for stage in stages if stage.role == role]) for role in _roles(stages)}
+    stepping = {stage.role for stage in stages if stage.work.forwards}
+    deciding = [role for role in roles if role in stepping] or list(roles)
+    for size in range(min(devices, MOST), 1, -1):
+        found = {role: spread for role, allowed in roles.items() if (spread := _fitting(size, allowed))}
+        if found.keys() & {*deciding}:
+            return ",".join(f"{role}={spread}" for role, spread in found.items())
+    return ""
+
+
+def _roles(stages: Iterable[StageSpec]) -> dict[str, None]:
+    return dict.fromkeys(stage.role for stage in stages)
+
+
+def _common(ways: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The kinds by which all of several stages can be spread, as `Spread.refusal` reads them."""
+    each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
+    return {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
+
+
+def _fitting(size: int, allowed: Mapping[str, int]) -> Spread | None:
+    """The first way in which a stage can be spread over so many ranks, or None."""
+    ways = (Spread(degrees) for degrees in _ways(size))
+    return next((spread for spread in ways if not spread.refusal(allowed)), None)
+
+
+def _ways(size: int) -> Iterator[Mapping[str, int]]:
+    """Ways to have so many ranks, the one that exchanges least first. Each rank has all weights, but with `tensor`."""
+    yield {"ulysses": size}
+    yield {"tiles": size}
+    for degree in range(size // 2, 1, -1):
+        if size % degree == 0:
+            yield {"ring": size // degree, "ulysses": degree}
+    yield {"ring": size}
+    yield {"tensor": size}
+    yield {"cfg": size}

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.plan import roles_of
-from unfuse.k8s.spec import Object, Wrong, models, pools, queue, role
+from unfuse.k8s.spec import Object, Wrong, component_sources, models, parallel, pools, queue, ranks, role
 from unfuse.wire.keys import new
 
 VERSION = "unfuse.dev/v1alpha1"
@@ -42,6 +42,7 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         "replicas": own["replicas"],
         "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
+        "sources": [f"--component-source={part}={path}" for part, path in component_sources(spec).items()],
         "asleep": asleep,
         "args": own.get("args"),
         "queue": {"name": "UNFUSE_SERVE__QUEUE", **queue(own)},
@@ -67,7 +68,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
     both = dict.fromkeys(one for _, its in sorted(users.items()) for one in models(its)) if others else [None]
     paths = [model["path"]] if "path" in model else both
     flags = [("role", spec["role"]), ("component", model.get("component")), *(("model", path) for path in paths)]
-    flags += [("device", spec["device"].replace("auto", "")), ("parallel", spec.get("parallel"))]
+    flags += [("device", spec["device"].replace("auto", "")), ("parallel", ranks(spec)[0])]
     flags += [("scheduler", f"tcp://{user}-scheduler:8001") for user in sorted(users)]
     scaled = pipeline.get("autoscaling", {"enabled": False, "minReplicas": 0, "maxReplicas": 0, "coldStartSeconds": 0})
     sleeps = all(its.get("autoscaling", {}).get("minReplicas") == 0 for its in users.values())
@@ -108,6 +109,8 @@ def pools_of(name: str, spec: Object) -> list[Object]:
         if len(stages) == 1 and "component" in (model := stages[0].get("model", {})):
             said["model"] = {"component": model["component"]}  # of which model it is, the pipeline says
         said["role"] = "+".join(dict.fromkeys(map(role, stages)))
+        if how := parallel(stages):
+            said["parallel"] = how
         made.append(
             {"apiVersion": VERSION, "kind": "DiffusionPool", "metadata": {"name": pool, "labels": MADE}, "spec": said}
         )
@@ -133,9 +136,11 @@ def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str
         for stage in stages:
             if has is not None and not (roles_of(role(stage)) or {"all"}) <= has:
                 said.append(f"workers of pool {pool} do not run {role(stage)}, which stage {stage['name']} needs")
-            path = stage.get("model", {}).get("path", models(spec)[0])
-            if path not in models(spec):
-                said.append(f"stage {stage['name']} is of what is served, not of {path}")
+            model = stage.get("model", {})
+            path = model.get("path", models(spec)[0])
+            if path not in models(spec) and component_sources(spec).get(model.get("component")) != path:
+                why = "say of which component in model.component" if len(models(spec)) == 1 else "serve one model alone"
+                said.append(f"stage {stage['name']} is of what is served, not of {path}: {why}")
     if spec.get("autoscaling", {}).get("enabled") and KEDA not in apis:
         said.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
     return said

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.spread import AUTO
 from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place
-from unfuse.k8s.leaving import UNKNOWN_S, busy, staying
+from unfuse.k8s.leaving import UNKNOWN_S, busy, fewest_ranks, staying
 from unfuse.k8s.objects import KEDA, MADE, MONITORING, VERSION
-from unfuse.k8s.spec import NAME, Object, Wrong, pools as pools_in, read
+from unfuse.k8s.spec import NAME, Object, Wrong, gpus, pools as pools_in, ranks, read
 from unfuse.k8s.status import Found, condition, conditions, of_workload
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
@@ -89,12 +90,13 @@ class Reconciler:
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
             raise Wrong("NotUsed", "no pipeline names it, so it has no workers")
         made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
-        since, waits = await self._shrink(
-            body, made[-1], asked["finishSeconds"], [at(one, namespace) for one in sorted(users)]
-        )
+        gateways = [at(one, namespace) for one in sorted(users)]
+        since, waits = await self._shrink(body, made[-1], asked["finishSeconds"], gateways)
         if KEDA in apis and KEDA not in {one["apiVersion"] for one in made}:
             await self._cluster.delete(KEDA, "ScaledObject", namespace, name, owner_of(body))
         found = (await self._applied(made, body, namespace))._replace(waits=waits)
+        idle = await idle_gpus(name, asked, gateways if found.ready else [])
+        found = found._replace(troubles=(*found.troubles, *idle))
         told = {"replicas": found.there, "readyReplicas": found.ready, "selector": chosen(made[-1])}
         return found, told | ({"waitsSince": since} if since or "waitsSince" in body.get("status", {}) else {})
 
@@ -134,6 +136,20 @@ class Reconciler:
 
     async def _apis(self) -> frozenset[str]:
         return frozenset([api for api in (MONITORING, KEDA) if await self._cluster.ask("GET", f"/apis/{api}")])
+
+
+async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[Wrong]:
+    """What is wrong where workers of a pool have more GPUs than ranks, as they were told to or their gateways say."""
+    there = gpus(pool.get("resources", {}))
+    if there < 2:
+        return []
+    said, count = ranks(pool)
+    count = await fewest_ranks(name, gateways) if count is None else count
+    if count is None or count >= there:
+        return []
+    told = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
+    why = "its stages cannot be divided by more" if said == AUTO else f"parallel is {said}" if said else told
+    return [Wrong("IdleGPUs", f"its workers have {there} GPUs and compute on {count}: {why}")]
 
 
 def owner_of(body: Object) -> Object:

@@ -85,6 +85,11 @@ class Fingerprints:
         """Share the cache with other and later processes, by a file in that data folder."""
         self._file = folder / FILE
 
+    @property
+    def folder(self) -> Path | None:
+        """The data folder in which the cache is shared; None without one."""
+        return self._file.parent if self._file else None
+
     def of(self, path: Path, algorithm: Algorithm = "xxh3_128") -> str:
         """Return a hash of all bytes of a file, as hexadecimal digits.
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
+from unfuse.models.composed import component_folder, compose, name_of, split_name
 from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
 from unfuse.models.gguf import GGUF
 from unfuse.models.hub import Tell, bring
@@ -28,9 +29,12 @@ def resolve_source(
     Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all);
     `tell` is told how far these have come. It is looked up, and downloaded, in the hub library's cache, with its token,
     offline when HF_HUB_OFFLINE is set. `revision`, or what follows an @, is a branch, tag or commit of it; all files
-    are of one commit.
+    are of one commit. Of a composed model (see `composed`) all weights come that it uses.
     Raises ConfigError when there is no such model, and for one that is not served or cannot be brought.
     """
+    model, sources = split_name(name)
+    if sources:
+        return _composed(name, model, sources, revision, tell)
     path = Path(name).expanduser()
     if name in INSTALLED:
         return _installed(name)
@@ -61,13 +65,33 @@ def source_of(folder: Path) -> str:
         with suppress(ConfigError):
             if folder == _installed(name):
                 return name
+    if composed := name_of(folder):
+        return composed
     hub = ModelFolder(folder).hub
     return "@".join(hub) if hub else str(folder)
 
 
 def is_local(name: str) -> bool:
     """Whether that model is on this machine without being downloaded."""
+    model, sources = split_name(name)
+    if sources:
+        return all(map(is_local, (model, *sources.values())))
     return name in PACKAGED or name in INSTALLED or Path(name).expanduser().exists()
+
+
+def _composed(name: str, model: str, sources: dict[str, str], revision: str | None, tell: Tell | None) -> Path:
+    """The folder of a model of which these components come from elsewhere, with the weights of all of them."""
+    base = resolve_source(model, revision, ())
+    if not is_local(model):
+        wanted = [component for component in ModelFolder(base).components() if component not in sources]
+        base = resolve_source(model, revision, wanted, tell)
+    folders = {}
+    for component, source in sources.items():
+        found = resolve_source(source, None, ())
+        folders[component] = component_folder(component, source, found)
+        if not is_local(source):
+            resolve_source(source, None, (component,) if folders[component] != found else None, tell)
+    return compose(name, base, folders)
 
 
 def _installed(name: str) -> Path:

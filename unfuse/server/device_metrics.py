@@ -43,6 +43,8 @@ class DeviceMetrics(Observer):
         self._busy = Gauge("unfuse_device_busy_ratio", says, ["device"], registry=registry)
         says = "Tasks that the healthy workers of a node hold"
         self._tasks = Gauge("unfuse_node_tasks", says, ["node"], registry=registry)
+        says = "Ranks of the healthy workers of a node: compute processes, with a device each"
+        self._ranks = Gauge("unfuse_node_ranks", says, ["node"], registry=registry)
         says = "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident"
         self._memory = Gauge("unfuse_device_memory_bytes", says, ["device"], registry=registry)
 
@@ -57,10 +59,11 @@ class DeviceMetrics(Observer):
 
     def look(self, members: Sequence[Member], pools: Mapping[str, tuple[str, str]]) -> None:
         """Set them by these workers; `pools` are the labels of each pool."""
-        for gauge in (self._shares, self._busy, self._memory, self._tasks):
+        for gauge in (self._shares, self._busy, self._memory, self._tasks, self._ranks):
             gauge.clear()
         for member in members:
             self._tasks.labels(member.info.node).inc(member.leased)
+            self._ranks.labels(member.info.node).inc(len(member.info.ranks) or 1)
         for device in {member.info.device for member in members}:
             infos = [member.info for member in members if member.info.device == device]
             self._busy.labels(device).set(max(info.busy for info in infos))

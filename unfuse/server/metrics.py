@@ -22,6 +22,7 @@ _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 POOL = ("pool", "outcome")  # the labels of a pool: its declared name, and the hash of its outcome
 REMEMBERED = 1024  # pools that had workers are looked at again, so many of them: tasks may wait there for the next one
 
+_LEFT = "Predicted seconds of all stages of accepted requests that are not done and that such workers run"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
 
@@ -78,8 +79,8 @@ class Metrics(Observer):
         self._predicted = self._gauge(
             "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", *POOL
         )
-        says = "Predicted seconds of all stages of accepted requests that are not done and that such workers run"
-        self._of_role = self._gauge("role_predicted_seconds", says, "role", "component")
+        self._predicted_of_role = self._gauge("role_predicted_seconds", _LEFT, "role", "component")
+        self._waiting_of_role = self._gauge("role_queue_size", "Tasks that wait for such workers", "role", "component")
         self._had: dict[str, None] = {}
         self._kept = self._gauge("results_writable", "Whether results can be kept now, 0 or 1")
         self._unwritten = self._gauge("results_waiting", "Tasks that wait until they can be")
@@ -191,13 +192,18 @@ class Metrics(Observer):
             del self._had[pool]
 
     def _sum_by_role(self, stats: Stats, roles: Mapping[str, tuple[str, str]]) -> None:
-        left = defaultdict[tuple[str, str], float](float, dict.fromkeys(roles.values(), 0.0))
+        seconds = defaultdict[tuple[str, str], float](float, dict.fromkeys(roles.values(), 0.0))
+        waiting = defaultdict[tuple[str, str], int](int, dict.fromkeys(roles.values(), 0))
         for pool, line in stats.pools.items():
-            if of := roles.get(declared(pool)):
-                left[of] += line.left_s
-        self._of_role.clear()
-        for of, seconds in left.items():
-            self._of_role.labels(*of).set(seconds)
+            if role := roles.get(declared(pool)):
+                seconds[role] += line.left_s
+                waiting[role] += line.waiting
+
+        self._predicted_of_role.clear()
+        self._waiting_of_role.clear()
+        for role in seconds:
+            self._predicted_of_role.labels(*role).set(seconds[role])
+            self._waiting_of_role.labels(*role).set(waiting[role])
 
     def _observe(self, context: RequestContext) -> None:
         if context.completed_at is not None:

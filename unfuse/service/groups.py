@@ -36,6 +36,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, says("Port of the HTTP API; 0 takes a free one.", ge=0, le=65535)] = 8000
     models: Annotated[tuple[str, ...], says("Models to serve: names, folders or hub ids.")] = ("unfuse/shapes",)
     revision: Annotated[str, says("Branch, tag or commit of the models that come from the hub.")] = ""
+    component_source: Annotated[tuple[str, ...], says(
+        "COMPONENT=FOLDER or COMPONENT=HUB_NAME: the weights of one component from elsewhere, like "
+        "text_encoder_2=/weights/t5. It is for one model, and has to fit the rest of it."
+    )] = ()  # fmt: skip
     served_model_name: Annotated[
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
     ] = ()
@@ -79,7 +83,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over what is named, or memory, which "
         "keeps none."
     )] = "sqlite:DATA_DIR/queue.db"  # fmt: skip
-    results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
+    results: Annotated[
+        str,
+        says("Where results are kept: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT."),
+    ] = "disk:DATA_DIR"
     store: Annotated[str, says(
         "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or pull "
         "them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. disk:PATH, "

@@ -25,6 +25,8 @@ ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free"
 BUILDS = ("+xpu", "+rocm")
 ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
 GPU_ANSWER_S = 10.0
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""The folder with the limits of this process's control group."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # with it users choose a process's GPUs, by index or the beginning of the UUID
 
 
@@ -50,7 +52,7 @@ class Machine(msgspec.Struct, frozen=True):
     ports: dict[int, bool]
 
 
-def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup")) -> Machine:
+def look(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
     """This machine, and which of these loopback ports are free."""
     return Machine(
         system=platform.platform(),

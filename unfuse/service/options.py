@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
 from unfuse.launch import opener
@@ -85,7 +85,7 @@ def places(settings: Settings) -> Places:
     )
     encodings = dict(entry.partition("=")[::2] for entry in serve.encode)
     if wrong := set(encodings.values()) - {"bf16", "fp16", "int4"}:
-        raise ConfigError(
+        raise UsageError(
             f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16, KIND=fp16 or KIND=int4, like denoise=bf16"
         )
     if serve.loras and not Path(serve.loras).is_dir():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from unfuse.launch.placement import (
     taken,
 )
 from unfuse.models import card_of, find, resolve_source
+from unfuse.models.composed import with_components
 from unfuse.models.dtypes import choose_dtypes, parse_dtypes
 from unfuse.models.encoders import shared_of
 from unfuse.models.folder import STORED, ModelFolder
@@ -122,14 +124,14 @@ def wanted(settings: Settings) -> Wanted:
 
 def plan_for(
     names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...], means: Means | None = None,
-    *, results: bool = True,
+    *, results: bool = True, sources: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:  # fmt: skip
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
     Without `results` only of roles that need no result store; these workers are called by those roles.
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
     """
-    models = look_into(names, revision, wanted, devices)
+    models = look_into(names, revision, wanted, devices, sources)
     if not results:
         models = _without_results(models)
     needed = needs(models)
@@ -177,10 +179,16 @@ def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
     return found
 
 
-def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[Model, ...]:
-    """These models, as the workers wanted would serve them. Raises ConfigError, also for a vain `--dtype`."""
+def look_into(
+    names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device],
+    sources: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Model, ...]:  # fmt: skip
+    """These models, as the workers wanted would serve them, with components from these sources.
+
+    Raises ConfigError, also for a vain `--dtype`.
+    """
     spec = wanted.compute.dtype
-    folders = {name: resolve_source(name, revision or None, ()) for name in names}
+    folders = {name: resolve_source(with_components(name, sources), revision or None, ()) for name in names}
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)

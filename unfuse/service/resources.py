@@ -9,7 +9,7 @@ from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.placement import numbered
 from unfuse.service.groups import Settings
 from unfuse.service.layout import Means
-from unfuse.service.machine import cpus
+from unfuse.service.machine import CONTROL_GROUP, cpus
 from unfuse.service.size import Size
 
 COSTS, SCALING = "costs.json", "scaling.json"
@@ -39,7 +39,7 @@ def device_memory(settings: Settings) -> dict[str, int]:
 def means(settings: Settings) -> Means:
     """What there is to compute with on this machine, by these settings."""
     costs, scaling = (Path(settings.data_dir, name) for name in (COSTS, SCALING))
-    return Means(max(1, int(cpus(Path("/sys/fs/cgroup")))), settings.worker.memory_limit, costs, scaling)
+    return Means(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, costs, scaling)
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:

@@ -15,13 +15,14 @@ import msgspec
 import structlog
 
 from unfuse import queues
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.errors import ConfigError, TransientError, UsageError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
 from unfuse.launch.base import Launcher, OpenLauncher, WorkerSpec
 from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted
+from unfuse.models.composed import parse_component_sources
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -46,6 +47,7 @@ from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, forked, specs_of
+from unfuse.service.stage_kinds import check_stage_kinds
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
 from unfuse.supervision.supervisor import Supervisor
@@ -111,10 +113,14 @@ def plan(options: ServeOptions) -> Plan:
     for kind in options.prices.unseen([device.name for device in found]):
         log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
     serve = options.serve
-    planned = plan_for(serve.models, serve.revision, options.workers, found, options.means)
+    sources = parse_component_sources(serve.component_source)
+    if sources and len(serve.models) > 1:
+        raise UsageError("--component-source is for one model: serve the others by another server")
+    planned = plan_for(serve.models, serve.revision, options.workers, found, options.means, sources=sources)
     if planned.refusal:
         raise ConfigError(planned.refusal)
     cards = [model.card for model in planned.models]
+    check_stage_kinds(serve, cards)
     for worker in planned.workers:
         pools_of(cards, Choice(roles_of(worker.role)), options.resources)
     return planned
@@ -241,7 +247,10 @@ class Service:
         revision = options.serve.revision if own else ""
         if revision and own != {*models}:
             raise ConfigError(f"--revision {revision} is of the models that were named there, not of one that is added")
-        serve = msgspec.structs.replace(options.serve, models=tuple(models), revision=revision)
+        sources = options.serve.component_source if own else ()
+        serve = msgspec.structs.replace(
+            options.serve, models=tuple(models), revision=revision, component_source=sources
+        )
         return plan(msgspec.structs.replace(options, serve=serve, device_memory=left))
 
     def _launch(self, planned: Plan, first: int) -> Launcher:

@@ -9,18 +9,21 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from unfuse.core.spread import AUTO
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
-from unfuse.launch.placement import Wanted, devices_of, only_cpu
+from unfuse.launch.placement import CPU, Wanted, devices_of, only_cpu
+from unfuse.models.composed import parse_component_sources
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.service.addresses import schedulers, worker_trust
-from unfuse.service.groups import OWN_ARENA, Settings
-from unfuse.service.machine import devices
+from unfuse.service.groups import OWN_ARENA, Settings, Transfer
+from unfuse.service.machine import CONTROL_GROUP, cpus, devices
 from unfuse.service.resources import resources
-from unfuse.transfer.base import TransferEngine, TransferOptions
+from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
@@ -61,12 +64,20 @@ def worker_options(settings: Settings) -> WorkerOptions:
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
             insecure=settings.insecure_listen,
-            **{name: value for name, value in msgspec.structs.asdict(settings.transfer).items() if name != "engine"},
+            **_transfer(settings.transfer),
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
         health=wanted.health,
+        component_sources=parse_component_sources(settings.serve.component_source),
+        gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
     )
+
+
+def _transfer(settings: Transfer) -> dict[str, Any]:
+    """The options of transfer engines that settings have, with threads by the cores that this process may use."""
+    own = {name: value for name, value in msgspec.structs.asdict(settings).items() if name != "engine"}
+    return own | {"threads": settings.threads or threads_for(cpus(CONTROL_GROUP))}
 
 
 async def _run(worker: Worker, health: str) -> None:
@@ -88,7 +99,10 @@ async def work(
     def forks(models: Sequence[str], often: bool) -> socket.socket | None:
         if fork_server is not None:
             return socket.socket(fileno=fork_server)
-        if not often or not only_cpu(devices_of(options.role, Wanted(compute=options.compute), devices())):
+        compute = options.compute
+        if compute.parallel == AUTO:  # which is not decided yet, and chooses among the same devices
+            compute = msgspec.structs.replace(compute, parallel="")
+        if not often or not only_cpu(devices_of(options.role, Wanted(compute=compute), devices())):
             return None
         begun = Forks(models)
         own.append(LocalLauncher((), forks=begun))  # which starts it again when it dies

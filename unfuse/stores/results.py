@@ -20,6 +20,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import MEDIA
 from unfuse.core.request import ResultFile
+from unfuse.stores import BLOB_STORES
 from unfuse.stores.blobs import BlobStore, Entry, open_blobs
 from unfuse.stores.disk import DiskBlobs
 
@@ -127,7 +128,7 @@ class DiskResults(ResultStore):
 
 
 class RemoteResults(ResultStore):
-    """Results in S3. Whether there is room is known only by writing, so `check` does nothing.
+    """Results in S3 or Redis. Whether there is room is known only by writing, so `check` does nothing.
 
     `path` copies a result to this machine for an hour, so that it can be read in ranges.
     """
@@ -217,12 +218,13 @@ def parts_of(attempt: int) -> str:
 
 
 def open_results(url: str, mark: str = "") -> ResultStore:
-    """Open the result store at `disk:PATH` or `s3://BUCKET/PREFIX`; one that is empty where a folder has another mark.
+    """Open the result store at a URL; one that is empty where a folder has another mark.
 
+    `url` is `disk:PATH`, `s3://BUCKET/PREFIX`, or `redis://HOST:PORT/DATABASE`, which keeps results for a day.
     Raises ConfigError for any other URL, and for a folder that cannot be made.
     """
-    if not url.startswith(("disk:", "s3:")):
-        raise ConfigError(f"--results {url!r}: give disk:PATH or s3://BUCKET/PREFIX")
+    if url.partition(":")[0] not in BLOB_STORES:
+        raise ConfigError(f"--results {url!r}: give disk:PATH, s3://BUCKET/PREFIX or redis://HOST:PORT/DATABASE")
     if not sees(url, mark):
         return RemoteResults(_Unseen())
     blobs = open_blobs(url)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from unfuse.arena.arena import Arena  # with numpy, which settings need not
 
 
+def threads_for(cores: float) -> int:
+    """The threads for one owner on a machine with so many cores: more than twelve move no more bytes."""
+    return min(max(4, int(0.75 * cores) // 8), 12)
+
+
 class LinkBroken(TransientError):
     """The owner cannot be reached, or its bytes are incomplete or damaged. Another try, or engine, may succeed."""
 
@@ -34,8 +39,12 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "its tensors."
     )] = False  # fmt: skip
     threads: Annotated[
-        int, Meta(description="Threads of a worker that move tensors here from one owner, at most.", ge=1, le=256)
-    ] = 4
+        int,
+        Meta(
+            description="Threads of a worker that move tensors here from one owner, at most; 0 is 4 to 12, by cores.",
+            ge=0, le=256,
+        ),
+    ] = 0  # fmt: skip
     queues: Annotated[int, Meta(description="Connections to each other worker.", ge=1, le=256)] = 4
     bootstrap_s: Annotated[
         float, Meta(description="Seconds to reach an owner, or find room, before a transfer fails.", gt=0)
@@ -44,6 +53,13 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_missed: Annotated[
         int, Meta(description="Pings without an answer, or a byte, after which a worker is given up.", ge=1)
     ] = 2
+    mooncake_protocol: Annotated[Literal["tcp", "rdma"], Meta(
+        description="What Mooncake moves bytes by. rdma was never tried on such hardware; where there is none, or it "
+        "does not start, tcp is used, and the log says so."
+    )] = "tcp"  # fmt: skip
+    mooncake_devices: Annotated[tuple[str, ...], Meta(
+        description="RDMA devices that Mooncake uses, like mlx5_0,mlx5_1; without any, those that it finds."
+    )] = ()  # fmt: skip
 
 
 class TransferOptions(TransferSettings, frozen=True):
@@ -54,6 +70,7 @@ class TransferOptions(TransferSettings, frozen=True):
     object's key can pull it. A session fails after `attempts` tries in a row that bring nothing.
     """
 
+    threads: int = 4
     host: str = "127.0.0.1"
     secret: str = ""
     insecure: bool = False

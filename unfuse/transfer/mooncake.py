@@ -1,7 +1,14 @@
-"""Transfer by Mooncake, over TCP, or RDMA where the hardware has it. It enforces no refs: for trusted networks only."""
+"""Transfer by Mooncake, over TCP or RDMA. It enforces no refs: for trusted networks only.
+
+RDMA was never tried on such hardware.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
@@ -17,7 +24,13 @@ except ImportError as error:
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL = "tcp"
+DEVICES = Path("/sys/class/infiniband")
+"""The folder in which Linux has an entry for each RDMA device."""
+
+FORCE_TCP = "MC_FORCE_TCP"
+"""The variable by which the library uses TCP. Its own `protocol` does not say so: with a device it would use RDMA."""
+
+log = structlog.get_logger(__name__)
 
 
 class MooncakeEngine(OneSidedEngine):
@@ -29,7 +42,29 @@ class MooncakeEngine(OneSidedEngine):
         super().__init__(options)
         self._library = Mooncake()
         self._registered: list[int] = []
-        _check(self._library.initialize(options.host, "P2PHANDSHAKE", PROTOCOL, ""), "start")
+        if not (options.mooncake_protocol == "rdma" and self._start_rdma(options)):
+            os.environ[FORCE_TCP] = "1"
+            _check(self._library.initialize(options.host, "P2PHANDSHAKE", "tcp", ""), "start")
+
+    def _start_rdma(self, options: TransferOptions) -> bool:
+        """Start the library over RDMA. Returns False, and logs why, where TCP is to be used instead."""
+        present = {entry.name for entry in DEVICES.iterdir()} if DEVICES.is_dir() else set()
+        if missing := {*options.mooncake_devices} - present:
+            there = ", ".join(sorted(present)) or "none"
+            log.warning("Mooncake uses tcp: there is no such RDMA device", devices=sorted(missing), there=there)
+            return False
+        if not present:
+            log.warning("Mooncake uses tcp: this machine has no RDMA device")
+            return False
+        os.environ.pop(FORCE_TCP, None)
+        code = self._library.initialize(options.host, "P2PHANDSHAKE", "rdma", ",".join(options.mooncake_devices))
+        if code != 0:
+            log.warning("Mooncake uses tcp: it did not start over rdma, its log on standard error says why", code=code)
+            self._library = Mooncake()
+            return False
+        used = options.mooncake_devices or tuple(sorted(present))
+        log.info("Mooncake uses rdma, which was never tried on such hardware", devices=used)
+        return True
 
     @override
     def publish(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from contextlib import suppress
@@ -19,7 +20,11 @@ from unfuse.wire.mailbox import Mailbox
 
 SIDES = ("scheduler", "worker")  # each has a file with its own secret key and the other side's public key
 
-Z85_CHARS = 40
+SHARED = "shared.key"
+"""The file of a secret that both sides share: the keys of each side are derived from it."""
+
+Z85_CHARS, SHARED_CHARS = 40, 32
+"""Characters of a key, and the fewest of a shared secret."""
 
 log = structlog.get_logger(__name__)
 
@@ -95,14 +100,33 @@ def make_once(folder: Path) -> None:
         rmtree(draft, ignore_errors=True)
 
 
+def derive(shared: str, side: str) -> Keys:
+    """The keys of a side, derived from a secret that both sides share."""
+    (other,) = (one for one in SIDES if one != side)
+    own, others = (
+        z85.encode(hmac.digest(shared.encode(), f"unfuse wire {one}".encode(), "sha256")) for one in (side, other)
+    )
+    return Keys(own.decode(), zmq.curve_public(others).decode())
+
+
 def read(folder: str, side: str) -> Keys | None:
-    """The keys of a side; None without a folder. Raises ConfigError for a file that is bad, or that others can read."""
+    """The keys of a side; None without a folder. Raises ConfigError for a file that is bad, or that others can read.
+
+    A folder without a file of that side may have a `shared.key` instead.
+    """
     if not folder:
         return None
     path = _file(Path(folder).expanduser(), side)
+    if not path.exists() and (shared := path.with_name(SHARED)).exists():
+        path = shared
     try:
         mode = path.stat().st_mode
-        keys = Keys(**dict(line.split() for line in path.read_text().splitlines()))
+        text = path.read_text()
+        keys = (
+            _parse_shared(text, side)
+            if path.name == SHARED
+            else Keys(**dict(line.split() for line in text.splitlines()))
+        )
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): make keys by `unfuse keys new DIR`") from error
     except (ValueError, TypeError):
@@ -110,8 +134,18 @@ def read(folder: str, side: str) -> Keys | None:
     if mode & 0o077:
         raise ConfigError(f"{path} can be read by others: chmod 600 it, or make new keys if somebody may have read it")
     if {len(keys.secret), len(keys.peer)} != {Z85_CHARS}:
+        if path.name == SHARED:
+            raise ConfigError(f"{path} is not one word of at least {SHARED_CHARS} characters: write a random one to it")
         raise ConfigError(f"{path} holds no keys: make some by `unfuse keys new DIR`")
     return keys
+
+
+def _parse_shared(text: str, side: str) -> Keys:
+    """The keys of a side, from what a shared file holds. Raises ValueError."""
+    (word,) = text.split()
+    if len(word) < SHARED_CHARS:
+        raise ValueError(f"{len(word)} characters")
+    return derive(word, side)
 
 
 def _file(folder: Path, side: str) -> Path:

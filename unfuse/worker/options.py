@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -27,7 +28,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
     to finish. `transfer` says how objects move between nodes; workers of one node meet in the folder `run_dir`. Objects
     are freed when no scheduler has answered for `orphan_s` seconds. What outlives the process is in `data_dir`. Probes
-    ask how it is at `health`, HOST:PORT.
+    ask how it is at `health`, HOST:PORT. Of its one model, components come from `component_sources`. `gpus` is how
+    many GPUs there are, counted for `--parallel auto` alone.
     """
 
     role: str
@@ -51,3 +53,5 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     orphan_s: float
     health: str
     hold: Hold
+    gpus: int = 0
+    component_sources: Mapping[str, str] = MappingProxyType({})

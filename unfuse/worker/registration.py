@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -11,11 +11,12 @@ import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import USUAL_BATCH
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, StageSpec, slots_of
-from unfuse.core.spread import own_spreads, ranked, refuse
+from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch
+from unfuse.models.composed import split_name, with_components
 from unfuse.models.hub import Brought
 from unfuse.models.source import is_local, resolve_source
 from unfuse.stores.results import sees
@@ -43,6 +44,7 @@ class Served(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     read_here: frozenset[str] = frozenset()
     states: States = {}
+    parallel: str = ""
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -57,16 +59,17 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
     offered, own = {model[0]: model for model in welcome.models}, compute.dtype
     asked = [offered.get(name, (name, name, own)) for name in options.models]
-    chosen = tuple((name, name if is_local(name) else source, dtype if own == "auto" else own)
+    chosen = tuple((name, _source_here(name, source), dtype if own == "auto" else own)
                    for name, source, dtype in asked)  # fmt: skip
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
-    sources = chosen or welcome.models
+    sources = _composed(chosen or welcome.models, options.component_sources)
     states = local_states(sources)
     cards, models = fetch_models(sources, choice)
-    spreads = own_spreads(compute.parallel, choice.roles)
-    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
+    device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
+    spreads = own_spreads(parallel, choice.roles)
+    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     refuse_unseen(stages, welcome.places)
     batch = (
         (compute.max_batch or USUAL_BATCH)
@@ -74,9 +77,43 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
         else 1
     )
     slots = max(options.slots or slots_of(stages), batch + 1)
-    devices = ranked(compute.device, spreads)
+    devices = ranked(device, spreads)
     pools = pools_of(cards, choice, options.resources)
-    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), states)
+    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), states, parallel)
+
+
+def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSpec]) -> tuple[str, str]:
+    """Return the devices of a worker and how its stages are spread: as they say, or with `auto` over most devices.
+
+    The devices are those that `device` names, else the machine's `gpus`.
+    """
+    if parallel != AUTO:
+        return device, parallel
+    named = device.split("+")
+    there = gpus if device == "auto" else len(named)
+    chosen = choose_parallel(there, stages)
+    ranks = max((spread.size for spread in parse_parallel(chosen).values()), default=1)
+    log.info("chose ranks by the number of devices", devices=there, ranks=ranks, parallel=chosen or "none")
+    if ranks < there:
+        log.warning(
+            "some devices are not used: give the worker fewer, or choose by --parallel ROLE=KIND:N",
+            devices=there, used=ranks, stages=[stage.name for stage in stages],
+        )  # fmt: skip
+    return device if device == "auto" else "+".join(named[:ranks]), chosen
+
+
+def _source_here(name: str, offered: str) -> str:
+    """What a model that `--model` names is found by: its name if it is here, unless components come from elsewhere."""
+    return name if is_local(name) and not split_name(offered)[1] else offered
+
+
+def _composed(models: Models, components: Mapping[str, str]) -> Models:
+    """Models of which these components come from elsewhere. Raises UsageError for components of several models."""
+    if not components:
+        return models
+    if len(models) > 1:
+        raise UsageError("--component-source is for one model: name it by --model")
+    return tuple((name, with_components(split_name(source)[0], components), dtype) for name, source, dtype in models)
 
 
 def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
@@ -108,7 +145,7 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
     load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts)
     load = replace(load, ranks=ranks, kv=options.kv, registered=frozenset(served.pools))
     return [
-        replace(load, rank=rank, compute=replace(options.compute, device=device))
+        replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
         for rank, device in enumerate(served.devices)
     ]
 

@@ -148,6 +148,7 @@ class Worker:
         changed = self._weights.changed if self._weights else {}
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
         about = {"device": self._device, "resources": self._holding.resources, "outcome": self._outcome}
+        where["ranks"] = self._executor.ranks if self._executor else ()
         return msgspec.structs.replace(
             info, changed=changed, **where, **about, **self._swapping.told(self._outcome, changed)
         )

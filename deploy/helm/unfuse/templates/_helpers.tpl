@@ -17,6 +17,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 
+{{- define "unfuse.operatorSelector" -}}
+app.kubernetes.io/name: unfuse-operator
+app.kubernetes.io/instance: {{ include "unfuse.fullname" . | quote }}
+{{- end -}}
+
+{{- define "unfuse.operatorLabels" -}}
+{{ include "unfuse.operatorSelector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
 {{- define "unfuse.image" -}}
 {{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
 {{- end -}}
@@ -27,6 +39,31 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 
 {{- define "unfuse.wireSecret" -}}
 {{ .Values.wireKeys.existingSecret | default (printf "%s-wire" (include "unfuse.fullname" .)) | quote }}
+{{- end -}}
+
+{{/* The file in that Secret by which a side, for (dict "root" root "side" side), knows the other one. */}}
+{{- define "unfuse.wireKey" -}}
+{{- if or .root.Values.wireKeys.existingSecret .root.Values.wireKeys.scheduler -}}
+{{ printf "%s.key" .side }}
+{{- else -}}
+shared.key
+{{- end -}}
+{{- end -}}
+
+{{/* Whether the Redis for trying is used: "" where tasks wait elsewhere. */}}
+{{- define "unfuse.trialRedis" -}}
+{{- if not (or .Values.queue.url .Values.queue.existingSecret) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Where results are: s3, claim or redis. */}}
+{{- define "unfuse.resultsIn" -}}
+{{- if .Values.results.url -}}
+s3
+{{- else if or .Values.results.existingClaim .Values.results.size (not (include "unfuse.trialRedis" .)) -}}
+claim
+{{- else -}}
+redis
+{{- end -}}
 {{- end -}}
 
 {{- define "unfuse.apiSecret" -}}
@@ -42,12 +79,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- if not (regexMatch "^[a-z]" (include "unfuse.fullname" .)) -}}
 {{- fail (printf "a Service's name begins with a letter, and %s does not: set fullnameOverride" .Release.Name) -}}
 {{- end -}}
-{{- $given := list .Values.queue.url .Values.queue.existingSecret (ternary "yes" "" .Values.redis.trial) | compact -}}
-{{- if ne (len $given) 1 -}}
-{{- fail "where tasks wait is said once: set one of queue.url, queue.existingSecret and redis.trial" -}}
+{{- if and .Values.queue.url .Values.queue.existingSecret -}}
+{{- fail "where tasks wait is said once: set either queue.url or queue.existingSecret" -}}
 {{- end -}}
-{{- if not (or .Values.wireKeys.existingSecret (and .Values.wireKeys.scheduler .Values.wireKeys.worker)) -}}
-{{- fail "schedulers and workers need keys: `unfuse keys new keys`, then --set-file wireKeys.scheduler=keys/scheduler.key --set-file wireKeys.worker=keys/worker.key, or a Secret with both files as wireKeys.existingSecret" -}}
+{{- if not (or .Values.queue.url .Values.queue.existingSecret .Values.redis.trial) -}}
+{{- fail "tasks have no place to wait: set queue.url or queue.existingSecret, or redis.trial to true" -}}
+{{- end -}}
+{{- if ne (empty .Values.wireKeys.scheduler) (empty .Values.wireKeys.worker) -}}
+{{- fail "schedulers and workers need keys that fit: `unfuse keys new keys`, then --set-file wireKeys.scheduler=keys/scheduler.key --set-file wireKeys.worker=keys/worker.key, or a Secret with both files as wireKeys.existingSecret" -}}
+{{- end -}}
+{{- if and .Values.componentSources (gt (len .Values.models) 1) -}}
+{{- fail "componentSources are of one model: install the others as another release" -}}
 {{- end -}}
 {{- $names := list -}}
 {{- range .Values.workers -}}
@@ -55,6 +97,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- if has .name (list "scheduler" "redis") -}}{{- fail (printf "no pool may be named %s" .name) -}}{{- end -}}
 {{- $names = append $names .name -}}
 {{- with .autoscaling -}}
+{{- if eq (hasKey . "seconds") (hasKey . "tasks") -}}
+{{- fail "autoscaling needs either seconds, of predicted work, or tasks, that wait" -}}
+{{- end -}}
 {{- if and .query (eq $.Values.autoscaling.by "hpa") -}}{{- fail "autoscaling.query is for KEDA: an HPA has no query" -}}{{- end -}}
 {{- if lt (int .max) (int .min) -}}{{- fail "autoscaling.max is below autoscaling.min" -}}{{- end -}}
 {{- if and (eq $.Values.autoscaling.by "hpa") (lt (int .min) 1) -}}
@@ -81,6 +126,26 @@ yes
 what is kept for saving. */}}
 {{- define "unfuse.drain" -}}
 {{ max (int (.drainSeconds | default 20)) (int (mulf 4 (.stepSeconds | default 2) | ceil)) }}
+{{- end -}}
+
+{{/* How a pool's stages are spread over ranks, for (pool): what it says, or as many ranks as a pod has GPUs where it has
+several and no flag says otherwise. */}}
+{{- define "unfuse.parallel" -}}
+{{- $gpus := 0 -}}
+{{- range $name, $amount := merge (dict) (dig "limits" (dict) (.resources | default dict)) (dig "requests" (dict) (.resources | default dict)) -}}
+{{- if regexMatch "^(nvidia|amd)[.]com/gpu$|^gpu[.]intel[.]com/(i915|xe)$" $name -}}
+{{- $gpus = add $gpus (int $amount) -}}
+{{- end -}}
+{{- end -}}
+{{- $said := false -}}
+{{- range .args -}}
+{{- if regexMatch "^--(parallel|device)(=|$)" . -}}{{- $said = true -}}{{- end -}}
+{{- end -}}
+{{- if .parallel -}}
+{{ .parallel }}
+{{- else if and (gt (int $gpus) 1) (not $said) -}}
+auto
+{{- end -}}
 {{- end -}}
 
 {{/* The roles whose stages a pool's workers run, as a pattern of the metric's label, for (pool). */}}
@@ -127,7 +192,7 @@ capabilities: {drop: [ALL]}
 - name: keys
   image: {{ include "unfuse.image" .root }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-  command: [install, -m, "600", {{ printf "/wire/%s.key" .side | quote }}, /keys/]
+  command: [install, -m, "600", {{ printf "/wire/%s" (include "unfuse.wireKey" .) | quote }}, /keys/]
   securityContext: {{- include "unfuse.containerSecurity" . | nindent 4 }}
   resources:
     requests: {cpu: 10m, memory: 16Mi}
@@ -141,7 +206,7 @@ capabilities: {drop: [ALL]}
 - name: wire
   secret:
     secretName: {{ include "unfuse.wireSecret" .root }}
-    items: [{key: {{ printf "%s.key" .side | quote }}, path: {{ printf "%s.key" .side | quote }}}]
+    items: [{key: {{ include "unfuse.wireKey" . | quote }}, path: {{ include "unfuse.wireKey" . | quote }}}]
 - name: keys
   emptyDir: {medium: Memory, sizeLimit: 1Mi}
 - name: run
@@ -156,7 +221,7 @@ capabilities: {drop: [ALL]}
 {{- else }}
   emptyDir: {sizeLimit: {{ .root.Values.modelCache.sizeLimit | quote }}}
 {{- end }}
-{{- if not .root.Values.results.url }}
+{{- if eq (include "unfuse.resultsIn" .root) "claim" }}
 - name: results
   persistentVolumeClaim: {claimName: {{ include "unfuse.resultsClaim" .root }}}
 {{- end }}
@@ -168,7 +233,7 @@ capabilities: {drop: [ALL]}
 - {name: tmp, mountPath: /tmp}
 - {name: data, mountPath: /data}
 - {name: models, mountPath: /models}
-{{- if not .Values.results.url }}
+{{- if eq (include "unfuse.resultsIn" .) "claim" }}
 - {name: results, mountPath: /results}
 {{- end }}
 {{- end -}}

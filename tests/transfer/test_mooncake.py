@@ -1,0 +1,100 @@
+"""How Mooncake's library is started: over TCP unless RDMA is asked for, and is there. The library is made up here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
+
+from unfuse.core.errors import ConfigError
+from unfuse.transfer.base import TransferEngine, TransferOptions
+
+OPTIONS = TransferOptions(secret="s" * 40, trusted_network=True)
+Started = Callable[..., TransferEngine]
+
+
+class Library:
+    """Of the library what is used to start it. `codes` says what starting by a protocol returns, else 0."""
+
+    starts: list[tuple[str, str, bool]] = []
+    codes: dict[str, int] = {}
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+        assert (host, metadata) == ("127.0.0.1", "P2PHANDSHAKE")
+        self.starts.append((protocol, devices, os.environ.get("MC_FORCE_TCP") == "1"))
+        return self.codes.get(protocol, 0)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
+    """Start the engine on a machine that has these RDMA devices, where starting by a protocol returns these codes."""
+    library: Any = ModuleType("mooncake.engine")
+    library.TransferEngine = Library
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", library)
+    monkeypatch.delitem(sys.modules, "unfuse.transfer.mooncake", raising=False)
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
+    from unfuse.transfer import mooncake
+
+    def started(*there: str, codes: dict[str, int] | None = None, **options: Any) -> TransferEngine:
+        monkeypatch.setattr(Library, "starts", [])
+        monkeypatch.setattr(Library, "codes", codes or {})
+        for name in there:
+            (tmp_path / "infiniband" / name).mkdir(parents=True)
+        monkeypatch.setattr(mooncake, "DEVICES", tmp_path / "infiniband")
+        return mooncake.MooncakeEngine(replace(OPTIONS, **options))
+
+    yield started
+    sys.modules.pop("unfuse.transfer.mooncake", None)
+
+
+def test_tcp_is_used_also_where_there_is_rdma(start: Started) -> None:
+    """The library would take a device that is there, whatever protocol it is told."""
+    start("mlx5_0")
+    assert Library.starts == [("tcp", "", True)]
+
+
+@pytest.mark.parametrize(("named", "said"), [((), ""), (("mlx5_1", "mlx5_0"), "mlx5_1,mlx5_0")])
+def test_rdma_is_used_where_it_is_asked_for(start: Started, named: tuple[str, ...], said: str) -> None:
+    with capture_logs() as logs:
+        start("mlx5_0", "mlx5_1", mooncake_protocol="rdma", mooncake_devices=named)
+    assert Library.starts == [("rdma", said, False)]
+    (line,) = logs
+    assert line["event"] == "Mooncake uses rdma, which was never tried on such hardware"
+    assert sorted(line["devices"]) == ["mlx5_0", "mlx5_1"]
+
+
+@pytest.mark.parametrize(
+    ("there", "named", "says"),
+    [
+        ((), (), "this machine has no RDMA device"),
+        ((), ("mlx5_0",), "there is no such RDMA device"),
+        (("mlx5_1",), ("mlx5_0", "mlx5_1"), "there is no such RDMA device"),
+    ],
+)
+def test_without_the_devices_tcp_is_used_and_the_log_says_so(
+    start: Started, there: tuple[str, ...], named: tuple[str, ...], says: str
+) -> None:
+    with capture_logs() as logs:
+        start(*there, mooncake_protocol="rdma", mooncake_devices=named)
+    assert Library.starts == [("tcp", "", True)]
+    assert [(line["log_level"], line["event"]) for line in logs] == [("warning", f"Mooncake uses tcp: {says}")]
+
+
+def test_rdma_that_does_not_start_is_followed_by_tcp(start: Started) -> None:
+    with capture_logs() as logs:
+        start("mlx5_0", codes={"rdma": -200}, mooncake_protocol="rdma")
+    assert Library.starts == [("rdma", "", False), ("tcp", "", True)]
+    assert (logs[0]["log_level"], logs[0]["code"]) == ("warning", -200)
+
+
+def test_a_library_that_does_not_start_at_all_is_an_error(start: Started) -> None:
+    with pytest.raises(ConfigError, match="Mooncake could not start"):
+        start("mlx5_0", codes={"rdma": 1, "tcp": 1}, mooncake_protocol="rdma")
