@@ -11,7 +11,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
 from unfuse.launch.placement import Wanted
-from unfuse.server.keys import Key
+from unfuse.server.key_lines import Key
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
@@ -20,7 +20,7 @@ from unfuse.service.settings import load
 
 
 def test_settings_become_what_is_composed() -> None:
-    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
+    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16, "UNFUSE_SERVE__DENOISERS": "3"}
     environment |= {"UNFUSE_SERVE__PLACE": "decoder=cpu", "UNFUSE_RUN_DIR": "/r"}
     environment |= {
         "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
@@ -42,7 +42,7 @@ def test_settings_become_what_is_composed() -> None:
     )
     assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
     assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
-    assert composed.keys.of("k") == Key("default", admin=True)
+    assert composed.keys.of("k" * 16) == Key("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA
