@@ -190,6 +190,14 @@ def test_a_file_that_a_server_would_refuse_is_not_written(tmp_path: Path) -> Non
     assert file.read_text().startswith("ada k1 rate=1/s\nada sha256:")
 
 
+def test_a_file_that_would_be_too_large_for_a_server_is_not_written(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("ada k1\n" + "#" * ((8 << 20) - 20))
+    before = file.stat()
+    with pytest.raises(UsageError, match="would be larger than 8 MiB"):
+        key_file.hash_keys(file)
+    assert file.stat() == before
+
+
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file := tmp_path / "keys").write_text("ada k1\n")
     monkeypatch.setattr(os, "fsync", _full)

@@ -17,6 +17,7 @@ from unfuse.core.errors import ConfigError, UsageError
 from unfuse.server.key_lines import (
     HASHED,
     LEAST_CHARACTERS,
+    MOST_BYTES,
     NAME,
     NAME_RULE,
     Entry,
@@ -126,6 +127,8 @@ def _change(file: Path, change: Callable[[str], str], *, makes: bool = False) ->
         with _locked(place.parent):
             text = "" if makes and not place.exists() else read_file(str(file))
             fresh = change(text)
+            if len(fresh.encode()) > MOST_BYTES:
+                raise UsageError(f"{file} would be larger than {MOST_BYTES >> 20} MiB, which a server does not read")
             known_of(entries_of(fresh, str(file)))
             if fresh != text:
                 _replace(place, fresh)

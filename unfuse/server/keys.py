@@ -30,6 +30,7 @@ from unfuse.server.key_lines import (
     known_of,
     read_file,
 )  # fmt: skip
+from unfuse.server.path_like import is_path_like
 
 LOOK_S = 1.0
 """Seconds between two looks at the files. A file that has changed is read once two looks saw the same."""
@@ -37,7 +38,6 @@ LOOK_S = 1.0
 NOBODY = "no key is an admin's: workers, pools and other tenants' requests are closed; write admin=yes on a line of"
 
 _PRINTABLE = re.compile(r"[!-~]+")
-_PATH = re.compile(r"(/|\./|\.\./|~/).*|.*\.[A-Za-z]{1,5}")
 
 log = structlog.get_logger(__name__)
 
@@ -165,7 +165,7 @@ def _require_key(key: str) -> None:
         raise UsageError(f"--api-key (UNFUSE_API_KEY) is one key, without spaces, in printable ASCII: {advice}")
     if key.lower().startswith(HASHED):
         raise UsageError(f"--api-key takes a key, not its hash: put the hash into a file for --api-keys, as {LINE}")
-    if _is_path(key):
+    if is_path_like(key):
         raise UsageError(
             "--api-key takes a key, and the one given looks like the path of a file: name a file of keys by --api-keys"
         )
@@ -173,11 +173,6 @@ def _require_key(key: str) -> None:
         raise UsageError(
             f"--api-key (UNFUSE_API_KEY) has {len(key)} characters, and a key has at least {LEAST_CHARACTERS}: {advice}"
         )
-
-
-def _is_path(key: str) -> bool:
-    parent = os.path.dirname(key)
-    return bool(_PATH.fullmatch(key)) or os.path.exists(key) or bool(parent) and os.path.isdir(parent)
 
 
 def _stamp_of(file: str) -> tuple[int, int, int, int] | None:

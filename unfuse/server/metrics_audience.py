@@ -43,8 +43,9 @@ class VisibleMetrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, with the samples that are shown."""
         for metric in self._registry.collect():
-            samples = [sample for sample in metric.samples if self._audience.sees(sample.labels)]
-            if samples or self._audience.sees_all:
+            if self._audience.sees_all:
+                yield metric
+            elif samples := [sample for sample in metric.samples if self._audience.sees(sample.labels)]:
                 visible = Metric(metric.name, metric.documentation, metric.type, metric.unit)
                 visible.samples = samples
                 yield visible
