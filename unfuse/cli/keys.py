@@ -67,7 +67,10 @@ def add(
 
 @app.verb(server=True)
 def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json = False) -> None:
-    """List the keys of a key file: names, limits, and the first digits of their hashes."""
+    """List the keys of a key file: names, limits, and the first digits of their hashes.
+
+    Example: unfuse keys ls --file keys.txt
+    """
     from unfuse.server.key_file import SHOWN_DIGITS, rows_of
 
     place = _place(terminal, file, config)
@@ -100,6 +103,8 @@ def rm(
     """Remove all keys of a name, or the one key with this hash, from a key file.
 
     A server that has the file ends their calls within seconds. Their requests continue.
+
+    Example: unfuse keys rm anna
     """
     from unfuse.server.key_file import SHOWN_DIGITS, remove
 
@@ -111,7 +116,10 @@ def rm(
 
 @app.verb(server=True)
 def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file.", metavar="FILE")]) -> None:
-    """Write the hashes of plain keys in their place in a key file. The keys stay valid; their calls continue."""
+    """Write the hashes of plain keys in their place in a key file. The keys stay valid; their calls continue.
+
+    Example: unfuse keys hash keys.txt
+    """
     from unfuse.server.key_file import hash_keys
 
     count, short = hash_keys(file)
