@@ -40,9 +40,11 @@ else the pipeline's call, below), else the one named here. Any other field is re
 
 METRICS = f"""# Metrics
 
-What `/metrics` has, which needs no key. Counters count since the gateway started; each gateway has its own, and gauges
-are of the whole queue. `pool` is a pool's declared name and `outcome` the hash of what its bytes depend on. What to
-watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md). {WRITTEN}
+What `/metrics` has. Where keys are configured, metrics that name a tenant, money or a model need a key: `read=yes` or
+`admin=yes` for those of all tenants ([keys](serving.md#who-may-ask)). Counters count since the gateway started; each
+gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name and `outcome` the hash of what
+its bytes depend on. What to watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md).
+{WRITTEN}
 
 """
 
@@ -112,7 +114,10 @@ ADVICE = {
     "internal_error": (
         "A defect: the server's log has a traceback under the `x-request-id` of the answer. Please report it."
     ),
-    "invalid_api_key": "Send `Authorization: Bearer KEY` with a key of the server's file.",
+    "invalid_api_key": (
+        "No key was sent, or an unknown one; the message says which. Send `Authorization: Bearer KEY`, "
+        "`--api-key` or `UNFUSE_API_KEY`; `unfuse keys ls` on the server's machine lists its keys."
+    ),
     "invalid_parameter": (
         "The message names the field (`param`), its bounds, and often the nearest value that goes. See "
         "[parameters](reference-parameters.md)."

@@ -12,7 +12,7 @@ import pytest
 from unfuse.cli.main import run
 from unfuse.client import Client, connect
 
-KEY = "sesame"
+KEY = "open-sesame-open"
 Run = Callable[..., tuple[int, str, str]]
 
 

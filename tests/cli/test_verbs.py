@@ -47,6 +47,31 @@ def test_every_verb_explains_itself(unfuse: Run, verb: str) -> None:
     assert f"Usage: unfuse {verb}" in out
 
 
+@pytest.mark.parametrize("arguments", [("--admin-key", "k"), ("--admin-key=k",)])
+def test_a_former_flag_names_what_replaces_it(unfuse: Run, arguments: tuple[str, ...]) -> None:
+    code, out, err = unfuse("serve", "--port", "0", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--admin-key is not a flag any more" in err and "unfuse keys add NAME --admin" in err
+    assert "No such option: --admin-keys" in unfuse("serve", "--admin-keys", "k")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--api-key", "keys.txt"), "name a file of keys by --api-keys"),
+        (("--api-key", "short"), "a key has at least 16"),
+        (("--api-keys", "keys.txt"), "there is no key file keys.txt"),
+    ],
+)
+def test_a_key_that_is_a_file_and_a_file_that_is_not_there_end_a_start(
+    unfuse: Run, arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = unfuse("serve", "--no-workers", "--port", "0", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
 def test_version_is_the_package_s(unfuse: Run) -> None:
     assert unfuse("version") == (0, f"unfuse {package.__version__}\n", "")
     assert json.loads(unfuse("version", "--json")[1]) == {"version": package.__version__}
@@ -55,7 +80,7 @@ def test_version_is_the_package_s(unfuse: Run) -> None:
 def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
     unfuse: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("API_KEY", "SERVE__API_KEY", "SERVE__ADMIN_KEY"):
+    for name in ("API_KEY", "SERVE__API_KEY", "SERVE__WEBHOOK_SECRET"):
         monkeypatch.setenv(f"UNFUSE_{name}", "sesame")
     monkeypatch.setenv("UNFUSE_SERVE__QUEUE", "redis://:sesame@127.0.0.1:6379/0")
     monkeypatch.setenv("UNFUSE_SERVE__STORE", "spill:shared_memory+redis://ada:sesame@h/0")

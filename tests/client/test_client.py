@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.server.served import BROKEN, EVIDENCE, IDLE, MOVING, POISON, Served, film, picture, serve
-from unfuse.client import Client, Request, Result, connect
+from unfuse.client import Client, Request, Result, aconnect, connect
 from unfuse.client.errors import error_of
 from unfuse.core.errors import (
     ConfigError,
@@ -112,6 +112,19 @@ def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
             with pytest.raises(Overloaded) as caught:
                 anna.submit("a", model=MODEL)
             assert caught.value.retry_after >= 1
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "a\nb", "\udcff"])
+@pytest.mark.parametrize("connect", [connect, aconnect])
+def test_a_key_that_cannot_be_sent_is_refused(connect: Callable[[str, str], object], key: str) -> None:
+    with pytest.raises(InvalidParameter, match="printable ASCII") as refused:
+        connect("http://127.0.0.1:1", key)
+    assert key not in str(refused.value)
+
+
+def test_a_key_may_end_as_a_line(tmp_path: Path) -> None:
+    with serve(tmp_path, keys=["anna key"]) as served, connect(served.url, "key\n") as anna:
+        assert anna.models()
 
 
 @pytest.mark.parametrize(("header", "seconds"), [("7", 7), ("1.5", 1.5), ("Wed, 21 Oct 2026 07:28:00 GMT", 1), ("", 1)])

@@ -22,6 +22,8 @@ from tools.helm import CHART, Made, Object, Refused, call, made
 from unfuse import __version__
 from unfuse.core.plan import TOGETHER
 from unfuse.queues.address import parse_address
+from unfuse.server.key_lines import Key
+from unfuse.server.keys import Keys
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.wire.keys import read
 from unfuse.worker.worker import LEAVE_S, SAVING
@@ -206,6 +208,7 @@ def test_prometheus_finds_the_gateway_under_the_name_that_alerts_ask_for() -> No
     assert service["metadata"]["labels"][monitor["jobLabel"]] == "unfuse"
     assert 'job="unfuse"' in (ROOT / "deploy/prometheus/alerts.yml").read_text()
     assert [port["name"] for port in service["spec"]["ports"]] == [monitor["endpoints"][0]["port"]]
+    assert monitor["endpoints"][0]["authorization"]["credentials"] == {"name": "u-api", "key": "metrics"}
 
 
 def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
@@ -495,14 +498,19 @@ def test_a_name_of_which_no_service_can_be_made_is_refused() -> None:
     assert made(LEAST | {"fullnameOverride": "pictures"}, release="2024").of("Service")["pictures"]
 
 
-def test_keys_of_an_installation_are_in_its_secrets() -> None:
-    """And one for `helm test`, which is the last line of the file and has no newline inside."""
+def test_keys_of_an_installation_are_in_its_secrets(tmp_path: Path) -> None:
+    """And one for `helm test` and one for Prometheus, whose hashes are the last lines; neither has a newline inside."""
     secrets = {name: {key: b64decode(text).decode() for key, text in one["data"].items()}
                for name, one in chart("split").of("Secret").items()}  # fmt: skip
     assert secrets["u-wire"] == {"scheduler.key": KEYS, "worker.key": KEYS}
-    first, second, end = secrets["u-api"]["keys"].split("\n")
-    assert (first, second, end) == (SPLIT["apiKeys"]["lines"][0], f"chart {secrets['u-api']['key']} admin=yes", "")
-    assert re.fullmatch(r"[A-Za-z0-9]{40}", secrets["u-api"]["key"])
+    first, *_, end = secrets["u-api"]["keys"].split("\n")
+    assert (first, end) == (SPLIT["apiKeys"]["lines"][0], "")
+    (tmp_path / "keys").write_text(secrets["u-api"]["keys"])
+    keys = Keys(files=[str(tmp_path / "keys")])
+    assert keys.of(secrets["u-api"]["key"]) == Key("chart", admin=True)
+    assert keys.of(secrets["u-api"]["metrics"]) == Key("prometheus", only_reads=True)
+    for name in ("key", "metrics"):
+        assert re.fullmatch(r"[A-Za-z0-9]{40}", secrets["u-api"][name])
     assert {*chart("least").of("Secret")} == {"u-api"}
 
 

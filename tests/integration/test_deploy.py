@@ -26,6 +26,8 @@ from tools.addresses import free_port
 from tools.server import environment
 from tools.snippets import blocks
 from unfuse.cli.app import app
+from unfuse.server.key_lines import LEAST_CHARACTERS, Key
+from unfuse.server.keys import Keys
 from unfuse.service.settings import FIELDS, load
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +159,7 @@ def test_an_image_is_made_of_files_that_are_there_and_its_command_parses(dockerf
 def test_what_compose_starts_is_there() -> None:
     services: dict[str, Any] = COMPOSE["services"]
     parsed(services["unfuse"]["command"])
+    assert {*services["unfuse"]["secrets"], *services["prometheus"]["secrets"]} == {*COMPOSE["secrets"]}
     for name, service in services.items():
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
@@ -169,10 +172,25 @@ def test_what_compose_starts_is_there() -> None:
     assert re.fullmatch(r"--queue=redis://(\w+):6379/0", queue)[1] in services  # type: ignore[index]
     jobs = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     assert [target for job in jobs for group in job["static_configs"] for target in group["targets"]] == ["unfuse:8000"]
+    (credentials,) = {job["authorization"]["credentials_file"] for job in jobs}
+    assert credentials.removeprefix("/run/secrets/") in services["prometheus"]["secrets"]
     (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"]
     assert source["url"].split("/")[2].partition(":")[0] in services
     (board,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/unfuse.yml").read_text())["providers"]
     assert f"../grafana/dashboards:{board['options']['path']}:ro" in services["grafana"]["volumes"]
+
+
+def test_keys_for_compose_are_made_once_and_are_those_that_its_services_use(tmp_path: Path) -> None:
+    script = shutil.copy(DEPLOY / "docker" / "make-keys.sh", tmp_path)
+    made = subprocess.run([script], capture_output=True, text=True, check=True).stdout.strip()
+    files = {name: tmp_path / secret["file"] for name, secret in COMPOSE["secrets"].items()}
+    keys = Keys(files=[str(files["keys"])])
+    assert keys.of(made) == Key("studio", admin=True) and len(made) >= LEAST_CHARACTERS
+    assert keys.of(files["metrics"].read_text()) == Key("prometheus", only_reads=True)
+    assert (keys.warning, keys.note) == ("", "")
+    before = files["keys"].read_text()
+    again = subprocess.run([script], capture_output=True, text=True, check=False)
+    assert again.returncode and files["keys"].read_text() == before
 
 
 def test_a_flag_that_is_not_there_is_noticed() -> None:

@@ -87,8 +87,8 @@ def test_asynchronous_pictures(server: Server, tmp_path: Path) -> None:
 def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> None:
     """By hand it is what the counters say, and there are counters of those names with those labels."""
     page, keys = HOWTO / "cost-of-a-request.md", tmp_path / "keys"
-    keys.write_text("ada key-ada\nbob key-bob\nroot KEY admin=yes\n")
-    with serving(tmp_path, "--arena", "64MiB", "--price", "cpu=3600/h", "--api-key", str(keys)) as server:
+    keys.write_text("ada key-ada\nbob key-bob\nroot KEY admin=yes\nsee key-see read=yes\n")
+    with serving(tmp_path, "--arena", "64MiB", "--price", "cpu=3600/h", "--api-keys", str(keys)) as server:
         server.ready()
         for key, number in (("key-ada", 2), ("key-bob", 1)):
             with connect(server.url, key) as client:
@@ -98,7 +98,7 @@ def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> 
         sums = json.loads(program(by_hand, tmp_path).replace("'", '"'))
         assert sums.keys() == {"ada", "bob"} and min(sums.values()) > 0
         for name in re.findall(r"increase\((\w+)\[", page.read_text()):
-            assert counted(server, name) == pytest.approx(sums, abs=0.01), name
+            assert counted(server, name, "key-see") == pytest.approx(sums, abs=0.01), name
 
 
 def test_a_queue_of_one_s_own_is_held_to_the_rules(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
     """Two prefill workers, two tenants: what one has computed the other maps."""
     where = tmp_path_factory.mktemp("serve")
     (where / "keys").write_text("one 1111\ntwo 2222\n")
-    more = "--workers", "prefill=2,decode=1", "--batching", request.param, "--api-key", str(where / "keys")
+    more = "--workers", "prefill=2,decode=1", "--batching", request.param, "--api-keys", str(where / "keys")
     with serving(where, *flags(folder, *more)) as server:
         yield server.ready()
 
@@ -87,7 +87,8 @@ def test_two_tenants_share_nothing(server: Server) -> None:
 
 def test_what_was_found_is_counted(server: Server) -> None:
     chat(server, LONG)
-    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+    asked = urllib.request.Request(f"{server.url}/metrics", headers={"authorization": "Bearer 1111"})
+    with urllib.request.urlopen(asked) as answer:
         lines = answer.read().decode().splitlines()
     (counted,) = (
         float(line.split()[-1]) for line in lines if line.startswith("unfuse_tokens_total") and "cached" in line

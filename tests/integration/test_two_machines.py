@@ -53,8 +53,8 @@ class TwoMachines:
         }
 
     def command(self, beginning: str) -> str:
-        """The command of the page that begins so, with this machine's addresses."""
-        (found,) = (one for one in COMMANDS if one.startswith(beginning))
+        """The first command of the page that begins so, with this machine's addresses."""
+        found = next(one for one in COMMANDS if one.startswith(beginning))
         return found.replace("10.0.0.1", self.host.near).replace("10.0.0.2", self.host.far)
 
     def start(self, number: int, beginning: str, stdout: int = 0, **variables: str) -> subprocess.Popen[bytes]:

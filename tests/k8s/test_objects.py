@@ -15,6 +15,8 @@ from tests.k8s.server import SCHEMAS, completed
 from unfuse.core.errors import ConfigError
 from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
 from unfuse.k8s.spec import Object, Wrong, ranks, read
+from unfuse.server.key_lines import Key
+from unfuse.server.keys import Keys
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.wire.keys import read as read_keys
 from unfuse.worker.worker import SAVING
@@ -124,6 +126,12 @@ def test_who_is_selected_is_there(case: str) -> None:
         one for one in CASES[case] if one["kind"] == "Service" and chosen.items() <= one["metadata"]["labels"].items()
     )
     assert gateway["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "unfuse"
+    (secret,) = (
+        volume["secret"]["secretName"] for one in CASES[case] if one["kind"] == "Deployment"
+        for volume in one["spec"]["template"]["spec"]["volumes"] if volume["name"] == "api"
+    )  # fmt: skip
+    credentials = monitor["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert credentials == {"name": secret, "key": "metrics"}
 
 
 def test_what_a_cluster_does_not_know_is_left_out() -> None:
@@ -364,7 +372,10 @@ def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     sides = [read_keys(str(tmp_path), side) for side in ("scheduler", "worker")]
     assert all(sides) and sides[0] != sides[1]
-    assert api["stringData"]["keys"] == f"operator {api['stringData']['key']} admin=yes\n"
+    (tmp_path / "keys").write_text(api["stringData"]["keys"])
+    keys = Keys(files=[str(tmp_path / "keys")])
+    assert keys.of(api["stringData"]["key"]) == Key("operator", admin=True) and keys.warning == ""
+    assert keys.of(api["stringData"]["metrics"]) == Key("prometheus", only_reads=True)
     assert secrets_of("p", pipeline(LEAST))[0] != wire
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import msgspec
@@ -221,10 +222,21 @@ async def _looking(keys: Keys) -> None:
 
 
 @contextmanager
+def _key_files(keys: Sequence[str] | Path) -> Iterator[list[str]]:
+    """Key files with these lines, or that file; none without keys."""
+    if not keys or isinstance(keys, Path):
+        yield [str(keys)] if keys else []
+        return
+    with TemporaryDirectory() as folder:
+        (file := Path(folder, "keys")).write_text("\n".join(keys) + "\n")
+        yield [str(file)]
+
+
+@contextmanager
 def serve(
     folder: Path,
     *,
-    keys: Sequence[str] = (),
+    keys: Sequence[str] | Path = (),
     names: Mapping[str, str] | None = None,
     idle: bool = True,
     cards: Sequence[ModelCard] = (PICTURES,),
@@ -243,8 +255,12 @@ def serve(
     public_url: str = "",
     webhook_hosts: Sequence[str] = (),
     webhook_secrets: Sequence[str] = (SECRET,),
+    open_metrics: bool = False,
 ) -> Iterator[Served]:
-    """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
+    """A gateway in a thread of its own, until the block ends; without a worker unless it `works`.
+
+    `keys` are the lines of a key file, or a key file.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     ready: Future[Served] = Future()
     stop: Future[None] = Future()
@@ -254,11 +270,11 @@ def serve(
         known = (IDLE,) if idle else ()
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
-        worker, shown = Worker(scheduler, results), Keys(keys)
+        worker, shown = Worker(scheduler, results), Keys(files=files)
         webhooks = Webhooks(webhook_hosts, webhook_secrets)
         gateway = Gateway(
             scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
-            cancels=cancels, reuses=reuses, webhooks=webhooks, public_url=public_url,
+            cancels=cancels, reuses=reuses, webhooks=webhooks, public_url=public_url, open_metrics=open_metrics,
         )  # fmt: skip
         await scheduler.start()
         webhooks.start(scheduler, gateway.links)
@@ -278,10 +294,11 @@ def serve(
         server.should_exit = True
         await asyncio.gather(serving, working, looking, return_exceptions=True)
 
-    thread = threading.Thread(target=uvloop.run, args=(main(),))
-    thread.start()
-    try:
-        yield ready.result(30)
-    finally:
-        stop.set_result(None)
-        thread.join()
+    with _key_files(keys) as files:
+        thread = threading.Thread(target=uvloop.run, args=(main(),))
+        thread.start()
+        try:
+            yield ready.result(30)
+        finally:
+            stop.set_result(None)
+            thread.join()

@@ -184,10 +184,10 @@ def test_a_name_that_somebody_hides_behind_another_is_still_looked_at(opened: in
 
 
 def test_with_keys_the_key_is_the_defence(tmp_path: Path) -> None:
-    with composed(tmp_path, api_key=("secret",)) as port:
+    with composed(tmp_path, api_key=("a-secret-of-tests",)) as port:
         elsewhere = ("Host: 192.0.2.7:8000", EVIL)
         assert call(port, "/v1/models", *elsewhere).status == 401
-        answer = call(port, "/v1/models", *elsewhere, "Authorization: Bearer secret")
+        answer = call(port, "/v1/models", *elsewhere, "Authorization: Bearer a-secret-of-tests")
         assert (answer.status, answer.headers.get("access-control-allow-origin")) == (200, None)
         assert call(port, "/health", *elsewhere).status == 200
 

@@ -42,7 +42,7 @@ def test_workers_and_pools_are_an_admin_s(guarded: Served) -> None:
         for path in CLOSED:
             answer = anna.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_only")
-            assert "--admin-key" in answer.json()["error"]["message"]
+            assert "admin=yes" in answer.json()["error"]["message"]
             assert root.get(path).status_code == 200
             assert stranger.get(path).status_code == 401
         assert anna.get("/v1/models").status_code == anna.get("/metrics").status_code == 200
@@ -87,8 +87,10 @@ def test_an_admin_sees_and_deletes_everybody_s_videos(guarded: Served) -> None:
         assert ids(anna, "/v1/videos") == []
 
 
-def test_one_key_alone_is_an_admin_s(tmp_path: Path) -> None:
-    with serve(tmp_path, keys=["anna key-a"]) as served, as_(served, "key-a") as anna, as_(served) as nobody:
+def test_one_key_in_a_file_is_no_admin_s_unless_its_line_says_so(tmp_path: Path) -> None:
+    with serve(tmp_path, keys=["anna key-a"]) as served, as_(served, "key-a") as anna:
+        assert [anna.get(path).status_code for path in CLOSED] == [403, 403]
+    with serve(tmp_path, keys=["anna key-a admin=yes"]) as served, as_(served, "key-a") as anna, as_(served) as nobody:
         assert [anna.get(path).status_code for path in CLOSED] == [200, 200]
         assert [nobody.get(path).status_code for path in CLOSED] == [401, 401]
 

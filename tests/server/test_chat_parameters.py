@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def port(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     data = tmp_path_factory.mktemp("served")
     names = ("first", "second")
-    with composed(data, models=(str(folder),), served_model_name=names, api_key=("secret",)) as port:
+    with composed(data, models=(str(folder),), served_model_name=names, api_key=("a-secret-of-tests",)) as port:
         yield port
 
 
@@ -55,7 +55,7 @@ def port(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int
 @pytest.mark.row("N1")
 @pytest.mark.parametrize("named", [{}, {"model": None}])
 def test_one_model_under_two_names_need_not_be_named(port: int, named: dict[str, None]) -> None:
-    with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="secret", max_retries=0) as ai:
+    with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="a-secret-of-tests", max_retries=0) as ai:
         body = {"messages": ASKED, "timeout": 1, **named}
         stream = ai.chat.completions.create(model=openai.omit, messages=ASKED, stream=True, extra_body=body)
         assert next(iter(stream)).choices[0].delta.role == "assistant"
@@ -66,10 +66,10 @@ def test_one_model_under_two_names_need_not_be_named(port: int, named: dict[str,
 @pytest.mark.parametrize(
     ("header", "status"),
     [
-        ("x-api-key: secret", 200),
-        ("Authorization: Bearer secret", 200),
+        ("x-api-key: a-secret-of-tests", 200),
+        ("Authorization: Bearer a-secret-of-tests", 200),
         ("x-api-key: other", 401),
-        ("x-key: secret", 401),
+        ("x-key: a-secret-of-tests", 401),
     ],
 )
 def test_a_key_may_come_as_x_api_key(port: int, header: str, status: int) -> None:

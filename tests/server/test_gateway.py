@@ -94,7 +94,8 @@ def test_a_key_is_needed_where_keys_are_configured(guarded: Served) -> None:
             error = response.json()["error"]
             assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
             assert [http.get(path).status_code for path in ("/v1/models", "/v1/requests", "/v1/pools")] == [401] * 3
-            assert [http.get(path).status_code for path in ("/health", "/metrics", "/version")] == [200] * 3
+            assert [http.get(path).status_code for path in ("/health", "/version")] == [200] * 2
+            assert http.get("/metrics").status_code == (401 if key else 200)
 
 
 def test_a_tenant_sees_its_own_requests_only(guarded: Served) -> None:

@@ -128,7 +128,7 @@ def test_calls_of_a_withdrawn_key_end_and_its_requests_go_on(tmp_path: Path) -> 
             ends[name] = error
 
     with (
-        serve(tmp_path / "results", keys=[str(file)]) as served,
+        serve(tmp_path / "results", keys=file) as served,
         served.held(),
         as_(served, "a") as ada,
         as_(served, "a2") as second,
@@ -164,7 +164,7 @@ def test_calls_of_a_withdrawn_key_end_and_its_requests_go_on(tmp_path: Path) -> 
 def test_a_video_that_is_streamed_to_a_withdrawn_key_breaks_off(tmp_path: Path) -> None:
     """Given a stream that has begun, when its key is removed, then it has no proper end: nobody takes it for whole."""
     file = written(tmp_path, "ada a", "bob b")
-    with serve(tmp_path / "results", keys=[str(file)]) as served, as_(served, "a") as ada:
+    with serve(tmp_path / "results", keys=file) as served, as_(served, "a") as ada:
         film = ada.post("/v1/videos", json={"prompt": "a circle", "model": IDLE.name}).json()["id"]
         with ada.stream("GET", f"/v1/videos/{film}/content?stream=1") as streamed:
             assert streamed.status_code == 200

@@ -63,7 +63,7 @@ def keyed(tmp_path: Path) -> Iterator[int]:
         "see only admin=yes read=yes",
     )
     file.write_text("\n".join(lines))
-    with composed(tmp_path, api_key=(str(file),)) as port:
+    with composed(tmp_path, api_keys=(str(file),)) as port:
         yield port
 
 

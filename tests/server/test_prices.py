@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,8 +75,10 @@ class Nobody:
             return
 
 
-def test_metrics_add_up_by_tenant_model_and_device() -> None:
-    keys, prices = Keys(["ada k", "bob b"]), Prices(["cpu=3600/h"])
+def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ada k\nbob b\n")
+    keys, prices = Keys(files=[str(file)]), Prices(["cpu=3600/h"])
     gateway = Gateway(Nobody(), None, keys=keys, prices=prices)  # type: ignore[arg-type]
     for tenant, seconds in (("ada", 2.0), ("ada", 0.5), ("bob", 4.0), ("gone", 1.0)):
         gateway.ended(context(tenant, s=Timings(run_s=seconds, device="cpu")))

@@ -144,14 +144,14 @@ def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_our_own_client_gets_through_with_a_key(tmp_path: Path) -> None:
     """Given a server with keys behind a proxy, when the client shows its key, then it is answered."""
-    with composed(tmp_path, api_key=("secret",), trusted_proxies=("127.0.0.1",)) as behind:
-        with connect(f"http://127.0.0.1:{behind}", "secret") as client:
+    with composed(tmp_path, api_key=("a-secret-of-tests",), trusted_proxies=("127.0.0.1",)) as behind:
+        with connect(f"http://127.0.0.1:{behind}", "a-secret-of-tests") as client:
             assert client.submit("a red circle", num_inference_steps=1).id.startswith("req_")
         with nginx(tmp_path, behind) as port:
             context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
             with httpx2.Client(base_url=f"https://localhost:{port}", verify=context, trust_env=False) as http:
                 assert http.get("/v1/models").status_code == 401
-                key = {"authorization": "Bearer secret", "host": "anything.example"}
+                key = {"authorization": "Bearer a-secret-of-tests", "host": "anything.example"}
                 assert http.get("/v1/models", headers=key).status_code == 200
 
 

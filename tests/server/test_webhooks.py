@@ -252,6 +252,8 @@ def test_a_webhook_is_refused_where_none_may_be_called(tmp_path: Path) -> None:
         ((), ("short",), "no base64|shorter than"),
         ((), ("whsec_MfKQ9r8G",), "shorter than 24 bytes"),
         ((), ("no base 64 at all, but long enough",), "no base64"),
+        ((), ("/etc/unfuse/secrets/of/webhooks/secret",), "looks like the path of a file, and there is no such file"),
+        ((), ("./secrets/of/webhooks/of/the/studio/x",), "looks like the path of a file"),
     ],
 )
 def test_settings_that_cannot_be_used_are_told_at_the_start(

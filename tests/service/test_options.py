@@ -11,19 +11,34 @@ import pytest
 
 from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
 from unfuse.launch.placement import Wanted
-from unfuse.server.keys import Key
+from unfuse.server.key_lines import Key
 from unfuse.service.groups import SHARED_ARENA, Transfer
+from unfuse.service.loading import Loading
+from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
-from unfuse.service.service import Service, plan, public_names
+from unfuse.service.service import ServeOptions, Service, plan, public_names
 from unfuse.service.settings import load
 
 
+def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the key that client verbs send, or a key file that is not here, then `generate` draws here all the same."""
+    environment = {"UNFUSE_API_KEY": "short", "UNFUSE_SERVE__API_KEYS": "/nowhere/keys", "UNFUSE_DATA_DIR": "/d"}
+    loaded = load({}, None, environment)
+    composed: list[ServeOptions] = []
+    monkeypatch.setattr("unfuse.service.local.plan", composed.append)
+    with pytest.raises(AttributeError, match="workers"), own_pools(loaded, Logs(), Loading(())):
+        pass
+    assert not composed[0].keys
+    with pytest.raises(UsageError, match="there is no key file|at least 16"):
+        options(loaded)
+
+
 def test_settings_become_what_is_composed() -> None:
-    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
+    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16, "UNFUSE_SERVE__DENOISERS": "3"}
     environment |= {"UNFUSE_SERVE__PLACE": "decoder=cpu", "UNFUSE_RUN_DIR": "/r"}
     environment |= {
         "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
@@ -45,7 +60,7 @@ def test_settings_become_what_is_composed() -> None:
     )
     assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
     assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
-    assert composed.keys.of("k") == Key("default", admin=True)
+    assert composed.keys.of("k" * 16) == Key("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA

@@ -99,6 +99,13 @@ def test_faults_that_were_set_are_answered_with_the_engine_that_makes_them(tmp_p
         assert said.count(". ") == 0
 
 
+def test_a_former_setting_of_admins_names_what_replaces_it(tmp_path: Path) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text('[serve]\nadmin_key = ["0123456789abcdef"]\n')
+    for said in (refusal(UNFUSE_SERVE__ADMIN_KEY="0123456789abcdef"), refusal(config=path)):
+        assert "admin=yes" in said and "unfuse keys add NAME --admin" in said and "0123456789abcdef" not in said
+
+
 def test_other_programs_variables_are_left_alone() -> None:
     assert load({}, None, {"UNFUSED": "1", "PATH": "/bin"}).origins["server"] == "default"
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from unfuse.cli.options import Config
+from unfuse.cli import show
+from unfuse.cli.options import Config, Json
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import Verbs
 from unfuse.service.settings import load
 
-app = Verbs("The keys by which schedulers and workers know each other, and those of the HTTP API.")
+app = Verbs("The keys of the HTTP API, and those by which schedulers and workers know each other (`new`).")
+
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--file", help="Key file [default: the first --api-keys, else api-keys in the data folder].", metavar="FILE"
+    ),
+]
 
 
 @app.verb(server=True)
@@ -34,24 +41,97 @@ def add(
     terminal: Terminal,
     name: Annotated[str, typer.Argument(help="Whose key it is: a tenant, which may have several.", metavar="NAME")],
     admin: Annotated[bool, typer.Option("--admin", help="It also opens workers, pools and others' requests.")] = False,
-    read: Annotated[bool, typer.Option("--read", help="It asks for nothing, and only reads.")] = False,
+    read: Annotated[bool, typer.Option("--read", help="It only reads, and sees all of /metrics.")] = False,
     models: Annotated[str, typer.Option("--models", help="All it may ask for, like a,b.", metavar="NAMES")] = "",
     rate: Annotated[str, typer.Option("--rate", help="So many new requests, like 60/min.", metavar="N/TIME")] = "",
     concurrent: Annotated[int, typer.Option("--concurrent", help="So many at a time.", metavar="N", min=0)] = 0,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="File of keys [default: api-keys in the data folder].", metavar="FILE")
-    ] = None,
+    file: File = None,
     config: Config = None,
 ) -> None:
-    """Make a key of the HTTP API, add it to a file of keys, and print it. A server that has the file knows it soon."""
-    from unfuse.server.keys import add as added
+    """Make a key of the HTTP API and print it, once: its hash is added to a key file. A server that has the file knows
+    the key within seconds.
 
-    said = {"admin": "yes" * admin, "read": "yes" * read, "models": models, "rate": rate}
-    said["concurrent"] = str(concurrent or "")
-    found = load(terminal.flags, config).settings
-    given = [entry for entry in found.serve.api_key if os.path.isfile(entry)]
-    place = file or Path(given[0] if given else Path(found.data_dir, "api-keys"))
-    typer.echo(added(place, name, {field: value for field, value in said.items() if value}))
+    Example: unfuse keys add anna --rate 60/min --concurrent 4
+    """
+    from unfuse.server import key_file
+
+    fields = {"admin": "yes" * admin, "read": "yes" * read, "models": models, "rate": rate}
+    fields["concurrent"] = str(concurrent or "")
+    place = _place(terminal, file, config)
+    typer.echo(key_file.add(place, name, {field: value for field, value in fields.items() if value}))
     terminal.say(
-        f"it is in {place}: start the server with --api-key {place}; one that has the file knows it in seconds"
+        f"the key is shown once: {place} has only its hash; start a server with --api-keys {place}; one that has the "
+        "file knows the key within seconds"
     )
+
+
+@app.verb(server=True)
+def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json = False) -> None:
+    """List the keys of a key file: names, limits, and the first digits of their hashes.
+
+    Example: unfuse keys ls --file keys.txt
+    """
+    from unfuse.server.key_file import SHOWN_DIGITS, rows_of
+
+    place = _place(terminal, file, config)
+    rows = [
+        {
+            "name": entry.name,
+            "hash": entry.digest.hex()[:SHOWN_DIGITS],
+            "admin": key.admin,
+            "read": key.only_reads,
+            "models": None if key.models is None else sorted(key.models),
+            "rate": dict(field.split("=", 1) for field in entry.fields).get("rate"),
+            "concurrent": key.allowance.concurrent or None,
+            "stored_as": "plain text" if entry.plain else "hash",
+        }
+        for entry, key in rows_of(place)
+    ]
+    columns = ["name", "hash", "admin", "read", "models", "rate", "concurrent", "stored_as"]
+    show.listing(rows, columns, f"no key in {place}", json)
+
+
+@app.verb(server=True)
+def rm(
+    terminal: Terminal,
+    which: Annotated[
+        str, typer.Argument(help="A name, or the first digits of a hash in `keys ls`.", metavar="NAME|HASH")
+    ],
+    file: File = None,
+    config: Config = None,
+) -> None:
+    """Remove all keys of a name, or the one key with this hash, from a key file.
+
+    A server that has the file ends their calls within seconds. Their requests continue.
+
+    Example: unfuse keys rm anna
+    """
+    from unfuse.server.key_file import SHOWN_DIGITS, remove
+
+    place = _place(terminal, file, config)
+    for entry in remove(place, which):
+        typer.echo(f"{entry.name} {entry.digest.hex()[:SHOWN_DIGITS]}")
+    terminal.say(f"removed from {place}")
+
+
+@app.verb(server=True)
+def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file.", metavar="FILE")]) -> None:
+    """Write the hashes of plain keys in their place in a key file. The keys stay valid; their calls continue.
+
+    Example: unfuse keys hash keys.txt
+    """
+    from unfuse.server.key_file import hash_keys
+
+    count, short = hash_keys(file)
+    terminal.say(f"{file}: {count} plain keys are hashes now" if count else f"{file} has no plain key")
+    if short:
+        terminal.say(
+            f"short keys can be guessed from their hashes: make new ones for {', '.join(dict.fromkeys(short))} by "
+            "`unfuse keys add NAME`, and remove the old ones"
+        )
+
+
+def _place(terminal: Terminal, file: Path | None, config: Path | None) -> Path:
+    """Return the key file that is meant."""
+    settings = load(terminal.flags, config).settings
+    return file or Path(next(iter(settings.serve.api_keys), "") or Path(settings.data_dir, "api-keys"))

@@ -24,7 +24,7 @@ MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
 PANELS: dict[str, tuple[str, ...]] = {
     MADE: (),
     CLIENTS: (
-        "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.served_model_name", "serve.revision",
+        "serve.host", "serve.port", "serve.api_key", "serve.open_metrics", "serve.served_model_name", "serve.revision",
         "serve.loras", "serve.strict_params", "serve.on_disconnect", "serve.allowed_", "serve.trusted_",
         "serve.public_url",
     ),

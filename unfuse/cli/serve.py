@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 @takes(
-    "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.allowed_hosts", "serve.allowed_origins",
+    "serve.host", "serve.port", "serve.api_key", "serve.api_keys", "serve.open_metrics",
+    "serve.allowed_hosts", "serve.allowed_origins",
     "serve.trusted_proxies", "serve.public_url", "serve.max_connections", "serve.max_connections_per_address",
     "serve.image_hosts", "serve.webhook_hosts", "serve.webhook_secret",
     "serve.served_model_name", "serve.revision", "serve.component_source",

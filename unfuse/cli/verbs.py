@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import Parameter
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +15,9 @@ from typer.core import TyperCommand
 import unfuse
 from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
 from unfuse.cli.terminal import Terminal
+from unfuse.core.errors import UsageError
 from unfuse.service.installed import require_server
-from unfuse.service.settings import FIELDS, load
+from unfuse.service.settings import FIELDS, GONE_FLAGS, load
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 
@@ -39,6 +41,13 @@ SHARED = (
 
 class Headed(TyperCommand):
     """A verb whose options stand under headings in its help, those on standard error last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments. Raises UsageError for a former flag, with what replaces it."""
+        for flag in (written.partition("=")[0] for written in takewhile(lambda written: written != "--", args)):
+            if flag in GONE_FLAGS:
+                raise UsageError(f"{flag} is not a flag any more; {GONE_FLAGS[flag]}")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""

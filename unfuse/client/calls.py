@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from unfuse.core.media import VIDEO, medium_for
 TIMEOUT_S = 60.0  # the longest silence of a response, in seconds; event streams send something every 15 seconds
 USUAL = "http://127.0.0.1:8000"  # the default address of `unfuse serve`
 RECONNECTS = 8  # how often in a row an event stream is resumed without a new event
+
+KEY = re.compile(r"[!-~]*")
+"""An API key, or none."""
 
 CHATS = "/v1/chat/completions"
 
@@ -51,7 +55,10 @@ class Call(NamedTuple):
 
 
 def settings(url: str, key: str | None) -> dict[str, Any]:
-    """What an HTTP client of that gateway is made with."""
+    """What an HTTP client of that gateway is made with. Raises InvalidParameter for a key that cannot be sent."""
+    key = (key or "").strip()
+    if not KEY.fullmatch(key):
+        raise InvalidParameter("an API key is printable ASCII without spaces: look whether it was copied whole", "key")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
 

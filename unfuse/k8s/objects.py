@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cache
+from hashlib import sha256
 from math import ceil
 from pathlib import Path
 from string import Template
@@ -119,10 +120,14 @@ def pools_of(name: str, spec: Object) -> list[Object]:
 
 def secrets_of(name: str, spec: Object) -> list[Object]:
     """The Secrets that a pipeline does not name, with new keys: only the first ever made of them counts."""
-    key = secrets.token_urlsafe(30)
+    key, metrics = secrets.token_urlsafe(30), secrets.token_urlsafe(30)
+    lines = [
+        f"{holder} sha256:{sha256(secret.encode()).hexdigest()} {right}=yes\n"
+        for holder, secret, right in (("operator", key, "admin"), ("prometheus", metrics, "read"))
+    ]
     texts = {
         "keysSecret": ("wire", {f"{side}.key": text for side, text in new().items()}),
-        "apiKeysSecret": ("api", {"key": key, "keys": f"operator {key} admin=yes\n"}),
+        "apiKeysSecret": ("api", {"key": key, "metrics": metrics, "keys": "".join(lines)}),
     }
     asked = {end: text for field, (end, text) in texts.items() if field not in spec}
     return [_object("v1", "Secret", f"{name}-{end}", stringData=text) for end, text in asked.items()]

@@ -16,6 +16,8 @@ from unfuse.wire.address import is_loopback
 
 ANY = "*"
 EXEMPT = frozenset({"/health", "/ready", "/metrics"})  # paths for probes, which may reach the server under any address
+STRANGER = "unfuse.stranger"
+"""The entry of a call's scope that says that Access allows it no more than these paths."""
 
 EXPOSED = (
     "x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms",
@@ -99,8 +101,10 @@ class Guard:
             if not scope["path"].startswith("/"):
                 raise Refusal(400, "bad_target", "ask for a path, such as /v1/models: this server is no proxy")
             names = self._forwarded(scope)
-            if not self._keyed and scope["path"] not in EXEMPT and (why := self._access.refusal(scope, names)):
-                raise why
+            if not self._keyed and (why := self._access.refusal(scope, names)):
+                if scope["path"] not in EXEMPT:
+                    raise why
+                scope[STRANGER] = True
         await self._app(scope, receive, send)
 
     def _forwarded(self, scope: Scope) -> list[str]:

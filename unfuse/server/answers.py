@@ -149,4 +149,4 @@ HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/ev
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]  # the schema of each event's data, listed by this name
 
 FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
-READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}, away=array(TEXT)))
+READY = one(thing({"ready": {"const": True}}, models=array(TEXT), away=array(TEXT)))

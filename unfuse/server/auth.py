@@ -15,9 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse.core.errors import TransientError
 from unfuse.core.request import Allowance
+from unfuse.server.access import STRANGER
 from unfuse.server.errors import BrokenOff, Refusal, envelope
 from unfuse.server.gateway import gateway_of
-from unfuse.server.keys import DEFAULT_TENANT, Keys
+from unfuse.server.key_lines import DEFAULT_TENANT, Key
+from unfuse.server.keys import Keys
 from unfuse.server.sse import event
 
 KEYED = HTTPBearer(auto_error=False, description="an API key of this server")
@@ -29,7 +31,8 @@ READS = frozenset({"GET", "HEAD", "OPTIONS"})
 class Caller(msgspec.Struct, frozen=True):
     """The caller. It may see and end the requests of the tenant `sees`, which is its own; None: of all tenants.
 
-    It may ask for these `models` (None: any), and have this much.
+    It may ask for these `models` (None: any), and have this much. One that `only_reads` creates nothing, and sees all
+    metrics, as an admin does.
     """
 
     tenant: str
@@ -37,6 +40,7 @@ class Caller(msgspec.Struct, frozen=True):
     admin: bool
     models: frozenset[str] | None = None
     allowance: Allowance = Allowance()
+    only_reads: bool = False
 
     def may_use(self, model: str) -> bool:
         """Whether it may ask for a model, by the name that clients use."""
@@ -52,17 +56,50 @@ async def caller_of(request: Request) -> Caller:
     keys = gateway.keys
     if not keys:
         return Caller(DEFAULT_TENANT, DEFAULT_TENANT, True)
-    key = keys.of(_shown(request.headers))
+    shown = _shown(request.headers)
+    key = keys.of(shown)
     if key is None:
         if await gateway.links.opens(request):
             return FOLLOWS_LINK
-        raise _unknown()
+        raise _unauthorized(shown)
     with suppress(Refusal, TransientError):
         if await gateway.links.opens(request):
             return FOLLOWS_LINK
     if key.only_reads and request.method not in READS:
         raise Refusal(403, "read_only", "this key only reads: whoever keeps the keys can give one without read=yes")
-    return Caller(key.tenant, None if key.admin else key.tenant, key.admin, key.models, key.allowance)
+    return _caller(key)
+
+
+async def visitor_of(request: Request) -> Caller | None:
+    """Return the caller of a path that is open to everybody; None for a stranger.
+
+    A stranger sent no key that is known where keys are configured; without configured keys, it used a host or an
+    origin that is not allowed.
+    """
+    keys = (await gateway_of(request)).keys
+    if not keys:
+        return None if request.scope.get(STRANGER) else Caller(DEFAULT_TENANT, DEFAULT_TENANT, True)
+    key = keys.of(_shown(request.headers))
+    return None if key is None else _caller(key)
+
+
+Visitor = Annotated[Caller | None, Depends(visitor_of)]
+
+
+async def reader_of(request: Request, visitor: Visitor) -> Caller | None:
+    """Return the same for a path that shows less to strangers. Raises Refusal (401) for an unknown key.
+
+    A program that lost its key is then told so, and does not work with less without notice.
+    """
+    gateway, shown = await gateway_of(request), _shown(request.headers)
+    if visitor is None and shown and gateway.keys and not gateway.open_metrics:
+        raise _unauthorized(shown)
+    return visitor
+
+
+def _caller(key: Key) -> Caller:
+    sees = None if key.admin else key.tenant
+    return Caller(key.tenant, sees, key.admin, key.models, key.allowance, key.only_reads)
 
 
 FOLLOWS_LINK = Caller(DEFAULT_TENANT, None, False)
@@ -74,7 +111,8 @@ Known = Annotated[Caller, Depends(caller_of)]
 async def admin_only(caller: Known) -> None:
     """Raise Refusal (401, 403) unless the caller is an admin, if keys are configured."""
     if not caller.admin:
-        raise Refusal(403, "admin_only", "this needs an admin's key: `unfuse serve --admin-key` says which those are")
+        message = "this needs an admin's key: one with admin=yes in the server's --api-keys FILE, or a sole --api-key"
+        raise Refusal(403, "admin_only", message)
 
 
 class Lasting:
@@ -103,11 +141,11 @@ class Lasting:
             if not lasting.expired():
                 raise
             if begun is None:
-                raise _unknown() from error
+                raise _withdrawn() from error
             kind = Headers(raw=begun["headers"]).get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise BrokenOff("the key was withdrawn") from error
-            await send({"type": "http.response.body", "body": event(envelope(_unknown()), "error")})
+            await send({"type": "http.response.body", "body": event(envelope(_withdrawn()), "error")})
 
 
 def _shown(headers: Headers) -> str:
@@ -116,6 +154,19 @@ def _shown(headers: Headers) -> str:
     return given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
-def _unknown() -> Refusal:
-    message = "send a key of this server as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+def _unauthorized(shown: str) -> Refusal:
+    """Return the refusal of a call whose key is unknown, or that shows none."""
+    if shown:
+        return _refusal("this server does not know this key: use one that `unfuse keys add NAME` made for it")
+    return _refusal(
+        "this server needs an API key: send one by --api-key or UNFUSE_API_KEY, in HTTP as 'Authorization: Bearer KEY' "
+        "or 'x-api-key: KEY'"
+    )
+
+
+def _withdrawn() -> Refusal:
+    return _refusal("this server does not know this key any more: it was removed, or opens less than before")
+
+
+def _refusal(message: str) -> Refusal:
     return Refusal(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})

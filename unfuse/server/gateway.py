@@ -24,7 +24,8 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.fetching import Fetching
 from unfuse.server.joining import Joining
-from unfuse.server.keys import DEFAULT_TENANT, Keys
+from unfuse.server.key_lines import DEFAULT_TENANT
+from unfuse.server.keys import Keys
 from unfuse.server.links import Links
 from unfuse.server.metrics import Metrics
 from unfuse.server.parsers import Parsers
@@ -58,7 +59,7 @@ class Gateway(Observer):
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
     models; `parsers` selects the parsers of answers. Links begin with the `public_url` ("": with the address that the
-    client used). What the scheduler does it counts and logs.
+    client used). With `open_metrics`, everybody sees all metrics. What the scheduler does it counts and logs.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Gateway(Observer):
         joining: Joining | None = None,
         public_url: str = "",
         parsers: Parsers | None = None,
+        open_metrics: bool = False,
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
         self.keys, self.prices, self.public_url = keys or Keys(), prices, public_url
@@ -90,7 +92,7 @@ class Gateway(Observer):
         self.trials, self.fetching = Trials(self.metrics.texts), fetching or Fetching()
         self._names, self._standard, self.strict = dict(names or {}), standard or {}, strict
         self.time_limits = time_limits or {}
-        self.cancels = cancels
+        self.cancels, self.open_metrics = cancels, open_metrics
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""

@@ -15,6 +15,7 @@ from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, Stats, TaskQueue
 from unfuse.scheduler.observer import Observer
 from unfuse.server.device_metrics import CostMetrics, DeviceMetrics
+from unfuse.server.metrics_audience import EVERYTHING, Audience, VisibleMetrics
 from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
 
@@ -143,10 +144,12 @@ class Metrics(Observer):
         pools: Sequence[str],
         roles: Mapping[str, tuple[str, str]] | None = None,
         asleep: Collection[str] = (),
+        audience: Audience = EVERYTHING,
     ) -> bytes:
         """All metrics in Prometheus' text format, with statistics of these pools.
 
-        `roles` are the role and the component of workers by declared pool, of which some are `asleep`.
+        `roles` are the role and the component of workers by declared pool, of which some are `asleep`. The page has
+        the samples that the `audience` sees.
         """
         roles = roles or {}
         stats = await queue.stats([*pools, *(pool for pool in self._had if pool not in pools)])
@@ -183,7 +186,7 @@ class Metrics(Observer):
             self._busy.labels(*_named(pool)).set(sum(held))
             self._idle.labels(*_named(pool)).set(len(held) - sum(held))
             self._asleep.labels(*_named(pool)).set(declared(pool) in asleep)
-        return generate_latest(self._registry)
+        return generate_latest(VisibleMetrics(self._registry, audience))
 
     def _remember(self, pools: Sequence[str]) -> None:
         """Look at these again, also when their last worker is gone."""

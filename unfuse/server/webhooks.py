@@ -24,6 +24,7 @@ from unfuse.core.request import Record, RequestContext, Webhook
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.links import WEBHOOK_LASTS_S, Links
+from unfuse.server.path_like import is_path_like
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.targets import Targets, host_of
 from unfuse.server.view import request_object
@@ -126,8 +127,14 @@ class Webhooks(Observer):
 
 def _signer(secret: str) -> Signer:
     """What signs by a secret, or by that in a file. Raises ConfigError, which does not tell it."""
+    is_file = os.path.isfile(secret)
+    if not is_file and is_path_like(secret):
+        raise ConfigError(
+            "--webhook-secret looks like the path of a file, and there is no such file: make it by "
+            "`openssl rand -base64 32`, or write whsec_ before a secret that begins with /"
+        )
     try:
-        told = Path(secret).read_text().strip() if os.path.isfile(secret) else secret
+        told = Path(secret).read_text().strip() if is_file else secret
         coded = told.removeprefix("whsec_")
         if len(base64.b64decode(coded + "=" * (-len(coded) % 4), validate=True)) >= LEAST_SECRET:
             return Signer(told)

@@ -43,13 +43,17 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
     ] = ()
-    api_key: Annotated[
-        tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY, and what it may do.", secret=True)
-    ] = ()
-    admin_key: Annotated[tuple[str, ...], says(
-        "A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does.",
+    api_key: Annotated[tuple[str, ...], says(
+        "A key that clients may send, of at least 16 characters. A sole key is an admin's; for several use --api-keys.",
         secret=True,
     )] = ()  # fmt: skip
+    api_keys: Annotated[tuple[str, ...], says(
+        "A file of keys, as `unfuse keys add NAME` writes it; lines with admin=yes are admins'. Read again when it "
+        "changes."
+    )] = ()  # fmt: skip
+    open_metrics: Annotated[bool, says(
+        "Show everybody all of /metrics. Without it, a client without a key sees no tenant, money or model there."
+    )] = False  # fmt: skip
     allowed_hosts: Annotated[tuple[str, ...], says(
         "Without keys: names that clients may reach it by, beside localhost; .domain for all below it; * for any."
     )] = ()  # fmt: skip
@@ -322,7 +326,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, says("Folder of this user alone, in which the processes of one machine meet; by default one is made.")
     ] = ""
     server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
-    api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.", secret=True)] = ""
+    api_key: Annotated[str, says("Key that the client verbs send, and that `serve` accepts.", secret=True)] = ""
     keys: Annotated[str, says(
         "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; by "
         "default those in the data folder."

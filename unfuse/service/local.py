@@ -44,7 +44,9 @@ def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None 
         logs = Logs(loaded.settings.log)
         if not structlog.is_configured():
             logs.open_log()
-    chosen = options(loaded)
+    serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())  # those of a server elsewhere
+    settings = msgspec.structs.replace(loaded.settings, api_key="", serve=serve)
+    chosen = options(Loaded(settings, loaded.origins))
     planned = plan(chosen)
     if loading:
         loading.expect([worker.role for worker in planned.workers])

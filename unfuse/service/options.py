@@ -32,7 +32,7 @@ def options(loaded: Loaded) -> ServeOptions:
     FINGERPRINTS.remember_in(Path(settings.data_dir))
     return ServeOptions(
         serve=serve,
-        keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
+        keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),

@@ -147,7 +147,9 @@ class Service:
         """Serve until `stop`; `started` is called with the URL once requests are answered. Raises ConfigError."""
         options, serve = self._options, self._options.serve
         if not is_loopback(serve.host) and not options.keys:
-            raise ConfigError(f"--host {serve.host} can be reached by others: set --api-key, or use 127.0.0.1")
+            raise ConfigError(
+                f"--host {serve.host} can be reached by others: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
+            )
         names = public_names(serve)
         listener = listen(serve.host, serve.port)
         async with contextlib.AsyncExitStack() as stack:
@@ -166,7 +168,7 @@ class Service:
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
                 prices=options.prices, fetching=fetching, joining=crews, public_url=options.public_url,
-                parsers=options.parsers,
+                parsers=options.parsers, open_metrics=serve.open_metrics,
             )  # fmt: skip
             server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -180,6 +182,8 @@ class Service:
                 background.forever("keeping results within their limit", bound)
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             background.forever("looking whether keys have changed", options.keys.look)
+            if options.keys.warning:
+                log.warning(options.keys.warning)
             launcher = crews.begin(self._plan)
             background.forever("looking which models have left", crews.look)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host

@@ -26,11 +26,17 @@ DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
 PARSED: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}
 """What reads numbers that are written with a unit, by that unit."""
 
+ADMIN_KEYS = "a key of --api-keys FILE is an admin's by admin=yes on its line (`unfuse keys add NAME --admin`)"
+
 GONE = {
     "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
-    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1"
+    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
+    "serve.admin_key": ADMIN_KEYS,
 }
 """Prefixes of settings' former names, and what replaces them."""
+
+GONE_FLAGS = {"--admin-key": ADMIN_KEYS}
+"""Former flags, and what replaces them."""
 
 
 class Field(msgspec.Struct, frozen=True):

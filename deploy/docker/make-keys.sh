@@ -1,0 +1,25 @@
+#!/bin/sh
+# Makes what compose.yml mounts as secrets: keys.txt, a key file with hashes, and metrics.key, the key of Prometheus, which
+# only reads. Prints the key of clients, an admin's; it is stored nowhere. Keys that are there already stay.
+set -eu
+cd "$(dirname "$0")"
+mkdir -m 700 secrets
+
+new_key() {
+    head -c 24 /dev/urandom | od -An -v -tx1 | tr -d ' \n'
+}
+
+# NAME KEY RIGHT
+add() {
+    printf '%s sha256:%s %s\n' "$1" "$(printf %s "$2" | sha256sum | cut -d ' ' -f 1)" "$3" >> secrets/keys.txt
+}
+
+key=$(new_key)
+metrics=$(new_key)
+add studio "$key" admin=yes
+add prometheus "$metrics" read=yes
+printf %s "$metrics" > secrets/metrics.key
+
+# the users of the containers read them; the folder is closed to others
+chmod 644 secrets/keys.txt secrets/metrics.key
+echo "$key"
