@@ -279,8 +279,9 @@ class TaskQueue(ABC):
     async def expired(self, ttl: float) -> list[Lease]:
         """The leases whose time has passed. They stay held until a commit closes them.
 
-        If the last call was more than ttl / 2 ago, no scheduler was there and workers could not renew: then all leases
-        are extended to now + ttl, and none is returned.
+        If the last call was more than ttl / 2 ago, no scheduler was there and workers could not renew, or the clock was
+        set: then all leases are extended to now + ttl, and none is returned. For `Running.ran_s`, on which time limits
+        depend, the time between two calls counts as ttl / 2 at most.
         """
 
     @abstractmethod
