@@ -32,7 +32,7 @@ def test_a_clock_that_is_set_ends_no_running_picture(seconds: int, tmp_path: Pat
     with serving(tmp_path, model, "--arena", "16MiB", "--image-timeout", "60", **variables) as server:
         server.ready()
         assert server.finished(server.submit(SLOW, seed=9, num_inference_steps=10))["status"] == "completed"
-        requests = [server.submit(SLOW, seed=seed, num_inference_steps=60) for seed in range(8)]
+        requests = [server.submit(SLOW, seed=seed, num_inference_steps=30) for seed in range(8)]
         until(lambda: server.get(f"/v1/requests/{requests[0]}")["status"] == "in_progress", "it to run", server.process)
         (new := tmp_path / "new").write_text(str(seconds))
         new.rename(ahead)
