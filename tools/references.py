@@ -127,6 +127,7 @@ ADVICE = {
         "The model's safety checker flagged all results: change the prompt, or try another seed. If it flagged only "
         "some pictures, the request completes, and these are marked with `flagged`."
     ),
+    "lost": "The queue has lost the data of the request, or it was deleted while the call waited: repeat the call.",
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
@@ -158,6 +159,10 @@ ADVICE = {
     "range_not_satisfiable": "The range begins after the end of the file: `Content-Range` has the file's length.",
     "read_only": "Ask with a key without `read=yes`.",
     "stage_failed": "A stage failed in the same way wherever it ran; the message says why.",
+    "starting": (
+        "The server waits for its queue, as `/ready` says: start Redis, or make room on the disk of the queue; it goes "
+        "on by itself."
+    ),
     "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",
     "target_too_long": "Send what is long in the body.",
     "timeout": "The client was too slow to send, or to read: see bounds in [serving](serving.md#who-may-ask).",

@@ -64,7 +64,7 @@ class SharedForkServer:
             command = [sys.executable, "-m", "unfuse.worker.fork_server", str(self._asked.fileno()), "unfuse/shapes"]
             with (self._folder / "fork_server.log").open("wb") as log:
                 self._process = subprocess.Popen(
-                    command, pass_fds=[self._asked.fileno()], env=environment(self._folder) | compute_environment(1),
+                    command, pass_fds=[self._asked.fileno()], env=compute_environment(1, environment(self._folder)),
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
         return self._asks.fileno()

@@ -40,6 +40,7 @@ from bench import (
     stream,
     tasks,
     turns,
+    waiting,
 )
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
@@ -399,3 +400,7 @@ def test_turns_are_measured_beside_servers_of_one_model_and_what_is_lost_is_coun
     shapes = turns.sibling(SHAPES, tmp_path / "two")
     assert {file.name for file in shapes.glob("*")} == {file.name for file in SHAPES.glob("*")}
     assert (shapes / VAE).read_bytes() != (SHAPES / VAE).read_bytes()
+
+
+def test_threads_that_wait_decode_something() -> None:
+    assert waiting.decode(1, 0.01) > 0

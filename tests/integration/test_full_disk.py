@@ -42,7 +42,8 @@ def charged(shown: dict[str, Any]) -> int:
 )
 def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
     """Given requests that run when the disk fills up, then nothing fails and no attempt is charged, `/ready` is 503
-    and says why without a path; one with a timeout expires; with room again the others complete by themselves."""
+    and says why without a path, and requests are listed; one with a timeout expires; with room again the others
+    complete by themselves."""
     model, variables = installed(tmp_path)
     with small_disk(tmp_path, 8192) as disk:
         where = {"UNFUSE_SERVE__RESULTS": f"disk:{disk}"} if apart else {"UNFUSE_DATA_DIR": str(disk)}
@@ -61,6 +62,8 @@ def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
                 states = [server.get(f"/v1/requests/{request}")["status"] for request in requests]
                 assert states == ["in_progress"] * 3
             assert str(tmp_path) not in asked(server, "/ready")[1]
+            status, listed = asked(server, "/v1/requests")
+            assert status == 200 and all(request in listed for request in requests)
             (disk / "filler").unlink()
             shown = [server.finished(request) for request in requests]
             assert [(one["status"], charged(one)) for one in shown] == [("completed", 0)] * 3

@@ -16,7 +16,7 @@ from tools.asking import asking
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Change, Record, Running
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.known import MOST_KNOWN, KnownRecords
+from unfuse.queues.known import KNOWN_S, MOST_KNOWN, KnownRecords
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
 from unfuse.scheduler.scheduler import Scheduler
@@ -28,7 +28,7 @@ LEASE = Lease(task("a"), "w", b"t" * 16, 5.0)
 
 class TestKnownRecords:
     def test_a_lease_that_was_heard_of_runs_in_its_record(self) -> None:
-        known = KnownRecords()
+        known = KnownRecords(ManualClock())
         known.keep(Record(request("a"), position=3))
         assert known.of(LEASE.claim) is None
         known.leased([LEASE], since=7.0)
@@ -37,7 +37,7 @@ class TestKnownRecords:
         assert [(run.stage, run.attempt, run.worker, run.since) for run in record.running] == [("s", 1, "w", 7.0)]
 
     def test_of_another_attempt_or_stage_nothing_is_known(self) -> None:
-        known = KnownRecords()
+        known = KnownRecords(ManualClock())
         known.keep(Record(request("a")))
         known.leased([LEASE], since=7.0)
         for other in ({"attempt": 2}, {"stage": "t"}, {"request": "b"}):
@@ -45,8 +45,20 @@ class TestKnownRecords:
             assert known.of(claim) is None
         assert known.of(LEASE.claim) is not None
 
+    def test_what_was_heard_of_long_ago_is_not_known(self) -> None:
+        """Given a stage that runs, then how long it has run grows with time, and after a while the queue is asked."""
+        clock = ManualClock()
+        known = KnownRecords(clock)
+        known.keep(Record(request("a")))
+        known.leased([LEASE], since=7.0)
+        clock.advance(KNOWN_S)
+        record = known.of(LEASE.claim)
+        assert record is not None and [run.ran_s for run in record.running] == [KNOWN_S]
+        clock.advance(0.5)
+        assert known.of(LEASE.claim) is None
+
     def test_what_is_over_is_forgotten_and_takes_no_place(self) -> None:
-        known = KnownRecords()
+        known = KnownRecords(ManualClock())
         known.keep(Record(request("a")))
         known.leased([LEASE], since=7.0)
         for number in range(MOST_KNOWN):
@@ -56,7 +68,7 @@ class TestKnownRecords:
         assert known.of(LEASE.claim) is None
 
     def test_those_that_were_stored_last_are_known(self) -> None:
-        known = KnownRecords()
+        known = KnownRecords(ManualClock())
         names = [f"r{number}" for number in range(MOST_KNOWN + 2)]
         for name in [*names[:MOST_KNOWN], names[0], *names[MOST_KNOWN:]]:
             known.keep(Record(request(name)))
@@ -110,9 +122,10 @@ class TestTwoSchedulersOverOneServer:
                 assert isinstance(clock, ManualClock)
                 await one.submit(*asking(CARD, params(), id="img_1"))
                 while leases := await take(one):
+                    await one.queue.expired(one.lease_ttl)
                     clock.advance(2.0)
                     if forgets:
-                        one.queue._known = KnownRecords()  # type: ignore[attr-defined]
+                        one.queue._known = KnownRecords(clock)  # type: ignore[attr-defined]
                     record, _leases = await one.complete(done(leases[0]), WORKER)
                     clock.advance(1.0)
                 plain = {name: msgspec.structs.replace(s, token=b"") for name, s in record.context.stages.items()}

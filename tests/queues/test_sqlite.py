@@ -424,6 +424,36 @@ class TestADiskThatIsFull:
             await raised(NotFound, queue.load("c"))
             await queue.close()
 
+    async def test_lists_what_can_be_read(self, path: Path, clock: ManualClock) -> None:
+        """Given one request that cannot be written as it is now, and a new one that cannot be written at all, then the
+        others are listed, the first one as it was written last, where that is asked for; nothing else is over."""
+        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+            queue = SqliteQueue(path, clock)
+            record, _ = await submitted(queue, "a"), await submitted(queue, "b")
+            ended = await submitted(queue, "c")
+            await queue.commit(change(ended, status="cancelled"))
+            lease = await leased(queue)
+            await queue.load("a")
+            disk.full = True
+            ending = done(record, lease, status="completed")
+            assert "full" in str(await raised(TransientError, queue.commit(ending)))
+            queue._state.submit(request("d"), [], [], LIMITS)
+
+            async def listed(**which: Any) -> list[tuple[str, str]]:
+                return [(one.context.id, one.status) for one in await queue.list(Filter(**which))]
+
+            assert await listed() == [("c", "cancelled"), ("b", "queued"), ("a", "in_progress")]
+            assert await listed(status="completed") == []
+            assert await listed(status="queued") == [("b", "queued")]
+            assert await queue.over(["a", "b", "c", "unknown"]) == ["c", "unknown"]
+            disk.full = False
+            while queue._writer.is_blocked(queue._state.entry("a")):
+                await asyncio.sleep(0.01)
+            assert [id for id, _ in await listed()] == ["d", "c", "b", "a"]
+            assert await listed(status="completed") == [("a", "completed")]
+            assert await queue.over(["a", "b", "c", "unknown"]) == ["a", "c", "unknown"]
+            await queue.close()
+
     @pytest.mark.slow
     async def test_lets_the_queue_be_closed(self, tmp_path: Path, clock: ManualClock) -> None:
         """Given a disk that stays full, then what was acknowledged is there at the next start, and nothing else."""
@@ -437,6 +467,22 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(disk / "queue.db", clock)
             assert (await queue.load("a")).context == record.context
             await queue.close()
+
+    @pytest.mark.slow
+    async def test_at_the_start_is_no_reason_to_give_up(self, tmp_path: Path, clock: ManualClock) -> None:
+        """Given a disk without room, whether or not the file is there, then opening says so and can be repeated."""
+        with small_disk(tmp_path, 256) as disk:
+            for is_new in (True, False):
+                fill(disk)
+                for _ in range(2):
+                    with pytest.raises(TransientError, match="full"):
+                        SqliteQueue(disk / "queue.db", clock)
+                (disk / "filler").unlink()
+                queue = SqliteQueue(disk / "queue.db", clock)
+                if is_new:
+                    await submitted(queue, "a")
+                assert [record.context.id for record in await queue.list(Filter())] == ["a"]
+                await queue.close()
 
     @pytest.mark.slow
     async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:

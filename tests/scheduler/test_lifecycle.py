@@ -413,20 +413,22 @@ class TestTheEnd:
     def test_a_chain_that_ran_for_longer_than_it_may_ends_and_queues_do_not_count(self, first: Change) -> None:
         """Given a limit of 10 s, when a stage was leased for 4, waited for an hour and runs for 7, then it is over."""
         limited = msgspec.structs.replace(first, context=msgspec.structs.replace(first.context, limit_s=10.0))
-        text = (Running("text", 1, "w", WALL),)
+        text = (Running("text", 1, "w", WALL, ran_s=4.0),)
         once = fail(limited, "text", "transient", running=text, wall=WALL + 4).context
         assert once.stages["text"].leased_s == 4
-        again = (Running("text", 2, "w", WALL + 3600), Running("image", 1, "w", WALL + 3597))
 
-        assert lifecycle.overran(once, WALL + 3606, again) is None  # 4 + 6 beside 9, not 19
-        change = lifecycle.overran(once, WALL + 3607, again)
+        def again(text_s: float) -> tuple[Running, ...]:
+            return Running("text", 2, "w", WALL, ran_s=text_s), Running("image", 1, "w", WALL, ran_s=text_s + 3)
+
+        assert lifecycle.overran(once, WALL + 3606, again(6.0)) is None  # 4 + 6 beside 9, not 19
+        change = lifecycle.overran(once, WALL + 3607, again(7.0))
 
         assert change is not None
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code) == ("expired", "expired")
         assert "10 s" in change.context.error.message
-        assert lifecycle.overran(change.context, WALL + 9999, again) is None
-        assert lifecycle.overran(msgspec.structs.replace(once, limit_s=None), WALL + 9999, again) is None
+        assert lifecycle.overran(change.context, WALL + 9999, again(99.0)) is None
+        assert lifecycle.overran(msgspec.structs.replace(once, limit_s=None), WALL + 9999, again(99.0)) is None
 
     @pytest.mark.parametrize("status", [name for name, moves in REQUEST_MOVES.items() if not moves])
     def test_what_is_over_stays_as_it_is(self, first: Change, status: Any) -> None:

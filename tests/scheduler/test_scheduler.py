@@ -419,6 +419,9 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
         await scheduler.queue.hello(info("here", ENCODE), [CARD])
         clock.advance(60)
         await scheduler.upkeep.workers()
+        assert [member.info.id for member in await scheduler.queue.workers()] == ["gone", "here"]
+        clock.advance(6)
+        await scheduler.upkeep.workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]
 
 
@@ -434,7 +437,7 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
         assert (await scheduler.submit(*asking(CARD, params()))).context.limit_s is None
 
         await take(scheduler)
-        clock.advance(31.0)
+        await pass_by(scheduler, clock, 31.0)
         await scheduler.upkeep.requests()
 
         statuses = [record.context.status for record in await scheduler.queue.list(Filter(), limit=9)]

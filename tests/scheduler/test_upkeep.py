@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tests.scheduler.model import CARD, ENCODE, params
 from tests.scheduler.test_scheduler import info
 from tools.asking import asking
+from unfuse.core.request import Change
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.upkeep import GONE, REVIEW_S, SWEEP_S
@@ -37,6 +39,53 @@ async def test_leases_deadlines_and_workers_end_in_their_time() -> None:
     assert (await queue.load(request)).context.status == "expired"
 
     assert len(await queue.workers()) == 1
-    await asyncio.sleep(GONE * 15.0 + REVIEW_S)
+    await asyncio.sleep((GONE + 1) * 15.0 + 3 * REVIEW_S)
     assert await queue.workers() == []
+    await scheduler.close()
+
+
+class SteppedClock(VirtualClock):
+    """Both readings can be set forward: `now` as of a server whose clock is set, `wall` as of this machine."""
+
+    now_ahead = wall_ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.now_ahead
+
+    def wall(self) -> float:
+        return super().wall() + self.wall_ahead
+
+
+@pytest.mark.parametrize("reading", ["now_ahead", "wall_ahead"])
+@in_virtual_time
+async def test_a_clock_set_forward_ends_no_running_request(reading: str) -> None:
+    """Given stages that run within their limits, when a clock is set forward by an hour, then they stay with their
+    workers, which are not forgotten, and their requests complete; one that runs for too long still ends."""
+    clock = SteppedClock()
+    scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=VirtualClock(), lease_ttl=15.0)
+    scheduler.clock.wall = clock.wall  # type: ignore[method-assign]
+    queue = scheduler.queue
+    await scheduler.start()
+    await queue.hello(info("w", ENCODE), [CARD])
+    request = (await scheduler.submit(*asking(CARD, params()))).context
+    await queue.commit(Change(msgspec.structs.replace(request, version=request.version + 1, limit_s=300.0)))
+    (lease,) = await queue.lease("w", wanted(ENCODE), 15.0)
+
+    async def run_for(seconds: float) -> None:
+        for _ in range(int(seconds / 3)):
+            await asyncio.sleep(3.0)
+            await queue.renew([lease.claim], 15.0)
+
+    await run_for(30.0)
+    setattr(clock, reading, 3600.0)
+    await run_for(9.0)
+    await queue.hello(info("w", ENCODE))
+    await run_for(60.0)
+    assert (await queue.load(request.id)).status == "in_progress"
+    assert [member.info.id for member in await queue.workers()] == ["w"]
+    assert (await queue.renew([lease.claim], 15.0)).ended == ()
+
+    await run_for(240.0)
+    ended = (await queue.load(request.id)).context
+    assert (ended.status, ended.error and "300 s" in ended.error.message) == ("expired", True)
     await scheduler.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,21 @@ def test_what_was_accepted_before_a_restart_is_counted_when_it_ends(tmp_path: Pa
         with httpx2.Client(base_url=second.url, trust_env=False) as http:
             until(lambda: count(http, "completed") == 1)
             assert count(http, "submitted") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_for_what_the_queue_has_lost_is_told_to_call_again(
+    stream: bool, redis: RedisServer, tmp_path: Path
+) -> None:
+    """Given a caller that waits, when the data of the queue's server is deleted, then the answer is a 503 `lost`."""
+    with (
+        serve(tmp_path, queue=f"{redis.url}?prefix=lost", works=False) as served,
+        httpx2.Client(base_url=served.url, timeout=60, trust_env=False) as http,
+        ThreadPoolExecutor() as asking,
+    ):
+        answer = asking.submit(http.post, URL, json={"model": IDLE.name, "prompt": "a", "stream": stream})
+        until(lambda: list(redis.client.scan_iter("{lost}:request:*")))
+        redis.client.delete(*redis.client.scan_iter("{lost}*"))
+        response = answer.result()
+    error = json.loads(response.text.removeprefix("data: "))["error"]
+    assert (error["code"], response.status_code) == ("lost", 200 if stream else 503)

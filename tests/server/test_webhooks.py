@@ -222,10 +222,39 @@ def test_any_host_means_any_of_the_internet() -> None:
     for url in ("http://127.0.0.1/", "http://[::1]/", "http://192.168.1.1/", "http://[64:ff9b::7f00:1]/"):
         with pytest.raises(InvalidParameter):
             targets.require(url)
-    inner = ("::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::")
-    for address in ("10.0.0.1", *inner, "224.0.1.1", "0.0.0.0", "fe80::1%lo", ""):
+    for address in ("10.0.0.1", "224.0.1.1", "0.0.0.0", "192.0.0.8", "192.88.99.1", "fe80::1%lo", "fec0::1", ""):
         assert not targets.check(address), address
-    assert targets.check("8.8.8.8") and targets.check("64:ff9b::808:808")
+    assert targets.check("8.8.8.8") and targets.check("2606:4700::1111")
+
+
+@pytest.mark.parametrize(
+    ("form", "is_for_public_ones"),
+    [
+        ("::{0}", False),  # IPv4-compatible
+        ("::ffff:{0}", True),  # IPv4-mapped
+        ("::ffff:0:{0}", False),  # IPv4-translated
+        ("64:ff9b::{0}", True),  # NAT64
+        ("64:ff9b:1::{0}", False),  # NAT64 of a network of one's own
+        ("2002:{0}::1", True),  # 6to4
+        ("2001:0:{0}::f7f7:f7f7", False),  # Teredo: its server; the client is 8.8.8.8
+        ("2001:0:808:808::{1}", False),  # Teredo: its client, with all bits inverted
+        ("2600::5efe:{0}", True),  # ISATAP
+        ("2600::200:5efe:{0}", True),
+    ],
+)
+def test_what_stands_for_an_ipv4_address_is_no_way_to_a_private_one(form: str, is_for_public_ones: bool) -> None:
+    """Given an IPv6 address that leads to an IPv4 address, then it is called at most where that one may be called."""
+    targets = Targets(["*"])
+    for private in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.1"):
+        assert not targets.check(in_ipv6(form, private)), private
+    assert targets.check(in_ipv6(form, "8.8.8.8")) is is_for_public_ones
+
+
+def in_ipv6(form: str, address: str) -> str:
+    """An IPv6 address of that form for an IPv4 address, whose bits it has, or their inverse."""
+    value = int.from_bytes(map(int, address.split(".")))
+    words = (f"{bits >> 16:x}:{bits & 0xFFFF:x}" for bits in (value, value ^ 0xFFFFFFFF))
+    return form.format(*words)
 
 
 async def test_names_that_stand_for_this_machine_by_other_spellings_are_not_called(receiver: Receiver) -> None:

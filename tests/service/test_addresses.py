@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from unfuse.cli.main import exit_code
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.service.addresses import invitations, listens, schedulers, trust
+from unfuse.service import addresses
+from unfuse.service.addresses import await_scheduler, invitations, listens, schedulers, trust, worker_trust
 from unfuse.service.options import options
 from unfuse.service.settings import Loaded, load
 from unfuse.wire.address import INSECURE, Trust
@@ -58,6 +61,50 @@ def test_without_any_it_waits_for_the_one_that_will_be_there_by_default(run: Pat
     listening(server_socket(run, 8123)).close()  # killed
     assert found(run) == (f"unix:{run}/serve-8000.sock",)
     assert schedulers(loaded(run, run, serve__port=9000).settings) == (f"unix:{run}/serve-9000.sock",)
+
+
+def test_a_worker_that_starts_first_waits_for_its_server(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given no server, then a worker says once that it waits, and finds the one that comes, whatever its port."""
+    looks = list[float]()
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            coming.append(listening(server_socket(run, 8123)))
+
+    coming = list[socket.socket]()
+    monkeypatch.setattr(addresses.time, "sleep", look)
+    settings = loaded(run, run).settings
+    with capture_logs() as logs:
+        await_scheduler(settings)
+        assert schedulers(settings) == (f"unix:{run}/serve-8123.sock",)
+        await_scheduler(settings)
+    coming[0].close()
+    assert [line["event"] for line in logs] == ["no server of this user runs here yet: waiting for one"]
+    assert len(looks) == 3
+
+
+def test_a_worker_that_starts_first_waits_for_its_key(run: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a scheduler over TCP and no key in the data folder, then a worker says once that it waits, and has the key
+    that comes; a folder that is named has to be there, and on this machine none is needed."""
+    looks = list[float]()
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            make_once(data / "keys")
+
+    monkeypatch.setattr(addresses.time, "sleep", look)
+    with capture_logs() as logs:
+        for flags in ({"insecure_listen": True}, {"keys": str(run / "none")}):
+            await_scheduler(loaded(run, data, worker__scheduler=["tcp://10.0.0.1:8001"], **flags).settings)
+        await_scheduler(loaded(run, data, worker__scheduler=["8000"]).settings)
+        assert not logs
+        settings = loaded(run, data, worker__scheduler=["tcp://10.0.0.1:8001"]).settings
+        await_scheduler(settings)
+    assert isinstance(worker_trust(settings, schedulers(settings)), Keys)
+    assert [line["file"] for line in logs] == [str(data / "keys" / "worker.key")]
+    assert len(looks) == 3
 
 
 def test_addresses_are_taken_as_they_are(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def forking(models: Sequence[str]) -> Iterator[tuple[socket.socket, subprocess.P
     """The socket at which it is asked, and its process. It has to end by itself when the block does."""
     ours, theirs = socket.socketpair(*PAIR)
     command = [sys.executable, "-m", "unfuse.worker.fork_server", str(theirs.fileno()), *models]
-    environment = os.environ | compute_environment(1)
+    environment = compute_environment(1, os.environ)
     with subprocess.Popen(
         command, pass_fds=[theirs.fileno()], env=environment, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -29,7 +29,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "serve.public_url",
     ),
     KEPT: (
-        "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.checkpoint",
+        "serve.queue", "serve.queue_wait", "serve.results", "serve.store", "serve.durable", "serve.durable_stages",
+        "serve.checkpoint",
         "serve.encoder_cache", "serve.reuse_results", "data_dir",
     ),
     WORKERS: (

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "serve.trusted_proxies", "serve.public_url", "serve.max_connections", "serve.max_connections_per_address",
     "serve.image_hosts", "serve.webhook_hosts", "serve.webhook_secret",
     "serve.served_model_name", "serve.revision", "serve.component_source",
-    "serve.queue", "serve.results", "serve.store", "serve.durable",
+    "serve.queue", "serve.queue_wait", "serve.results", "serve.store", "serve.durable",
     "serve.results_limit", "serve.retention_s", "serve.price",
     "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",

@@ -42,6 +42,7 @@ def worker(
     """
     import uvloop
 
+    from unfuse.service.addresses import await_scheduler
     from unfuse.service.transfers import engines
     from unfuse.service.worker import work, worker_options
 
@@ -58,6 +59,7 @@ def worker(
         work_all(settings, terminal)
         return
     terminal.open_log()
+    await_scheduler(settings)
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)
     options = worker_options(settings)
     uvloop.run(work(options, engines(settings, options.transfer), lifeline, fork_server))
@@ -69,14 +71,15 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
     import uvloop
 
-    from unfuse.service.addresses import schedulers
+    from unfuse.service.addresses import await_scheduler, schedulers
     from unfuse.service.loading import Loading
     from unfuse.service.machine_workers import MachineWorkers
 
+    terminal.open_log()
+    await_scheduler(settings)
     named = " or ".join(schedulers(settings))
     loading = Loading([f"what {named} serves"])
     terminal.heard = loading.hear
-    terminal.open_log()
     with ExitStack() as shown:
         shown.enter_context(progress_on(terminal, lambda: loading))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,10 +17,19 @@ Offload = Literal["none", "model", "sequential"]
 USUAL_BATCH = 8  # how many tasks share a forward at most, where nobody says it
 
 
-def compute_environment(threads: int) -> dict[str, str]:
-    """The variables by which libraries use so many threads, and draw no progress bars."""
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""The variables that say whether OpenMP's threads spin or sleep while they wait for each other."""
+
+
+def compute_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that computes with so many threads, where the caller's is `given`.
+
+    Its libraries draw no progress bars. Threads that wait for each other sleep, unless the caller has chosen: one that
+    spins takes its core from other processes, and then the thread that it waits for may be without one.
+    """
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    return counts | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    waiting = {} if given.keys() & {*WAITING} else {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {**given, **waiting, **counts, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

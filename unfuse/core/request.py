@@ -272,7 +272,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A leased stage. It is not part of the context: it changes without a new version. `since` is Unix seconds."""
+    """A leased stage. It is not part of the context: it changes without a new version.
+
+    `since` is Unix seconds. `ran_s` is how long it had been leased when the record was read, in seconds for which time
+    limits count: see `TaskQueue.expired`.
+    """
 
     stage: str
     attempt: int
@@ -280,6 +284,7 @@ class Running(msgspec.Struct, frozen=True):
     since: float
     step: int = 0
     steps: int = 0
+    ran_s: float = 0.0
 
 
 class Record(msgspec.Struct, frozen=True):

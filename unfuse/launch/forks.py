@@ -22,7 +22,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.fork_server", str(asked), *models],
                 pass_fds=[asked], stdin=subprocess.DEVNULL, stdout=writing, stderr=writing,
-                env={**os.environ, **compute_environment(1)}, start_new_session=True,
+                env=compute_environment(1, os.environ), start_new_session=True,
             )  # fmt: skip
         except BaseException:
             os.close(self.output)

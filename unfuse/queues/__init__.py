@@ -22,7 +22,7 @@ def open(url: str, clock: Clock | None = None) -> TaskQueue:
     """Open the queue at `url`: the name of a backend, which may be followed by ":" and an address for that backend.
 
     A backend outside unfuse is named `module:attr`, which may be followed by "://" and an address. Raises ConfigError
-    for an unknown backend.
+    for an unknown backend, and TransientError if the queue cannot be opened now.
     """
     known = url.partition(":")[0]
     name = known if known in BACKENDS else url.partition("://")[0]

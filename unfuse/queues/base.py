@@ -154,7 +154,7 @@ class TaskQueue(ABC):
         """Open the queue at `url`, which begins with this backend's name.
 
         It keeps time by `clock`, if one is given, instead of by its server's or this machine's. Raises ConfigError for
-        an address that it cannot use.
+        an address that it cannot use, and TransientError for one that it cannot use yet.
         """
 
     @abstractmethod
@@ -279,8 +279,9 @@ class TaskQueue(ABC):
     async def expired(self, ttl: float) -> list[Lease]:
         """The leases whose time has passed. They stay held until a commit closes them.
 
-        If the last call was more than ttl / 2 ago, no scheduler was there and workers could not renew: then all leases
-        are extended to now + ttl, and none is returned.
+        If the last call was more than ttl / 2 ago, no scheduler was there and workers could not renew, or the clock was
+        set: then all leases are extended to now + ttl, and none is returned. For `Running.ran_s`, on which time limits
+        depend, the time between two calls counts as ttl / 2 at most.
         """
 
     @abstractmethod
@@ -299,7 +300,7 @@ class TaskQueue(ABC):
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
         """Which of these requests are over or unknown, in the order of the argument.
 
-        A request of which this cannot be read is left out. No context is read for it, however many ids there are.
+        A request of which this cannot be read, or stored, is left out. No context is read, however many ids there are.
         """
 
     @abstractmethod
@@ -309,7 +310,8 @@ class TaskQueue(ABC):
         """Up to `limit` requests, newest or oldest first, starting behind the one with the id, or number, `after`.
 
         The filter need not select that request. Raises NotFound if it is unknown, or of another tenant than the
-        filter's. Records that cannot be read are left out here, as everywhere in a list: see `damaged`.
+        filter's. Records that cannot be read are left out here, as everywhere in a list: see `damaged`. A record that
+        cannot be stored as it is now, because there is no room, is listed as it was stored last.
         """
 
     @abstractmethod

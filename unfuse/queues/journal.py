@@ -54,17 +54,22 @@ REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "l
 LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of the system when the disk is full
+NO_ROOM = "the disk of the queue is full: make room there"
 
 
 class Journal:
     """The file. It is locked while it is open, and one thread writes it.
 
     `rows` has what the file held at the start, `appended` how many pieces it has by request and stage. `damaged` maps
-    the id of a row that cannot be read to its number and the error.
+    the id of a row that cannot be read to its number and the error. Raises TransientError if the disk is full, and
+    ConfigError if the queue cannot be kept there for another reason.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, decoder = path, msgspec.msgpack.Decoder(Row)
+        self.path, self._decoder = path, msgspec.msgpack.Decoder(Row)
+        self.rows: list[tuple[int, Row]] = []
+        self.damaged: dict[str, tuple[int, str]] = {}
+        self.appended: dict[str, dict[str, int]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_remote(path)
@@ -74,21 +79,13 @@ class Journal:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
-                self.start = self._begin()
-                self.rows: list[tuple[int, Row]] = []
-                self.damaged: dict[str, tuple[int, str]] = {}
-                for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
-                    try:
-                        self.rows.append((cast(int, number), decoder.decode(cast(bytes, body))))
-                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                        self.damaged[str(id)] = cast(int, number), str(error)
-                self.appended: dict[str, dict[str, int]] = {}
-                for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
-                    self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
+                self._read()
                 self._opened = opened.pop_all()
-        except InUse:
+        except (InUse, TransientError):
             raise
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise TransientError(NO_ROOM) from error
             raise ConfigError(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
@@ -107,11 +104,16 @@ class Journal:
         try:
             self._write(kept, gone, grown, durable)
         except apsw.Error as error:
-            if not isinstance(error, apsw.FullError) and self._file.system_errno not in FULL:
+            if not self._is_full(error):
                 raise
             if self._file.in_transaction:
                 self._file.execute("ROLLBACK")
             raise TransientError("the disk is full") from error
+
+    def row(self, number: int) -> Row | None:
+        """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
+        found = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
+        return self._decoder.decode(cast(bytes, found[0][0])) if found else None
 
     def pieces(self, id: str, stage: str, after: int, limit: int) -> list[bytes]:
         """The pieces of a stage from number `after` on, up to `limit`; to be called in the thread that writes."""
@@ -151,6 +153,26 @@ class Journal:
             self._file.execute("PRAGMA incremental_vacuum").fetchall()
         self._file.execute("COMMIT")
 
+    def _is_full(self, error: apsw.Error) -> bool:
+        """Whether a full disk is the reason of an error of the file, which must be the last one."""
+        return isinstance(error, apsw.FullError) or self._file.system_errno in FULL
+
+    def _read(self) -> None:
+        """Prepare the file, and read what it holds. Raises TransientError if the disk is full."""
+        try:
+            self.start = self._begin()
+        except apsw.Error as error:
+            if self._is_full(error):
+                raise TransientError(NO_ROOM) from error
+            raise
+        for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
+            try:
+                self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                self.damaged[str(id)] = cast(int, number), str(error)
+        for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
+            self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
+
     def _begin(self) -> int:
         """Check and prepare the file; returns how often it was opened before."""
         file = self._file
@@ -188,8 +210,12 @@ def _locked(path: Path) -> FileIO:
             "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue that is "
             "--queue redis://HOST:PORT/DATABASE"
         ) from error
-    file.truncate(0)
-    file.write(str(os.getpid()).encode())
+    try:
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+    except OSError:
+        file.close()  # the next try in this process must not meet our own lock
+        raise
     return file
 
 

@@ -18,11 +18,12 @@ from unfuse.queues.pool_queues import Key, Rank
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A leased task, its rank in the queue, and its progress."""
+    """A leased task, its rank in the queue, and its progress. It was leased when so many seconds were `worked`."""
 
     lease: Lease
     rank: Rank
     running: Running
+    began: float
 
 
 class Leases:
@@ -31,17 +32,23 @@ class Leases:
     def __init__(self) -> None:
         self._held: dict[Key, Held] = {}
         self._swept = -math.inf
+        self._worked = self._most_between = 0.0
 
-    def give(self, rank: Rank, worker: str, expires: float, since: float) -> Lease:
+    def give(self, rank: Rank, worker: str, now: float, ttl: float, since: float) -> Lease:
         """Lease a task under a new token."""
-        return self.restore(rank, worker, secrets.token_bytes(16), expires, since)
+        return self.restore(rank, worker, secrets.token_bytes(16), now, ttl, since)
 
-    def restore(self, rank: Rank, worker: str, token: bytes, expires: float, since: float) -> Lease:
+    def restore(self, rank: Rank, worker: str, token: bytes, now: float, ttl: float, since: float) -> Lease:
         """Lease a task under this token."""
         task = rank[3]
-        lease = Lease(task, worker, token, expires)
-        self._held[task.key] = Held(lease, rank, Running(task.stage, task.attempt, worker, since))
+        lease = Lease(task, worker, token, now + ttl)
+        running = Running(task.stage, task.attempt, worker, since)
+        self._held[task.key] = Held(lease, rank, running, self._worked_at(now))
         return lease
+
+    def running(self, held: Held, now: float) -> Running:
+        """What is shown of a leased task."""
+        return msgspec.structs.replace(held.running, ran_s=self._worked_at(now) - held.began)
 
     def of(self, key: Key) -> Held | None:
         """The lease of a task, if it is leased."""
@@ -78,8 +85,12 @@ class Leases:
         if now - self._swept > ttl / 2:
             for held in self._held.values():
                 held.lease = msgspec.structs.replace(held.lease, expires=max(held.lease.expires, now + ttl))
-        self._swept = now
+        self._worked, self._swept, self._most_between = self._worked_at(now), now, ttl / 2
         return [held.lease for held in self._held.values() if held.lease.expires <= now]
+
+    def _worked_at(self, now: float) -> float:
+        """Seconds for which time limits count until now: between two calls of `expired`, ttl / 2 at most."""
+        return self._worked + min(max(0.0, now - self._swept), self._most_between)
 
     def by_worker(self) -> Counter[str]:
         """How many leases each worker holds."""

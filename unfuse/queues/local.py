@@ -50,6 +50,15 @@ class LocalQueue(TaskQueue):
         """Return when an entry is kept as it is now."""
         return
 
+    async def _can_be_kept(self, entry: Entry) -> bool:
+        """Return True when an entry is kept as it is now, False if that is impossible until there is room."""
+        await self._kept(entry)
+        return True
+
+    async def _last_kept(self, entry: Entry, which: Filter) -> Record | None:
+        """The record of an entry as it was kept last; None if it was not, or if the filter does not select that."""
+        return None
+
     async def now(self) -> float:
         """The clock's reading."""
         return self._clock.now()
@@ -133,23 +142,22 @@ class LocalQueue(TaskQueue):
         return record
 
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over or unknown, once that is kept."""
+        """Which of these requests are over or unknown, once that is kept; without those of which it cannot be kept."""
         self._may_read()
-        over = self._state.over(requests)
-        for entry in filter(None, map(self._state.requests.get, over)):
-            await self._kept(entry)
-        return over
+        over = [(request, self._state.requests.get(request)) for request in self._state.over(requests)]
+        return [request for request, entry in over if entry is None or await self._can_be_kept(entry)]
 
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
-        """Requests in the order of their arrival."""
+        """Requests in the order of their arrival. One that cannot be kept as it is now is listed as it was kept."""
         self._may_read()
         entries = self._state.list(which, after, limit, oldest_first)
-        records = [self._state.record(entry) for entry in entries]
-        for entry in entries:
-            await self._kept(entry)
-        return records
+        listed = builtins.list[Record]()
+        for entry, record in [(entry, self._state.record(entry)) for entry in entries]:
+            found = record if await self._can_be_kept(entry) else await self._last_kept(entry, which)
+            listed += [found] if found else []
+        return listed
 
     async def size(self, pool: str) -> int:
         """The number of tasks that wait in a pool, delayed ones included."""

@@ -87,7 +87,7 @@ class RedisQueue(TaskQueue):
         self._background = Background()
         self._calls = Calls(self._execute, self._background)
         self._unreadable = Unreadable()
-        self._known = KnownRecords()
+        self._known = KnownRecords(clock or SystemClock())
         self._waiting = RemoteWaiters(
             self._call, self._background, clock or SystemClock(), self._unreadable, self._known
         )

@@ -19,9 +19,9 @@ from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.request import Record
+from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.base import Damage, Renewal
+from unfuse.queues.base import Damage, Filter, Renewal
 from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.local import LocalQueue
@@ -66,7 +66,10 @@ class SqliteQueue(LocalQueue):
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> SqliteQueue:
-        """Open the queue in the file `sqlite:PATH`. Raises ConfigError if it cannot be kept there."""
+        """Open the queue in the file `sqlite:PATH`.
+
+        Raises ConfigError if it cannot be kept there, and TransientError while the disk is full.
+        """
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
             raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
@@ -85,6 +88,29 @@ class SqliteQueue(LocalQueue):
         if durable:
             self._writer.note(entry, durable=True)
         await self._writer.wait_until_written(entry)
+
+    @override
+    async def _can_be_kept(self, entry: Entry) -> bool:
+        if not self._writer.is_blocked(entry):  # else the next attempt to write would be waited for, entry by entry
+            with suppress(TransientError):
+                await self._writer.wait_until_written(entry)
+                return True
+        self._writer.check_file()
+        return False
+
+    @override
+    async def _last_kept(self, entry: Entry, which: Filter) -> Record | None:
+        loop = asyncio.get_running_loop()
+        try:
+            row = await loop.run_in_executor(self._journal.thread, self._journal.row, entry.number)
+        except Exception as error:
+            raise TransientError(f"the queue's file cannot be read: {error}") from error
+        if row is None:
+            return None
+        running = [Running(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token]
+        record = Record(row.context, tuple(running), None, entry.number)
+        stored = Entry(row.context, entry.number, {}, entry.history, status=record.status)
+        return record if stored.fits(which) else None
 
     @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:

@@ -94,7 +94,7 @@ class QueueState:
             self.pool_queues.remove(task.key)
             at = self._clock.wall()
             entry = self.requests[task.request]
-            lease = self.leases.give(rank, worker, self._clock.now() + ttl, at)
+            lease = self.leases.give(rank, worker, self._clock.now(), ttl, at)
             leases.append(msgspec.structs.replace(lease, appended=entry.appended.get(task.stage, 0)))
             entry.history.publish(Event("stage_started", at, task.stage, task.attempt, worker), at)
             self._note_change(entry)
@@ -190,10 +190,11 @@ class QueueState:
     def record(self, entry: Entry) -> Record:
         """The record of a request, with what runs now and its position."""
         keys = [(entry.context.id, stage) for stage in entry.stages]
-        running = tuple(held.running for key in keys if (held := self.leases.of(key)))
+        now = self._clock.now()
+        running = tuple(self.leases.running(held, now) for key in keys if (held := self.leases.of(key)))
         if running:
             return Record(entry.context, running, None, entry.number)
-        self.release_due(self._clock.now())
+        self.release_due(now)
         waiting = [rank for key in keys if (rank := self.pool_queues.rank(key))]
         position = min((self.pool_queues.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position, entry.number)
@@ -281,7 +282,7 @@ class QueueState:
             if not stored.token:
                 self._put(rank)
                 continue
-            lease = self.leases.restore(rank, stored.worker, stored.token, self._clock.now(), stored.since)
+            lease = self.leases.restore(rank, stored.worker, stored.token, self._clock.now(), 0.0, stored.since)
             claims.append(lease.claim)
         self._update_index(entry)
         return claims

@@ -77,6 +77,10 @@ class Writer:
             batch.pieces.setdefault(entry.number, []).append(pieces)
             batch.durable = True
 
+    def is_blocked(self, entry: Entry) -> bool:
+        """Whether a change of the entry waits for room on the disk."""
+        return bool(self._full and self._unwritten(entry))
+
     def is_written(self, entry: Entry) -> bool:
         """Whether no change of the entry waits to be written."""
         return not self._unwritten(entry)
@@ -85,7 +89,7 @@ class Writer:
         """Wait until the entry is written as it is now. Raises TransientError if the disk is full or writing failed."""
         for batch in self._unwritten(entry)[-1:]:
             await asyncio.shield(batch.done)
-            if self._full and self._unwritten(entry):
+            if self.is_blocked(entry):
                 raise TransientError(self._full)
         self.check_file()
 

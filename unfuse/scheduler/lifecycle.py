@@ -255,13 +255,14 @@ def timed_out(
 def overran(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
     """Its stages were leased for longer than it may take. None if they were not, or it is over.
 
-    Time in queues does not count, nor do stages that ran side by side twice: it is the longest chain that does.
+    Time in queues does not count, nor do stages that ran side by side twice: it is the longest chain that does. Nor do
+    gaps in which no scheduler worked, and steps of clocks: see `TaskQueue.expired`.
     """
     if context.over or context.limit_s is None:
         return None
     spent: dict[str, float] = {}
     for stage in context.plan.stages:  # in an order in which they could run
-        now = sum(max(0.0, wall - run.since) for run in running if run.stage == stage.name)
+        now = sum(run.ran_s for run in running if run.stage == stage.name)
         behind = max((spent[name] for name in stage.after), default=0.0)
         spent[stage.name] = behind + context.stages[stage.name].leased_s + now
     if max(spent.values()) <= context.limit_s:
@@ -329,7 +330,7 @@ def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float, ru
     draft = Draft(context, wall)
     own = [run for run in running if run.stage == claim.stage]
     reached = max([state.reached, *(run.step / run.steps for run in own if run.steps)])
-    leased_s = state.leased_s + sum(max(0.0, wall - run.since) for run in own)
+    leased_s = state.leased_s + sum(run.ran_s for run in own)
     draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached, leased_s=leased_s)
     return draft
 

@@ -52,6 +52,7 @@ class Upkeep(Observer):
         self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
         self._single_flight = single_flight
         self._deadlines: dict[str, tuple[float, Callable[[], object]]] = {}
+        self._silent: dict[str, float] = {}
         self._has_learned = False
 
     def start(self) -> None:
@@ -117,12 +118,17 @@ class Upkeep(Observer):
             self.arm(record.context, now)
 
     async def workers(self) -> None:
-        """Learn who they are and who may be away, and drop those that are gone."""
-        horizon = await self._queue.now() - GONE * self._lease_ttl
+        """Learn who they are and who may be away, and drop those that are gone.
+
+        A worker is gone if it was silent for long, and for a lease time since this was first noticed: after a gap, or
+        a step of the queue's clock, every worker seems to have been silent.
+        """
+        horizon, now = await self._queue.now() - GONE * self._lease_ttl, self._transitions.clock.now()
         await self._registry.cards()
-        for member in await self._queue.workers():
-            if member.seen < horizon:
-                await self._queue.bye(member.info.id)
+        silent = {member.info.id for member in await self._queue.workers() if member.seen < horizon}
+        self._silent = {worker: self._silent.get(worker, now) for worker in silent}
+        for worker in [worker for worker, noticed in self._silent.items() if now - noticed > self._lease_ttl]:
+            await self._queue.bye(worker)
 
     async def learn(self) -> None:
         """Learn what requests cost from those that completed, once, and always where other schedulers work too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
-from unfuse.core.errors import InvalidParameter, UnfuseError
+from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
 from unfuse.core.reading import READING, Reading, reading_in
@@ -212,8 +213,9 @@ async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) ->
     queue = asyncio.Queue[tuple[int, Piece] | None](1)
 
     async def follow(index: int, name: str, after: int) -> None:
-        async for data in pieces(gateway.queue, context.id, name, after):
-            await queue.put((index, decode(data, Piece)))
+        with suppress(NotFound):  # whoever waits for the end of the request learns why it is gone
+            async for data in pieces(gateway.queue, context.id, name, after):
+                await queue.put((index, decode(data, Piece)))
 
     async def follow_all() -> None:
         try:

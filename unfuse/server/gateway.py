@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel, Unsuitable
+from unfuse.core.event import TERMINAL_EVENTS
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.scheduler.lifecycle import WEIGHTS_CHANGED
@@ -234,19 +235,24 @@ class Gateway(Observer):
     async def completed(self, id: str) -> RequestContext:
         """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
 
-        Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated.
+        Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated; also
+        for one that the queue has lost, whose call may be. Raises NotFound for one that was deleted after its end.
         """
         message = f"the server is stopping; {id} may still be completed"
         stopping = Refusal(503, "stopping", message, headers={"retry-after": "2"})
+        lost = Refusal(503, "lost", f"the queue knows {id} no more: repeat the call", headers={"retry-after": "2"})
         self.waiting += 1
+        has_ended = False
         try:
-            async for _ in self.queue.watch(id):
-                pass
+            async for event in self.queue.watch(id):
+                has_ended = event.type in TERMINAL_EVENTS
+            context = (await self.queue.load(id)).context
+        except NotFound as error:  # a server of the queue came back without its data
+            raise (error if has_ended else lost) from None
         except asyncio.CancelledError as error:  # the HTTP server cuts short what it still answers when it ends
             raise (stopping if self.scheduler.draining else error) from None
         finally:
             self.waiting -= 1
-        context = (await self.queue.load(id)).context
         if context.status == "completed":
             return context
         if not context.over:

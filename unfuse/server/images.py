@@ -83,14 +83,10 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
     """Events with previews, as far as they still exist, then with the pictures, or with the error."""
     request, made = record.context.id, Counter[str]()
     try:
-        async for event in gateway.queue.watch(request):
-            with suppress(NotFound):
-                if event.type == "preview":
-                    name = f"preview-{event.stage}-{event.step}"
-                    data = await to_thread.run_sync(gateway.results.attached, request, name)
-                    told = {"partial_image_index": made[event.stage], "output_format": "jpeg"}
-                    yield _event(f"{kind}.partial_image", record.context, data, told)
-                    made[event.stage] += 1
+        async for stage, data in _previews(gateway, request):
+            told = {"partial_image_index": made[stage], "output_format": "jpeg"}
+            yield _event(f"{kind}.partial_image", record.context, data, told)
+            made[stage] += 1
         context = await gateway.completed(request)
         form = {"output_format": context.params["output_format"], "usage": _USAGE}
         for file in context.result:
@@ -102,6 +98,16 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
             yield _event(f"{kind}.completed", context, data, said | _true_size(data, file))
     except UnfuseError as error:
         yield sse.event(envelope(refusal_of(error)))
+
+
+async def _previews(gateway: Gateway, request: str) -> AsyncIterator[tuple[str, bytes]]:
+    """The previews of a request that still exist, with their stages, until its end, or until it is known no more."""
+    with suppress(NotFound):
+        async for event in gateway.queue.watch(request):
+            if event.type == "preview":
+                with suppress(NotFound):
+                    name = f"preview-{event.stage}-{event.step}"
+                    yield event.stage, await to_thread.run_sync(gateway.results.attached, request, name)
 
 
 def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, object]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -23,7 +23,20 @@ CALL_S = 10.0  # the longest a target has, from looking up its name to the head 
 HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}
 LOOKUPS = 8  # how many names are looked up at one time
-TRANSLATED = ip_network("64:ff9b::/96")  # IPv6 addresses that stand for the IPv4 address at their end
+
+UNICAST = ip_network("2000::/3")
+"""All IPv6 addresses of the internet. Outside lie, among others, those that only stand for an IPv4 address: ::/96
+(IPv4-compatible), ::ffff:0:0:0/96 (translated) and 64:ff9b:1::/48 (NAT64 of one's own network).
+"""
+
+TRANSLATED = ip_network("64:ff9b::/96")
+"""Addresses outside of these by which NAT64 reaches the IPv4 address at their end."""
+
+ISATAP = (0x00005EFE, 0x02005EFE)
+"""The 32 bits before the IPv4 address at the end of an address that a tunnel leads to it."""
+
+RESERVED = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""Networks that are reserved, beside those that `ipaddress` knows in every version of Python."""
 
 
 class Targets:
@@ -183,9 +196,19 @@ def _is_network(entry: str) -> bool:
 def _is_public(address: IPv4Address | IPv6Address) -> bool:
     """Whether an address is one of the internet, and stands for no other that is not."""
     if isinstance(address, IPv6Address):
-        inner = address.sixtofour or (address.teredo and address.teredo[1])
-        if address in TRANSLATED:
-            inner = IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner and not _is_public(inner):
+        if address not in UNICAST and address not in TRANSLATED:
             return False
-    return address.is_global and not address.is_multicast
+        if any(not _is_public(inner) for inner in _inner(address)):
+            return False
+    is_reserved = any(address in network for network in RESERVED)
+    return address.is_global and not address.is_multicast and not is_reserved
+
+
+def _inner(address: IPv6Address) -> Iterator[IPv4Address]:
+    """The IPv4 addresses that an IPv6 address stands for, by whatever rule."""
+    if address.sixtofour:
+        yield address.sixtofour
+    if address.teredo:
+        yield from address.teredo
+    if address in TRANSLATED or int(address) >> 32 & 0xFFFFFFFF in ISATAP:
+        yield IPv4Address(int(address) & 0xFFFFFFFF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ from unfuse.service.groups import Settings
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, unix_path
 from unfuse.wire.keys import make_once, read
 from unfuse.wire.unix_socket import server_socket, servers
+
+LOOK_S = 0.2  # seconds between two looks for a server or a key that is waited for
 
 AT_RISK = "whoever reaches it may be a worker, see prompts and pictures, and forge results (--insecure-listen)"
 
@@ -68,10 +71,29 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
         ports = ", ".join(map(str, running))
         raise InvalidParameter(f"several servers run here: choose by --scheduler PORT, of {ports}", "scheduler")
     if not running:
-        awaited = f"{UNIX}{server_socket(settings.run_dir, settings.serve.port)}"
-        log.warning("no server of this user runs here, waiting for one", scheduler=awaited)
-        return (awaited,)
+        return (f"{UNIX}{server_socket(settings.run_dir, settings.serve.port)}",)
     return tuple(f"{UNIX}{path}" for path in running.values())
+
+
+def await_scheduler(settings: Settings) -> None:
+    """Return once there is a server for a worker that names none, and the key for one that is reached over TCP.
+
+    Says once what it waits for. A folder of keys that is named has to be there.
+    """
+    if not settings.worker.scheduler and not servers(settings.run_dir):
+        log.warning("no server of this user runs here yet: waiting for one", run_dir=settings.run_dir)
+        while not servers(settings.run_dir):
+            time.sleep(LOOK_S)
+
+    needs_key = not (settings.keys or settings.insecure_listen or all(map(unix_path, schedulers(settings))))
+    key = own_keys(settings) / "worker.key"
+    if needs_key and not key.exists():
+        log.warning(
+            "this machine has no key yet: waiting for it", file=str(key),
+            advice="copy worker.key from the scheduler's machine, which says where it is when it starts (chmod 600)",
+        )  # fmt: skip
+        while not key.exists():
+            time.sleep(LOOK_S)
 
 
 def running(folder: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -87,6 +88,11 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "HOST:PORT/SERVICE, redis+cluster://HOST:PORT, each with ?shards=N spread over what is named, or memory, which "
         "keeps none."
     )] = "sqlite:DATA_DIR/queue.db"  # fmt: skip
+    queue_wait: Annotated[float, says(
+        "Seconds that a start waits for a queue that is away, loads its data, or has a full disk, before it gives up; "
+        "0 does not wait.",
+        ge=0,
+    )] = math.inf  # fmt: skip
     results: Annotated[
         str,
         says("Where results are kept: disk:PATH (DATA_DIR: the data folder), s3://BUCKET/PREFIX or redis://HOST:PORT."),

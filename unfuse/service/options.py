@@ -38,6 +38,7 @@ def options(loaded: Loaded) -> ServeOptions:
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
         prices=Prices(serve.price),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
+        queue_wait=serve.queue_wait,
         places=places(settings),
         run_dir=settings.run_dir,
         listen=listens(settings),

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError, UsageError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
@@ -29,12 +28,13 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
-from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.connections import Bounds
 from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
+from unfuse.server.starting import Front
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.addresses import from_elsewhere
 from unfuse.service.crews import Crews
@@ -45,6 +45,7 @@ from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
+from unfuse.service.queue_start import QueueStart, Stopped
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, forked, specs_of
 from unfuse.service.stage_kinds import check_stage_kinds
@@ -85,6 +86,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     bounds: Bounds
     prices: Prices
     queue: str
+    queue_wait: float
     places: Places
     run_dir: str
     listen: tuple[str, ...]
@@ -144,7 +146,14 @@ class Service:
         self._stop.set()
 
     async def run(self, started: Callable[[str], None]) -> None:
-        """Serve until `stop`; `started` is called with the URL once requests are answered. Raises ConfigError."""
+        """Serve until `stop`; `started` is called with the URL once requests are answered.
+
+        Raises ConfigError, and TransientError for a queue that cannot be used in time.
+        """
+        with contextlib.suppress(Stopped):
+            await self._run(started)
+
+    async def _run(self, started: Callable[[str], None]) -> None:
         options, serve = self._options, self._options.serve
         if not is_loopback(serve.host) and not options.keys:
             raise ConfigError(
@@ -152,10 +161,13 @@ class Service:
             )
         names = public_names(serve)
         listener = listen(serve.host, serve.port)
+        front = Front(listener, options.bounds, options.access, keyed=bool(options.keys))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
+            stack.push_async_callback(front.close)
             port = listener.getsockname()[1]
-            scheduler, crews = await stack.enter_async_context(self._scheduler(port))
+            start = QueueStart(options.queue_wait, self._stop, front.wait)
+            scheduler, crews = await stack.enter_async_context(self._scheduler(port, start))
             results = open_results(options.places.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
             fetching = Fetching(serve.image_hosts)
@@ -170,8 +182,7 @@ class Service:
                 prices=options.prices, fetching=fetching, joining=crews, public_url=options.public_url,
                 parsers=options.parsers, open_metrics=serve.open_metrics,
             )  # fmt: skip
-            server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            serving = front.serve(create_app(gateway, options.access))
             webhooks.start(scheduler, gateway.links)
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
@@ -194,15 +205,14 @@ class Service:
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
                 await crews.stop(0 if self._stop_now.is_set() else serve.drain_timeout)
-                server.should_exit = True
-                await serving
+                await front.close()
 
     @contextlib.asynccontextmanager
-    async def _scheduler(self, port: int) -> AsyncIterator[tuple[Scheduler, Crews]]:
+    async def _scheduler(self, port: int, start: QueueStart) -> AsyncIterator[tuple[Scheduler, Crews]]:
         options, cards = self._options, [model.card for model in self._plan.models]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
         arenas = Arenas(spills=options.places.store.partition(":")[0] == "spill")
-        queue = queues.open(options.queue)
+        queue = await start.open(options.queue)
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.serve.order,
             cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas, asleep=options.asleep,
@@ -217,8 +227,7 @@ class Service:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
                 routers.append(Router(address, lending.answer, dispatcher.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
-            await queue.reach()
-            await scheduler.registry.declare(cards)
+            await start.until_done(partial(scheduler.registry.declare, cards))
             await scheduler.start()
             drain, expect = options.serve.drain_timeout, partial(self._expect, arenas)
             yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)

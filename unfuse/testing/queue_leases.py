@@ -131,6 +131,31 @@ async def a_gap_in_sweeping_is_forgiven(queue: TaskQueue, clock: ManualClock) ->
     assert len(await passing(queue, clock, 1)) == 2
 
 
+async def time_limits_leave_out_gaps_in_sweeping(queue: TaskQueue, clock: ManualClock) -> None:
+    """How long a lease has run is the time in which somebody swept; of a longer pause half a lease time counts, so
+    neither a pause of all schedulers nor a step of the clock makes it long.
+    """
+
+    async def ran_s() -> float:
+        (run,) = (await queue.load("a")).running
+        return run.ran_s
+
+    await submitted(queue, "a")
+    await queue.expired(TTL)
+    lease = await leased(queue)
+    await passing(queue, clock, TTL)
+    assert await ran_s() == TTL
+    clock.advance(3600.0)
+    assert await ran_s() == 1.5 * TTL
+    assert await queue.expired(TTL) == []
+    assert await ran_s() == 1.5 * TTL
+    clock.advance(1.0)
+    assert await ran_s() == 1.5 * TTL + 1
+    await queue.hand_back(lease.claim)
+    await leased(queue)
+    assert await ran_s() == 0
+
+
 async def renewing_extends_a_lease(queue: TaskQueue, clock: ManualClock) -> None:
     """To a full time from now, also after its time has passed; a claim that is not held is answered as ended."""
     await submitted(queue, "a")

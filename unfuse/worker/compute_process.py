@@ -55,7 +55,7 @@ class ComputeProcess:
         if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
         log.info("importing")
-        environment = os.environ | compute_environment(self.load.compute.threads)
+        environment = compute_environment(self.load.compute.threads, os.environ)
         begun = await begin(environment, self._fork_server)
         self._child, self._channel = begun.child, await messages.ParentChannel.open(begun.channel)
         self.killed_for, self.log, self._halted_s = "", "", 0.0

@@ -118,7 +118,8 @@ class Link:
     async def _next(self, reason: str) -> None:
         left = self._dealer.address
         if self._tried < len(self._addresses):
-            log.warning("the scheduler is gone", scheduler=left, reason=reason)
+            what = "the scheduler is gone" if self.heard else "the scheduler does not answer yet: waiting for it"
+            log.warning(what, scheduler=left, reason=reason)
         self._welcome, self._missed = None, 0
         self._tried += 1
         rounds, more = divmod(self._tried, len(self._addresses))

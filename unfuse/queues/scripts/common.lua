@@ -41,6 +41,12 @@ local function before(a, b)
   return false
 end
 
+-- Seconds for which time limits count until now: between two looks for leases that ended, half a lease at most.
+local function worked()
+  local swept, sum, most = unpack(call('HMGET', META, 'swept', 'worked', 'most_between'))
+  return (tonumber(sum) or 0) + math.min(math.max(0, now - (tonumber(swept) or now)), tonumber(most) or 0)
+end
+
 -- Tasks whose time has come join the line.
 local function ripen(pool)
   local due = call('ZRANGEBYSCORE', delayed_key(pool), '-inf', now)

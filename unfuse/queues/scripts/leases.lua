@@ -104,7 +104,8 @@ local function claim(ask, member, task, token)
   local mark = task.attempt .. ':' .. token
   call('ZREM', ready_key(task.pool), member)
   call('ZADD', LEASES, now + ask.ttl, name)
-  call('HSET', task_key(name), 'worker', ask.worker, 'mark', mark, 'started', wall, 'step', 0, 'steps', 0)
+  call('HSET', task_key(name), 'worker', ask.worker, 'mark', mark, 'started', wall, 'began', exact(worked()),
+    'step', 0, 'steps', 0)
   call('HINCRBY', P .. ':leased', ask.worker, 1)
   left(task.pool)
   publish(id, {type = 'stage_started', stage = task.stage, attempt = tonumber(task.attempt), worker = ask.worker})

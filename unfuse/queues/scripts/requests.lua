@@ -16,11 +16,12 @@ end
 local function standing(id)
   local running, waiting = {}, {}
   for _, stage in ipairs(call('ZRANGE', stages_key(id), 0, -1)) do
-    local pool, member, attempt, worker, started, step, steps =
-      unpack(call('HMGET', task_key(name_of(id, stage)), 'pool', 'member', 'attempt', 'worker', 'started', 'step', 'steps'))
+    local pool, member, attempt, worker, started, began, step, steps = unpack(call('HMGET', task_key(name_of(id, stage)),
+      'pool', 'member', 'attempt', 'worker', 'started', 'began', 'step', 'steps'))
     if worker then
+      local by_now = worked()
       running[#running + 1] = {stage = stage, attempt = tonumber(attempt), worker = worker, since = tonumber(started),
-        step = tonumber(step), steps = tonumber(steps)}
+        step = tonumber(step), steps = tonumber(steps), ran_s = by_now - (tonumber(began) or by_now)}
     elseif pool then
       waiting[#waiting + 1] = {pool, member}
     end

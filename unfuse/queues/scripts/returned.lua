@@ -44,7 +44,7 @@ local function put_back(name, undo)
   local key = task_key(name)
   local pool, member, worker = unpack(call('HMGET', key, 'pool', 'member', 'worker'))
   end_lease(name, worker)
-  call('HDEL', key, 'worker', 'mark', 'started', 'step', 'steps')
+  call('HDEL', key, 'worker', 'mark', 'started', 'began', 'step', 'steps')
   if not undo then call('HINCRBY', key, 'attempt', 1) end
   call('HSET', key, 'since', put(pool, member, now))
 end

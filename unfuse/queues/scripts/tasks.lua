@@ -27,15 +27,14 @@ function verbs.hand_back()
   return 1
 end
 
--- After a gap, no lease ends before a full time from now.
+-- After a gap, no lease ends before a full time from now; after the clock was set back, none ends later either.
 function verbs.expired()
-  local swept = call('HGET', META, 'swept')
-  if not swept or now - swept > A.ttl / 2 then
-    for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', '(' .. exact(now + A.ttl))) do
-      call('ZADD', LEASES, now + A.ttl, name)
-    end
+  local swept = tonumber(call('HGET', META, 'swept'))
+  if not swept or math.abs(now - swept) > A.ttl / 2 then
+    local most = swept and now < swept and '+inf' or '(' .. exact(now + A.ttl)
+    for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', most)) do call('ZADD', LEASES, now + A.ttl, name) end
   end
-  call('HSET', META, 'swept', exact(now))
+  call('HSET', META, 'worked', exact(worked()), 'swept', exact(now), 'most_between', exact(A.ttl / 2))
   local late, found = call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES'), {}
   for i = 1, #late, 2 do
     local words = sound(call, 'HMGET', task_key(late[i]), 'task', 'attempt', 'worker', 'mark') or {}
