@@ -403,6 +403,10 @@ def test_requests_are_listed_shown_and_cancelled(asking: Run, idle: Client) -> N
     assert first in older
     assert second not in older
 
+    plain, wide = (asking("requests", "ls", *flags)[1] for flags in ((), ("--wide",)))
+    assert "default" not in plain and "a red circle on white" not in plain
+    assert all(word in wide for word in ("TENANT", "SECONDS", "MONEY", "PROMPT", "default", "a red circle on white"))
+
     shown = json.loads(asking("requests", "show", first, "--json")[1])
     assert (shown["id"], shown["status"], shown["seed"]) == (first, "queued", 1)
     text = asking("requests", "show", first)[1]

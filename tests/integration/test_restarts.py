@@ -35,7 +35,8 @@ def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp
         before = server.submit(SLOW, seed=0, num_inference_steps=40)
         assert server.finished(before)["status"] == "completed"
         requests = [server.submit(SLOW, seed=seed, num_inference_steps=40) for seed in range(4)]
-        until(lambda: server.get(f"/v1/requests/{requests[0]}")["status"] == "in_progress", "it to run", server.process)
+        until(lambda: server.get(f"/v1/requests/{requests[0]}")["step"] > 0, "it to make a step", server.process)
+        started_at = server.get(f"/v1/requests/{requests[0]}")["started_at"]
         everyone = family_of(server.process.pid)
         server.process.send_signal(ending)
         server.process.wait()
@@ -43,6 +44,8 @@ def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp
         server.killed_and_started_again().ready()
         assert [server.finished(request)["status"] for request in requests] == ["completed"] * 4
         assert server.result(requests[0]) == server.result(before)
+        ended = server.get(f"/v1/requests/{requests[0]}")
+        assert (ended["started_at"], ended["attempts"]) == (started_at, 2)
         assert (tmp_path / "queue.db").exists()
 
 

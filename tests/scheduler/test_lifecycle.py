@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from tests.core.graphs import object_for, pipelines, request_for
 from tests.examples import examples
 from unfuse.core.errors import IllegalMove, LeaseLost
-from unfuse.core.messages import Announced, Done, Failed, Saved
+from unfuse.core.messages import Announced, Done, Failed, Saved, Stopped
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import (
     FLAGGED_TYPE,
@@ -543,6 +543,53 @@ def test_every_request_comes_to_an_end(
         assert len(context.result) == len(finals)
 
 
+class TestWhatAnAttemptHasUsed:
+    """Each attempt is counted once."""
+
+    def used(self, claim: Claim, seconds: float) -> list[Running]:
+        return [Running(claim.stage, claim.attempt, "w", WALL, 1, 4, timings=Timings(share_s=seconds, device="cpu"))]
+
+    def test_a_task_that_is_handed_back_twice_is_counted_once(self, first: Change) -> None:
+        """The queue was away when the lease was to end."""
+        claim = claim_of(first, "text")
+        running = self.used(claim, 2.0)
+        back = lifecycle.handed_back(first.context, claim, "w", WALL, running)
+        assert back
+        assert lifecycle.handed_back(back.context, claim, "w", WALL, running) is None
+        lease = Lease(next(task for task in first.push if task.stage == "text"), "w", claim.token, NOW)
+        expired = lifecycle.expired_lease(back.context, lease, WALL, running)
+        assert expired
+        state = expired.context.stages["text"]
+        assert (state.lost_s, state.begun, state.attempt) == ({"cpu": 2.0}, 1, 2)
+
+    def test_a_task_that_did_not_begin_is_no_attempt(self, first: Change) -> None:
+        claim = claim_of(first, "text")
+        unused = [Running(claim.stage, claim.attempt, "w", WALL)]
+        back = lifecycle.handed_back(first.context, claim, "w", WALL + 1, unused)
+        assert back
+        state = back.context.stages["text"]
+        assert (state.begun, state.unbegun, state.lost_s, back.context.started_at) == (0, 1, {}, WALL)
+        assert lifecycle.handed_back(back.context, claim, "w", WALL, unused) is None
+
+    def test_the_start_is_recorded_while_the_first_stage_runs(self, first: Change) -> None:
+        running = self.used(claim_of(first, "text"), 2.0)
+        begun = lifecycle.began(first.context, running)
+        assert begun
+        assert (begun.context.started_at, begun.context.version) == (WALL, first.context.version + 1)
+        assert (begun.claim, begun.push, begun.close, begun.events) == (None, (), (), ())
+        assert lifecycle.began(begun.context, running) is None
+        assert lifecycle.began(first.context, ()) is None
+
+    def test_an_output_that_is_lost_takes_its_seconds_off_the_bill(self, first: Change) -> None:
+        claim = claim_of(first, "text")
+        made = Done(claim, object_for(claim), (), Timings(share_s=3.0, device="cpu"))
+        ready = lifecycle.completed(finish(first, "image").context, made, "w", WALL)
+        assert ready.context.stages["text"].timings.share_s == 3.0
+        lost = fail(ready, "denoise.0", "object_lost", object_for(claim).id)
+        state = lost.context.stages["text"]
+        assert (state.timings, state.lost_s) == (Timings(), {"cpu": 3.0})
+
+
 class TestAnnouncing:
     """A running stage's output, read while it is written."""
 
@@ -614,6 +661,20 @@ class TestAnnouncing:
             "waiting", 0, 0,
         )  # fmt: skip
         assert names(back) == ([] if how == "handed back" else ["denoise.0"])
+
+    def test_what_a_reader_has_used_that_goes_back_with_it_is_lost(self, first: Change) -> None:
+        change, claim, (reader,) = self.begun(first)
+        used = Timings(share_s=2.0, device="cpu")
+        running = [msgspec.structs.replace(run, timings=used) for run in self.running(claim, reader)]
+        back = lifecycle.failed(change.context, Failed(claim, "transient", "it broke"), "w", WALL, NOW, running)
+        state = back.context.stages["decode.0"]
+        assert (state.lost_s, back.context.stages["denoise.0"].lost_s) == ({"cpu": 2.0}, {"cpu": 2.0})
+
+        last = Stopped(reader, Timings(share_s=2.5, device="cpu"))
+        told = lifecycle.stopped(back.context, last, "w", WALL)
+        assert told
+        assert told.context.stages["decode.0"].lost_s == {"cpu": 2.5}
+        assert lifecycle.stopped(told.context, last, "w", WALL) is None
 
     def test_a_reader_that_cannot_read_it_waits_until_it_is_made(self, first: Change) -> None:
         """Its maker may be about to be told dead, or the way to it is cut: nobody is charged, and it goes on."""

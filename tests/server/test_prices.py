@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import RequestContext, StageState, Timings
+from unfuse.core.request import RequestContext, Running, StageState, Timings
+from unfuse.core.usage import billed_seconds, lost_seconds
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys
-from unfuse.server.prices import FREE, Prices, spent
+from unfuse.server.prices import FREE, Prices
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -26,13 +28,29 @@ def context(tenant: str = "ada", **timings: Timings) -> RequestContext:
 
 def test_who_shares_a_forward_has_a_part_and_who_is_spread_has_all_devices() -> None:
     asked = context(
-        alone=Timings(run_s=2.0, device="cpu"),
-        shared=Timings(run_s=8.0, batch=4.0, device=H100),
-        spread=Timings(run_s=3.0, batch=1.0, device=H100, devices=2),
+        alone=Timings(run_s=2.0, device="cpu", share_s=2.0),
+        shared=Timings(run_s=8.0, batch=4.0, device=H100, share_s=2.0),
+        spread=Timings(run_s=3.0, batch=1.0, device=H100, devices=2, share_s=3.0),
         cached=Timings(),
-        old=Timings(run_s=1.0),
+        unnamed=Timings(run_s=1.0, share_s=1.0),
     )
-    assert spent(asked) == {"cpu": 2.0, H100: 8.0, "unknown": 1.0}
+    assert billed_seconds(asked) == {"cpu": 2.0, H100: 8.0, "unknown": 1.0}
+
+
+def test_what_runs_is_on_the_bill_for_no_longer_than_it_has_run() -> None:
+    asked = context(first=Timings(device="cpu", share_s=2.0))
+    running = [
+        Running("second", 1, "w", 100.0, timings=Timings(device="cpu", share_s=0.5)),
+        Running("third", 1, "w", 100.0, timings=Timings(device=H100, devices=2, share_s=1e8)),
+    ]
+    assert billed_seconds(asked, running, wall=104.0) == {"cpu": 2.5, H100: 8.0}
+    assert billed_seconds(asked, running[:1], wall=90.0) == {"cpu": 2.5}, "the clock was set back"
+
+
+def test_lost_attempts_are_not_on_the_bill() -> None:
+    stages = {"s": StageState("done", attempt=3, timings=Timings(device="cpu", share_s=2.0), lost_s={"cpu": 4.0})}
+    asked = msgspec.structs.replace(context(), stages=stages)
+    assert (billed_seconds(asked), lost_seconds(asked)) == ({"cpu": 2.0}, {"cpu": 4.0})
 
 
 def test_prices_are_an_hour_s_and_what_has_none_costs_nothing() -> None:
@@ -81,14 +99,18 @@ def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
     keys, prices = Keys(files=[str(file)]), Prices(["cpu=3600/h"])
     gateway = Gateway(Nobody(), None, keys=keys, prices=prices)  # type: ignore[arg-type]
     for tenant, seconds in (("ada", 2.0), ("ada", 0.5), ("bob", 4.0), ("gone", 1.0)):
-        gateway.ended(context(tenant, s=Timings(run_s=seconds, device="cpu")))
+        gateway.ended(context(tenant, s=Timings(share_s=seconds, device="cpu")))
+    gateway.billed(context("ada"), {"cpu": 0.25})  # a worker has reported more since
+    gateway.metrics.written_off(context("ada"), {"cpu": 8.0})
     page = generate_latest(gateway.metrics._registry).decode()
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     sums = {
-        (sample.name, sample.labels["tenant"]): sample.value
-        for family in text_string_to_metric_families(page) for sample in family.samples
+        (sample.name, sample.labels["tenant"]): sample.value for sample in samples
         if sample.name in ("unfuse_device_seconds_total", "unfuse_money_total")
     }  # fmt: skip
-    by_tenant = {"ada": 2.5, "bob": 4.0, "other": 1.0}
+    (lost,) = [sample for sample in samples if sample.name == "unfuse_lost_device_seconds_total"]
+    assert (lost.labels, lost.value) == ({"model": "m", "device": "cpu"}, 8.0)
+    by_tenant = {"ada": 2.75, "bob": 4.0, "other": 1.0}
     assert sums == {
         (name, tenant): value
         for name in ("unfuse_device_seconds_total", "unfuse_money_total")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import ANY
+
+import msgspec
 import pytest
 
 from tests.scheduler.model import CARD, params
@@ -10,8 +14,10 @@ from tests.scheduler.test_scheduler import WORKER, done, scheduling, take
 from tools.asking import asking
 from unfuse.core.event import Event
 from unfuse.core.messages import Failed
+from unfuse.core.request import Timings
 from unfuse.core.task import Lease
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.prices import Prices
 from unfuse.server.view import progress, request_object
 
 
@@ -106,6 +112,49 @@ async def test_a_model_that_never_ran_counts_its_forwards() -> None:
         assert await shown(scheduler, request) == 75
 
 
+async def test_a_request_shows_its_steps_and_its_bill_while_it_runs_and_after() -> None:
+    async with scheduling() as (scheduler, clock):
+        id = (await scheduler.submit(*asking(CARD, params()))).context.id
+
+        async def now() -> dict[str, Any]:
+            shown: dict[str, Any] = request_object(
+                await scheduler.queue.load(id), "", prices=Prices(["cpu=3600/h"]), wall=clock.wall()
+            )
+            return shown
+
+        assert ((await now())["attempts"], (await now())["step"]) == (0, 0)
+        (encode,) = await take(scheduler)
+        began = clock.wall()
+        clock.advance(50.0)
+        used = Timings(share_s=4.0, device="cpu", steps=1)
+        await scheduler.complete(msgspec.structs.replace(done(encode), timings=used), WORKER)
+        (denoise,) = await take(scheduler)
+        clock.advance(50.0)
+        await scheduler.queue.progress(
+            denoise.claim, [Event("progress", step=3, steps=20)], Timings(share_s=30.0, device="cpu")
+        )
+        shown = await now()
+        assert (shown["step"], shown["steps"], shown["attempts"]) == (3, 20, 1)
+        assert shown["cost"] == {"predicted_s": ANY, "device_s": {"cpu": 34.0}, "money": 34.0}
+
+        await scheduler.fail(Failed(denoise.claim, "hand_back", "leaves", reason="drain"), WORKER)
+        waiting = await now()
+        assert waiting["cost"]["device_s"] == {"cpu": 4.0}, "the attempt is lost"
+        assert (waiting["started_at"], waiting["step"], waiting["attempts"]) == (pytest.approx(began), 3, 1)
+        (denoise,) = await take(scheduler)
+        assert ((await now())["attempts"], (await now())["started_at"]) == (2, pytest.approx(began))
+
+        clock.advance(50.0)
+        await scheduler.queue.progress(
+            denoise.claim, [Event("progress", step=7, steps=20)], Timings(share_s=20.0, device="cpu")
+        )
+        await scheduler.cancel(id)
+        over = await now()
+        assert (over["status"], over["stage"], over["step"], over["steps"]) == ("cancelled", None, 7, 20)
+        assert (over["cost"]["device_s"], over["attempts"]) == ({"cpu": 24.0}, 2)
+        assert over["started_at"] == pytest.approx(began)
+
+
 async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None:
     async with scheduling() as (scheduler, clock):
         id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, name="my model"))).context.id
@@ -118,7 +167,7 @@ async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None
         assert waiting["params"] == {name: value for name, value in params().items() if name != "prompt"}
         assert waiting["cost"]["device_s"] == {}  # type: ignore[index]
 
-        clock.advance(5.0)
+        clock.advance(20.0)
         await complete_one(scheduler, device="cpu")
         ended = request_object(await scheduler.queue.load(id), "")
 

@@ -10,11 +10,11 @@ import torch
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Failed
+from unfuse.core.messages import Failed, Stopped
 from unfuse.core.task import Claim
 from unfuse.worker.busy import OVER_S, PAGE, BusyShare, resident
 from unfuse.worker.compute import _device, telling
-from unfuse.worker.compute_messages import DeviceHeld, FromCompute, Ready, Stopped
+from unfuse.worker.compute_messages import DeviceHeld, FromCompute, Ready
 
 
 def test_the_share_nears_what_is_and_forgets_what_was() -> None:

@@ -14,13 +14,13 @@ from hypothesis import given, strategies as st
 
 from tests.worker.test_step_loop import Bench, Count
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.messages import Done
+from unfuse.core.messages import Done, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.stages.base import Checkpoint, StageInput
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import FAILS_S, Policy, pack, unpack
-from unfuse.worker.compute_messages import Cancel, Run, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Cancel, Run, StateSaved, Stepped
 from unfuse.worker.step_loop import StepLoop
 
 
@@ -193,7 +193,8 @@ def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> No
     bench.turn()
     bench.turn()
     bench.inbox.put(Cancel(lease.claim, save=True))
-    assert bench.outcome(lease) == Stopped(lease.claim)
+    assert isinstance(stopped := bench.outcome(lease), Stopped)
+    assert stopped.timings.steps == 2
     assert [type(message) for message in bench.sent[-2:]] == [StateSaved, Stopped]
     assert kept(bench) == [2]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.transfer.conftest import SECRET
 from unfuse.core.errors import ArenaFull, ObjectLost
-from unfuse.core.messages import Done, Failed, FailureKind, Granted, Moved, Places
+from unfuse.core.messages import Done, Failed, FailureKind, Granted, Moved, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
@@ -23,7 +23,6 @@ from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
 from unfuse.worker import copies
-from unfuse.worker.compute_messages import Stopped
 from unfuse.worker.objects import Objects
 
 PIECE = 64 * 1024

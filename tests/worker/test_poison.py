@@ -18,14 +18,14 @@ import pytest
 from tests.worker import outside
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed, Places
+from unfuse.core.messages import Done, Failed, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.models import find
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.compute_messages import Load, Ready, Stepped, Stopped
+from unfuse.worker.compute_messages import Load, Ready, Stepped
 from unfuse.worker.executor import Executor
 
 MEMORY_LIMIT = 512 << 20

@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from tests.worker.test_step_loop import Bench, Count, Large, Shared
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import SteppedStage
 from unfuse.worker.compute import _agree
-from unfuse.worker.compute_messages import Cancel, FromCompute, RankSpent, Run, Stopped, Turn, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, RankSpent, Run, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.ranks import SeveralRanks
 from unfuse.worker.step_loop import StepLoop

@@ -19,9 +19,9 @@ from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Large
 from unfuse.core.errors import PermanentError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput
-from unfuse.worker.compute_messages import Cancel, FromCompute, Stepped, Stopped
+from unfuse.worker.compute_messages import Cancel, FromCompute, Stepped
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace as changed
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value
 from unfuse.core.request import new_request_id
@@ -30,7 +31,7 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
 from unfuse.worker.batcher import BatchSizes
-from unfuse.worker.compute_messages import Cancel, FromCompute, Kept, Run, Stepped, Stopped, Turn, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, Kept, Run, Stepped, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop
 
@@ -341,6 +342,47 @@ def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None
     )
 
 
+class Timed(Shared):
+    """Each forward takes one second by the clock of `monkeypatch`, however many share it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        monkeypatch.setattr("unfuse.worker.batches.time", SimpleNamespace(monotonic=lambda: self.seconds))
+
+    def compute(self, batch: Sequence[Tagged]) -> list[float | Exception]:
+        self.seconds += 1.0
+        return super().compute(batch)
+
+
+def share_of(loop: Bench, lease: Lease) -> float:
+    done = loop.outcome(lease)
+    assert isinstance(done, Done)
+    return done.timings.share_s
+
+
+def test_who_share_a_forward_share_its_seconds_whatever_sizes_they_were_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Timed(monkeypatch)
+    loop = Bench(tmp_path, {"count": stage}, 2)
+    loop.loop._batches.sizes = Large(2)
+    long, short = loop.run(tag=1, steps=6), loop.run(tag=2, steps=2)
+    shares = share_of(loop, long), share_of(loop, short)
+    assert stage.seconds == 6.0, "of eight steps, two pairs shared a forward"
+    assert shares == (pytest.approx(5.0, abs=0.5), pytest.approx(1.0, abs=0.5))
+    assert sum(shares) == pytest.approx(stage.seconds, abs=0.5)
+
+
+def test_a_comparison_is_on_nobody_s_bill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Timed(monkeypatch)
+    loop = exact(tmp_path, stage, batch=2)
+    leases = [loop.run(tag=tag, steps=1) for tag in (1, 2)]
+    shares = [share_of(loop, lease) for lease in leases]
+    assert stage.seconds == 3.0, "each alone, and both together to compare"
+    assert shares == [pytest.approx(1.0, abs=0.4)] * 2
+
+
 def test_an_exact_loop_uses_few_sizes_whatever_the_setting_so_that_they_are_soon_compared(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage, batch=7)
@@ -437,9 +479,11 @@ def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: P
     first, second = loop.run(steps=900, tag=1), loop.run(steps=2, tag=2)
     loop.turn()
     loop.inbox.put(Cancel(first.claim))
-    assert loop.outcome(first) == Stopped(first.claim)
+    stopped = loop.outcome(first)
+    assert isinstance(stopped, Stopped)
     assert isinstance(loop.outcome(second), Done)
     assert count.order == [1, 2, 2]
+    assert (stopped.timings.steps, stopped.timings.share_s) == (1, stopped.timings.run_s) != (1, 0.0)
 
 
 def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
@@ -864,7 +908,8 @@ class TestAResultStoreWithoutRoom:
         lease = loop.run("print")
         waits(loop, lease)
         loop.inbox.put(Cancel(lease.claim))
-        assert loop.outcome(lease) == Stopped(lease.claim)
+        stopped = loop.outcome(lease)
+        assert isinstance(stopped, Stopped) and stopped.timings.share_s > 0
         place.room = True
         assert isinstance(loop.outcome(loop.run("print")), Done)
         assert not list(tmp_path.glob(f"{lease.task.request}/*"))

@@ -12,8 +12,13 @@ from unfuse.cli.verbs import Verbs
 
 app = Verbs("What was asked of a server.")
 
+PROMPT_CHARS = 40  # characters of a prompt that a table shows
+
 Id = Annotated[str, typer.Argument(help="Id of the request.", metavar="ID")]
 Limit = Annotated[int, typer.Option(help="At most this many.", min=1, max=1000)]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="Also show the tenant, seconds of devices, money and the prompt's beginning.")
+]
 After = Annotated[str | None, typer.Option(help="Start behind the request of this id.", metavar="ID")]
 
 
@@ -22,6 +27,7 @@ def ls(
     status: Annotated[str | None, typer.Option(help="Only requests of this status.")] = None,
     limit: Limit = 100,
     after: After = None,
+    wide: Wide = False,
     server: Server = None,
     api_key: ApiKey = None,
     config: Config = None,
@@ -31,6 +37,9 @@ def ls(
     with connecting.client(server, api_key, config) as client:
         rows = client.requests(status=status, limit=limit, after=after)
     columns = ["id", "status", "stage", "step", "steps", "model", "created_at"]
+    if wide and not json:
+        columns += ["tenant", "seconds", "money", "prompt"]
+        rows = [row | _wide(row) for row in rows]
     shown.listing(rows, columns, "no request", json)
 
 
@@ -46,6 +55,17 @@ def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config
     """Cancel a request; its running stages stop at the next step."""
     with connecting.client(server, api_key, config) as client:
         tell(client.request(id).cancel(), json)
+
+
+def _wide(request: dict[str, Any]) -> dict[str, Any]:
+    """The further columns of a request."""
+    money = request["cost"]["money"]
+    words = " ".join((request["prompt"] or "").split())
+    return {
+        "seconds": float(sum(request["cost"]["device_s"].values())),
+        "money": None if money is None else f"{money:.6f}".rstrip("0").rstrip("."),
+        "prompt": words if len(words) <= PROMPT_CHARS else words[: PROMPT_CHARS - 1] + "…",
+    }
 
 
 def tell(request: dict[str, Any], json: bool) -> None:

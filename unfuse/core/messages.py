@@ -10,7 +10,7 @@ from msgspec import Meta
 from unfuse.core.card import ModelCard
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import ResultFile, Timings
+from unfuse.core.request import ResultFile, Seconds, Timings
 from unfuse.core.spread import MOST
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
@@ -19,7 +19,6 @@ FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_ba
 REFUSED = "refused"
 
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 """Numbers that workers report are added up in metrics, so NaN, infinity and negative numbers are refused."""
 
@@ -218,6 +217,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Steps `first` to `step` of `steps` are done; `previews` lists those of them that have a preview.
 
+    The attempt has used a device for `share_s` seconds so far, as its share of the forwards that it was in.
     The answer Refused with `lease_lost` means: stop, the task was cancelled or given to another worker.
     """
 
@@ -226,6 +226,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     steps: int
     first: int
     previews: tuple[int, ...] = ()
+    share_s: Seconds = 0.0
 
 
 class Steps(msgspec.Struct, frozen=True, tag=True):
@@ -309,6 +310,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     the cause. `reason` says that a permanent failure is the client's mistake (REFUSED), or why a task is handed back.
     The reasons drain, preempted, full (no room), producer (the stage of an input runs again) and compute (the process
     died of something else) are not counted; after any other reason a worker gets the same task only a few times.
+    `timings` say what the attempt has used, as far as the worker knows.
     """
 
     claim: Claim
@@ -319,6 +321,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     company: bool = False
     reason: str = ""
     error: str = ""
+    timings: Timings = Timings()
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """A worker has dropped a task whose lease it lost, because the request was cancelled or the lease ran out.
+
+    `timings` say what the attempt has used. The scheduler counts each attempt once, however often it is told.
+    """
+
+    claim: Claim
+    timings: Timings = Timings()
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -405,6 +418,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 ToScheduler = (
-    Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Keep | Borrow | Done | Failed | Bye
-)
+    Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Keep | Borrow | Done | Failed
+    | Stopped | Bye
+)  # fmt: skip
 ToWorker = Welcome | Granted | Pulse | Recorded | Lent | Accepted | Stranger | Refused

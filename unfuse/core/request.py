@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import count
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from unfuse.core.card import ModelCard
 from unfuse.core.event import Event
@@ -37,26 +38,41 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
 """Legal moves of a request."""
 
 
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""Seconds that a worker reports. They are added up, so NaN, infinity and negative numbers are refused."""
+
+_Steps = Annotated[int, Meta(ge=0, le=1 << 40)]
+
+UNKNOWN_DEVICE = "unknown"  # the device of a worker that does not say what it is
+
+
 class Timings(msgspec.Struct, frozen=True):
     """The seconds that a stage spent waiting in the queue, reading inputs, computing, and writing outputs.
 
     `steps` is how many steps it made, `batch` the average number of tasks in a forward. `resumed` steps were made by
     earlier attempts and not repeated. `save_s` is the time, between steps, that saving checkpoints took. `device` is
     cpu or the name of a GPU, of which the worker has so many `devices`. Of the seconds of computing, `exchange_s` were
-    spent in exchanges with other ranks.
+    spent in exchanges with other ranks. `share_s` is the task's share of the seconds of computing: those of a forward
+    are divided equally among the tasks in it.
     """
 
     queued_s: float = 0.0
-    get_s: float = 0.0
-    run_s: float = 0.0
-    put_s: float = 0.0
-    steps: int = 0
-    batch: float = 0.0
-    resumed: int = 0
-    save_s: float = 0.0
+    get_s: Seconds = 0.0
+    run_s: Seconds = 0.0
+    put_s: Seconds = 0.0
+    steps: _Steps = 0
+    batch: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    resumed: _Steps = 0
+    save_s: Seconds = 0.0
     device: str = ""
-    exchange_s: float = 0.0
-    devices: int = 1
+    exchange_s: Seconds = 0.0
+    devices: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    share_s: Seconds = 0.0
+
+    @property
+    def device_s(self) -> float:
+        """The seconds of devices that are the task's own: its share, on each device."""
+        return self.share_s * self.devices
 
 
 FLAGGED_TYPE = "application/problem+json"
@@ -89,6 +105,17 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     evidence: str = ""
 
 
+class Unreported(msgspec.Struct, frozen=True):
+    """An attempt that ended before its worker had reported what it used in all; `timings` are those known by then.
+
+    A `lost` attempt costs nothing. The other ones are on the bill.
+    """
+
+    worker: str
+    timings: Timings
+    lost: bool
+
+
 class StageState(msgspec.Struct, frozen=True):
     """The state of one stage of one request.
 
@@ -100,6 +127,10 @@ class StageState(msgspec.Struct, frozen=True):
     output that was given up: nobody reads it any more, though its owner may still have it. Its pool `slept`.
     `failed_with` is the type of the last exception that no retry rule names, `failed_on` the worker where it was
     raised. The task is not leased to the worker in `avoids` while another one could run it.
+
+    `timings` are those of the attempt that is on the bill. `lost_s` maps devices to the seconds that lost attempts used
+    there. Attempts up to number `accounted` are on the bill or lost, `unreported` ones as far as is known; `begun` of
+    them had begun to run, `unbegun` ones were handed back before. The last one made `step` of `steps` steps.
     """
 
     status: TaskStatus = "waiting"
@@ -123,6 +154,13 @@ class StageState(msgspec.Struct, frozen=True):
     failed_with: str = ""
     failed_on: str = ""
     avoids: str = ""
+    lost_s: dict[str, float] = {}
+    unreported: dict[int, Unreported] = {}
+    accounted: int = 0
+    begun: int = 0
+    unbegun: int = 0
+    step: int = 0
+    steps: int = 0
 
     @property
     def sleeps(self) -> bool:
@@ -155,7 +193,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
     for `limit_s` seconds in all (None: any time). With `ends_with_client` it is cancelled when its client disconnects.
     `makes` is the hash of what its results depend on beside its pools ("": they are not reused). The `webhook` is
-    told of its end. The deadline has `moved` by so many seconds, since pools slept.
+    told of its end. The deadline has `moved` by so many seconds, since pools slept. A worker first took one of its
+    tasks at the Unix time `started_at` (None: not yet).
     """
 
     id: str
@@ -184,6 +223,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     makes: str = ""
     webhook: Webhook | None = None
     moved: float = 0.0
+    started_at: float | None = None
 
     @property
     def over(self) -> bool:
@@ -275,7 +315,7 @@ class Running(msgspec.Struct, frozen=True):
     """A leased stage. It is not part of the context: it changes without a new version.
 
     `since` is Unix seconds. `ran_s` is how long it had been leased when the record was read, in seconds for which time
-    limits count: see `TaskQueue.expired`.
+    limits count: see `TaskQueue.expired`. `timings` say what the attempt has used so far, as its worker reported last.
     """
 
     stage: str
@@ -285,6 +325,7 @@ class Running(msgspec.Struct, frozen=True):
     step: int = 0
     steps: int = 0
     ran_s: float = 0.0
+    timings: Timings = Timings()
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Who
+from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Timings, Who
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.wanted import Wanted
 
@@ -213,11 +213,12 @@ class TaskQueue(ABC):
         """Extend these leases to now + ttl. A claim that no longer holds its lease is returned as ended."""
 
     @abstractmethod
-    async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
+    async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
         """Publish progress of a held lease. Returns False, with nothing published, if it is not held.
 
-        `Record.running` shows the step of the last event. An event without a time (`at` 0) gets the queue's time.
-        Progress is not durable, and does not change the context's version.
+        `Record.running` shows the step of the last event, and what the attempt has `used`: the most that was reported.
+        An event without a time (`at` 0) gets the queue's time. Progress is not durable, and does not change the
+        context's version.
         """
 
     async def append(self, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:

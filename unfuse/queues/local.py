@@ -16,7 +16,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.request import Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, Member, Renewal, Stats, TaskQueue
 from unfuse.queues.index import Entry
@@ -87,10 +87,10 @@ class LocalQueue(TaskQueue):
             self._may_change()
         return self._state.leases.renew(claims, self._clock.now() + ttl)
 
-    async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
+    async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
         """Publish progress of a lease that is held, in memory."""
         self._may_change()
-        return self._state.progress(claim, events)
+        return self._state.progress(claim, events, used)
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""

@@ -25,7 +25,7 @@ from unfuse.core.growth import PIECES_AT_ONCE, Grown, check_growth
 from unfuse.core.media import VIDEO
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.request import Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
@@ -149,10 +149,10 @@ class RedisQueue(TaskQueue):
         marked = list(zip(claims, held, strict=True))
         return Renewal(tuple(c for c, held in marked if held), tuple(c for c, held in marked if not held))
 
-    async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
+    async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
         """Publish progress of a lease that is held."""
         check_numbers(*events)
-        return bool(await self._call("progress", claim=script.claim_fields(claim), events=events))
+        return bool(await self._call("progress", claim=script.claim_fields(claim), events=events, used=used))
 
     async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
         """Add what is new, in one run of the script."""

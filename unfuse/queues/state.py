@@ -18,7 +18,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_gap, check_growth
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.request import Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.cached import CachedRefs
@@ -102,7 +102,7 @@ class QueueState:
             self.changed_pools |= dict.fromkeys(wanted.pools)
         return leases
 
-    def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
+    def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
         """Publish progress of a lease. False if it is not held."""
         check_storable(*events)
         mine = self.leases.held(claim)
@@ -110,6 +110,8 @@ class QueueState:
             return False
         for event in events[-1:]:
             mine.running = msgspec.structs.replace(mine.running, step=event.step, steps=event.steps)
+        if used is not None and used.share_s >= mine.running.timings.share_s:
+            mine.running = msgspec.structs.replace(mine.running, timings=used)
         self._publish(self.requests[claim.request], events)
         return True
 

@@ -17,7 +17,7 @@ from unfuse import __version__
 from unfuse.core import messages
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
-from unfuse.core.request import RequestContext
+from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.scheduler.backpressure import Backpressure, Dispatch
 from unfuse.scheduler.observer import Observer
@@ -36,6 +36,8 @@ PROGRESS: tuple[EventType, ...] = ("progress", "preview")  # what a step may pub
 
 NOTHING = messages.Granted((), {})
 NOT_LEASED = messages.Refused("it is not leased to this worker (any more)", lease_lost=True)
+
+_Report = messages.Announced | messages.Saved | messages.Keep | messages.Done | messages.Failed | messages.Stopped
 
 log = structlog.get_logger(__name__)
 
@@ -235,9 +237,6 @@ class Dispatcher(Observer):
         Where who gets a task is up to who has waited, or somebody who waits holds fewer, the worker asks again instead.
         """
         ask, worker = done.ask, peer.worker
-        devices = max(1, len(worker.ranks))
-        timings = msgspec.structs.replace(done.timings, device=worker.device, devices=devices)
-        done = msgspec.structs.replace(done, timings=timings)
         if ask is not None:
             peer.asks(ask)
         if ask is None or peer.leaves or self._dispatch != "locality" or self._is_relieved(peer):
@@ -314,37 +313,49 @@ class Dispatcher(Observer):
         return messages.Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load, soon)
 
     async def _report(
-        self,
-        peer: _Peer,
-        message: messages.Announced | messages.Saved | messages.Keep | messages.Done | messages.Failed,
+        self, peer: _Peer, message: _Report
     ) -> messages.Accepted | messages.Granted | messages.Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         self.scheduler.swaps.worked(worker)
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
+        refused: messages.Refused | None = None
         for _ in range(QUEUE_TRIES):
             try:
-                match message:
-                    case messages.Announced():
-                        await self.scheduler.announce(message, worker)
-                    case messages.Saved():
-                        await self.scheduler.save(message, worker)
-                    case messages.Keep():
-                        await self.scheduler.keep(message, worker)
-                    case messages.Done():
-                        return await self._complete(peer, message)
-                    case messages.Failed():
-                        peer.leaves |= message.reason == "drain"
-                        log.warning("task failed", kind=message.kind, reason=message.message, **about)
-                        await self.scheduler.fail(message, worker)
+                recorded = await self._record(peer, message, about)
+                return refused or recorded
             except (LeaseLost, NotFound, Damaged) as error:
                 log.info("report refused", reason=str(error), **about)
-                return messages.Refused(str(error), lease_lost=True)
+                refused = messages.Refused(str(error), lease_lost=True)
+                if not isinstance(message, messages.Done | messages.Failed):
+                    return refused
+                message = messages.Stopped(claim, message.timings)  # what the attempt has used counts all the same
             except TransientError:
                 await asyncio.sleep(QUEUE_PAUSE_S)
-                continue
-            return messages.Accepted()
         return None
+
+    async def _record(
+        self, peer: _Peer, message: _Report, about: Mapping[str, object]
+    ) -> messages.Accepted | messages.Granted:
+        worker = peer.worker.id
+        if isinstance(message, messages.Done | messages.Failed | messages.Stopped):
+            message = msgspec.structs.replace(message, timings=_on_devices(message.timings, peer.worker))
+        match message:
+            case messages.Announced():
+                await self.scheduler.announce(message, worker)
+            case messages.Saved():
+                await self.scheduler.save(message, worker)
+            case messages.Keep():
+                await self.scheduler.keep(message, worker)
+            case messages.Done():
+                return await self._complete(peer, message)
+            case messages.Failed():
+                peer.leaves |= message.reason == "drain"
+                log.warning("task failed", kind=message.kind, reason=message.message, **about)
+                await self.scheduler.fail(message, worker)
+            case messages.Stopped():
+                await self.scheduler.stopped(message, worker)
+        return messages.Accepted()
 
     async def _append(self, peer: _Peer, message: messages.Append) -> messages.Pulse:
         """Record what has grown; tells of which tasks it cannot be."""
@@ -369,8 +380,14 @@ class Dispatcher(Observer):
             for kind in PROGRESS[: 1 + (step in message.previews)]
         ]
         try:
-            return await self._owns(peer, claim) and await self._queue.progress(claim, events)
+            used = _on_devices(Timings(share_s=message.share_s), peer.worker)
+            return await self._owns(peer, claim) and await self._queue.progress(claim, events, used)
         except (NotFound, Damaged):
             return False
         except TransientError:
             return True
+
+
+def _on_devices(timings: Timings, worker: messages.WorkerInfo) -> Timings:
+    """The timings with the devices on which the worker computes, and without a wait that it cannot know."""
+    return msgspec.structs.replace(timings, device=worker.device, devices=max(1, len(worker.ranks)), queued_s=0.0)

@@ -12,8 +12,10 @@ from unfuse.core.errors import IllegalMove
 from unfuse.core.event import Event, EventType
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params
-from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, StageState
+from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
 from unfuse.core.task import TASK_MOVES, Claim, Task, TaskStatus
+from unfuse.core.usage import believable
+from unfuse.scheduler import accounting
 
 Charge = Literal["failures", "crashes", "recomputes"]
 
@@ -25,11 +27,15 @@ CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_cras
 
 
 class Draft:
-    """A change in the making. Every move of a stage or of the request is checked against its table."""
+    """A change in the making. Every move of a stage or of the request is checked against its table.
 
-    def __init__(self, context: RequestContext, wall: float) -> None:
+    `running` are the leased stages of the record. What those have used whose lease the change ends is accounted for.
+    """
+
+    def __init__(self, context: RequestContext, wall: float, running: Sequence[Running] = ()) -> None:
         self._before = context
         self._wall = wall
+        self.running = running
         self.stages = dict(context.stages)
         self.error: ErrorInfo | None = None
         self.close: list[tuple[str, str]] = []
@@ -49,7 +55,7 @@ class Draft:
 
     def queue(self, stage: str, not_before: float = 0.0, queued_at: float | None = None) -> None:
         """Make a task of a stage whose inputs exist, under its next attempt."""
-        attempt = self.stages[stage].attempt + 1
+        attempt = max(self.stages[stage].attempt, self.stages[stage].accounted) + 1
         self.move(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
         request, planned = self._before, self._before.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
@@ -95,6 +101,9 @@ class Draft:
         for reader in self._before.plan.consumers(stage):
             if self.stages[reader.name].status in ("queued", "announced") and reader.name not in running:
                 self.withdraw(reader.name)
+                for run in self.running:
+                    if run.stage == reader.name:
+                        self.account(run, is_billed=False)
                 self.move(reader.name, "waiting")
                 self.close.append((self._before.id, reader.name))
 
@@ -109,6 +118,14 @@ class Draft:
         """Whether everything that a stage reads is made, or announced."""
         inputs = self._before.plan.stage(stage).after
         return all(self.stages[name].status in ("done", "announced") for name in inputs)
+
+    def account(self, run: Running, *, is_billed: bool, is_final: bool = False) -> None:
+        """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
+        state = self.stages[run.stage]
+        timings = believable(run.timings, self._wall - self._before.created_at)
+        run = msgspec.structs.replace(run, timings=timings)
+        count = accounting.bill if is_billed else accounting.lose
+        self.stages[run.stage] = count(state, run, is_final=is_final)
 
     def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> Draft:
         """Count what went wrong; beyond the budget it becomes the request's error."""
@@ -135,6 +152,13 @@ class Draft:
         """The request is over: nothing of it will run, and no object of it is needed."""
         event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
         self.publish(event.get(status, "failed"), message=self.error.message if self.error else "")
+        for run in self.running:
+            if claim is None or run.stage != claim.stage:
+                self.account(run, is_billed=True)
+                reached = max(self.stages[run.stage].reached, run.step / run.steps if run.steps else 0.0)
+                self.stages[run.stage] = msgspec.structs.replace(
+                    self.stages[run.stage], attempt=run.attempt, worker=run.worker, reached=reached
+                )
         for name, state in self.stages.items():
             if state.status != "done":
                 self.move(name, "cancelled")
@@ -150,7 +174,12 @@ class Draft:
 
     def context(self, version: int, **fields: Any) -> RequestContext:
         """The context as it would be."""
-        return msgspec.structs.replace(self._before, version=version, stages=self.stages, **fields)
+        started_at = self._before.started_at
+        if started_at is None:
+            started_at = min((run.since for run in self.running), default=None)
+        return msgspec.structs.replace(
+            self._before, version=version, stages=self.stages, started_at=started_at, **fields
+        )
 
 
 def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:

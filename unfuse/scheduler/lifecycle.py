@@ -15,13 +15,14 @@ import msgspec
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
-from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved
+from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import MODERATION_BLOCKED, Change, ErrorInfo, RequestContext, Running, StageState
+from unfuse.core.request import MODERATION_BLOCKED, Change, ErrorInfo, RequestContext, Running, StageState, Timings
 from unfuse.core.task import Claim, Lease
+from unfuse.core.usage import believable, newest
 from unfuse.queues.storable import EXACT
-from unfuse.scheduler import waking
+from unfuse.scheduler import accounting, waking
 from unfuse.scheduler.draft import Draft
 
 HasOther = Callable[[str, str], bool]
@@ -86,13 +87,17 @@ def completed(context: RequestContext, done: Done, worker: str, wall: float, run
     ):  # fmt: skip
         return Change(context, claim)
     draft = _claimed(context, claim, worker, wall, running)
+    run = _attempt(claim, worker, done.timings, running)
     if not _as_declared(context.plan.stage(claim.stage), done, worker):
+        draft.account(run, is_billed=False, is_final=True)
         message = f"worker {worker} brought something else than stage {claim.stage} makes: is its version ours?"
         draft.error = ErrorInfo("stage_failed", message, claim.stage)
         return draft.end("failed", claim)
     queued_at = draft.stages[claim.stage].queued_at
     queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
-    timings = msgspec.structs.replace(done.timings, queued_s=queued_s)
+    steps = done.timings.steps + done.timings.resumed or run.steps
+    draft.account(msgspec.structs.replace(run, step=steps, steps=steps), is_billed=True, is_final=True)
+    timings = msgspec.structs.replace(believable(run.timings, wall - context.created_at), queued_s=queued_s)
     draft.move(
         claim.stage, "done", output=done.output, token=claim.token, timings=timings, checkpoint=None, checkpoint_step=0
     )
@@ -129,6 +134,7 @@ def announced(
     if state.output is not None and state.output.id == ref.id:
         return None
     draft = _claimed(context, claim, worker, wall)
+    draft.running = running
     draft.withdraw(claim.stage)
     draft.move(claim.stage, "announced", output=ref)
     draft.queue_ready()
@@ -136,16 +142,53 @@ def announced(
 
 
 def handed_back(
-    context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
+    context: RequestContext,
+    claim: Claim,
+    worker: str,
+    wall: float,
+    running: Sequence[Running] = (),
+    timings: Timings | None = None,
 ) -> Change | None:
-    """A running stage is about to go back to its queue: what it has announced, if anything, comes to nothing."""
+    """A running stage is about to go back to its queue: what it has announced, if anything, comes to nothing.
+
+    What the attempt has used is lost. None if that is recorded already.
+    """
     state = context.stages.get(claim.stage)
-    if state is None or state.status != "announced" or not held_by(worker, claim, running):
+    if state is None or context.over or not held_by(worker, claim, running):
         return None
-    draft = Draft(context, wall)
-    draft.move(claim.stage, "queued")
-    draft.withdraw(claim.stage)
-    return draft.change(None)
+    run = _attempt(claim, worker, timings or Timings(), running)
+    if state.status != "announced" and claim.attempt <= state.accounted:
+        return None
+    draft = Draft(context, wall, running)
+    _lose(draft, run)
+    if state.status == "announced":
+        draft.move(claim.stage, "queued")
+        draft.withdraw(claim.stage)
+    return draft.change(None, context.status)
+
+
+def began(context: RequestContext, running: Sequence[Running]) -> Change | None:
+    """Record when the first stage was leased, since leases may end without a change. None if that is known."""
+    if context.over or context.started_at is not None or not running:
+        return None
+    return Draft(context, 0.0, running).change(None, context.status)
+
+
+def stopped(
+    context: RequestContext, stopped: Stopped, worker: str, wall: float, running: Sequence[Running] = ()
+) -> Change | None:
+    """A worker says what an attempt has used that holds its lease no longer. None if that is known already.
+
+    An attempt that is `running` is counted when it ends.
+    """
+    claim = stopped.claim
+    if (claim.stage, claim.attempt) in {(run.stage, run.attempt) for run in running}:
+        return None
+    state = accounting.reported(context, stopped, worker, wall)
+    if state is None:
+        return None
+    stages = context.stages | {claim.stage: state}
+    return Change(msgspec.structs.replace(context, version=context.version + 1, stages=stages))
 
 
 def failed(
@@ -166,6 +209,11 @@ def failed(
     """
     claim, stage = failed.claim, failed.claim.stage
     draft = _claimed(context, claim, worker, wall, running)
+    run, is_refused = _attempt(claim, worker, failed.timings, running), failed.reason == REFUSED
+    if failed.kind == "object_lost":
+        _lose(draft, run)
+    else:
+        draft.account(run, is_billed=failed.kind == "permanent" and is_refused, is_final=True)
     match failed.kind:
         case "transient" if failed.error:
             return _unknown_error(draft, failed, worker, has_other)
@@ -187,11 +235,13 @@ def failed(
     raise ValueError("a task is handed back to the queue, not failed")
 
 
-def turned_down(context: RequestContext, stage: str, message: str, wall: float) -> Change | None:
+def turned_down(
+    context: RequestContext, stage: str, message: str, wall: float, running: Sequence[Running] = ()
+) -> Change | None:
     """No worker is left to try a stage that several have handed back without a step. None if it is over, or done."""
     if context.over or context.stages[stage].status != "queued":
         return None
-    draft = Draft(context, wall)
+    draft = Draft(context, wall, running)
     says = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
     draft.error = ErrorInfo("handed_back", says, stage)
     return draft.end("failed", dead=True)
@@ -208,7 +258,7 @@ def unavailable(
     left = [] if context.over else [stage for stage in context.plan.stages if stage.name not in runs]
     for stage in left:
         if context.stages[stage.name].status != "done" and (reason := changed(stage.pool)):
-            draft = Draft(context, wall)
+            draft = Draft(context, wall, running)
             draft.error = ErrorInfo(WEIGHTS_CHANGED, reason, stage.name)
             return draft.end("failed", dead=True)
     return None
@@ -221,31 +271,36 @@ def expired_lease(context: RequestContext, lease: Lease, wall: float, running: S
         draft = _claimed(context, claim, lease.worker, wall, running)
     except LeaseLost:
         return None
+    draft.account(_attempt(claim, lease.worker, Timings(), running), is_billed=False)
     message = f"worker {lease.worker} was not heard of any more while it ran {claim.stage}"
     return draft.charge("failures", claim.stage, message).retry(claim)
 
 
-def cancelled(context: RequestContext, wall: float) -> Change | None:
+def cancelled(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
     """The client wants no more of it. None if it is over."""
-    return None if context.over else Draft(context, wall).end("cancelled")
+    return None if context.over else Draft(context, wall, running).end("cancelled")
 
 
-def client_disconnected(context: RequestContext, wall: float) -> Change | None:
+def client_disconnected(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
     """Cancel a request whose client disconnected. None if it is over, or does not end with its client."""
     if context.over or not context.ends_with_client:
         return None
-    draft = Draft(context, wall)
+    draft = Draft(context, wall, running)
     draft.error = ErrorInfo("cancelled", "its client disconnected")
     return draft.end("cancelled")
 
 
 def timed_out(
-    context: RequestContext, wall: float, queue_now: float = math.inf, wake_limit: float = 0.0
+    context: RequestContext,
+    wall: float,
+    queue_now: float = math.inf,
+    wake_limit: float = 0.0,
+    running: Sequence[Running] = (),
 ) -> Change | None:
     """Its deadline has passed. None if it is over, or its deadline was moved, or moves: it waits for a pool to wake."""
     if context.over or (waking.due(context, wake_limit) or queue_now) > queue_now:
         return None
-    draft = Draft(context, wall)
+    draft = Draft(context, wall, running)
     asleep = [stage.pool for stage in context.plan.stages if context.stages[stage.name].sleeps]
     why = f"; {asleep[0]} slept, and was not awake within the {wake_limit:.0f} s of --wake-limit" if asleep else ""
     draft.error = ErrorInfo("expired", f"the request was not complete at its deadline: allow it more time{why}")
@@ -267,7 +322,7 @@ def overran(context: RequestContext, wall: float, running: Sequence[Running] = (
         spent[stage.name] = behind + context.stages[stage.name].leased_s + now
     if max(spent.values()) <= context.limit_s:
         return None
-    draft = Draft(context, wall)
+    draft = Draft(context, wall, running)
     took = f"its stages ran for longer than the {context.limit_s:.0f} s that it may take"
     draft.error = ErrorInfo("expired", f"{took}: ask for less, or have the server's limit raised")
     return draft.end("expired")
@@ -327,12 +382,27 @@ def held_by(worker: str, claim: Claim, running: Sequence[Running]) -> bool:
 def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()) -> Draft:
     """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = _current(context, claim, worker, running)
-    draft = Draft(context, wall)
+    draft = Draft(context, wall, running)
     own = [run for run in running if run.stage == claim.stage]
     reached = max([state.reached, *(run.step / run.steps for run in own if run.steps)])
     leased_s = state.leased_s + sum(run.ran_s for run in own)
     draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached, leased_s=leased_s)
     return draft
+
+
+def _attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[Running]) -> Running:
+    """An attempt that ends, with the `timings` that its worker reports; the record may know of more, or of nothing."""
+    known = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
+    run = known[0] if known else Running(claim.stage, claim.attempt, worker, 0.0)
+    return msgspec.structs.replace(run, timings=newest(run.timings, timings))
+
+
+def _lose(draft: Draft, run: Running) -> None:
+    """Count an attempt as lost, or as one that did not begin."""
+    if run.step > 0 or run.timings.device_s > 0:
+        draft.account(run, is_billed=False, is_final=True)
+    else:
+        draft.stages[run.stage] = accounting.not_begun(draft.stages[run.stage], run.attempt)
 
 
 def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[Running]) -> StageState:
@@ -371,6 +441,7 @@ def _object_lost(draft: Draft, failed: Failed, running: set[str]) -> Change:
         draft.move(lost, "queued")
         draft.withdraw(lost)
     elif lost is not None:
+        draft.stages[lost] = accounting.lose_output(draft.stages[lost])
         draft.move(lost, "waiting", token=b"", reached=1.0, lost=failed.object_id)
         draft.withdraw(lost, running)
     draft.queue_ready()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from unfuse.core.messages import Moved
 from unfuse.core.request import RequestContext
 
@@ -20,6 +22,12 @@ class Observer:
 
     def ended(self, context: RequestContext) -> None:
         """A request is over."""
+
+    def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+        """So many seconds of each device more are on the bill of a request that was over already."""
+
+    def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+        """Attempts at a request that were lost have used so many seconds of each device more."""
 
     def dispatched(self, pool: str) -> None:
         """A task was given to a worker."""

@@ -15,7 +15,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
 from unfuse.core.medium import nth_seed
-from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
+from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
@@ -214,13 +214,17 @@ class Scheduler:
 
     async def cancel(self, request: str) -> Record:
         """End a request now; one that is over stays as it is. Raises NotFound."""
-        record, _ = await self._apply(request, lambda record, wall: lifecycle.cancelled(record.context, wall))
+        record, _ = await self._apply(
+            request, lambda record, wall: lifecycle.cancelled(record.context, wall, record.running)
+        )
         return record
 
     async def client_disconnected(self, request: str) -> None:
         """Cancel a request because its client disconnected. A request that is over, or unknown, stays as it is."""
         with suppress(NotFound):
-            await self._apply(request, lambda record, wall: lifecycle.client_disconnected(record.context, wall))
+            await self._apply(
+                request, lambda record, wall: lifecycle.client_disconnected(record.context, wall, record.running)
+            )
 
     async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
         """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
@@ -304,19 +308,36 @@ class Scheduler:
                 await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record
 
+    async def stopped(self, stopped: Stopped, worker: str) -> None:
+        """Count what an attempt has used that its worker has dropped, or whose end was refused; each attempt once."""
+        claim = stopped.claim
+        if not stopped.timings.share_s:
+            return
+        if await self.queue.progress(claim, (), stopped.timings):
+            return  # it still holds its lease: it is counted when that ends
+        with suppress(NotFound, Damaged):
+            await self._apply(
+                claim.request,
+                lambda record, wall: lifecycle.stopped(record.context, stopped, worker, wall, record.running),
+            )
+
     async def _handed_back(self, failed: Failed, worker: str) -> Record:
         """Let others have a task; who returns it again and again for no good reason gets it no more."""
         claim, blameless = failed.claim, failed.reason in lifecycle.BLAMELESS
         await self._apply(
             claim.request,
-            lambda record, wall: lifecycle.handed_back(record.context, claim, worker, wall, record.running),
+            lambda record, wall: lifecycle.handed_back(
+                record.context, claim, worker, wall, record.running, failed.timings
+            ),
         )
         if not await self.holds(worker, claim) or (blameless and not await self.queue.hand_back(claim)):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
         if not blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:
             await self._apply(
                 claim.request,
-                lambda record, wall: lifecycle.turned_down(record.context, claim.stage, failed.message, wall),
+                lambda record, wall: lifecycle.turned_down(
+                    record.context, claim.stage, failed.message, wall, record.running
+                ),
             )
         return await self.queue.load(claim.request)
 

@@ -15,8 +15,9 @@ import msgspec
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound
 from unfuse.core.pool import declared
-from unfuse.core.request import Change, Record
+from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Task
+from unfuse.core.usage import billed_seconds, increase, lost_seconds
 from unfuse.queues.base import Filter, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
@@ -99,11 +100,20 @@ class Transitions:
             with suppress(Conflict):
                 record = await (commit or self.queue.commit)(change)
                 ours = record.context == change.context and change.context.version > before.context.version
-                if ours and record.context.over and not before.context.over:
-                    self.observers.tell(Observer.ended, record.context)
+                if ours:
+                    self._tell(before.context, record.context)
                 return record, ours
             await asyncio.sleep(pause * random.random())
             pause = min(CROWD_S, 2 * pause + 0.001)
+
+    def _tell(self, before: RequestContext, after: RequestContext) -> None:
+        """Tell the observers that a request has ended, and what was added to its bill later, or lost."""
+        if lost := increase(lost_seconds(before), lost_seconds(after)):
+            self.observers.tell(Observer.written_off, after, lost)
+        if after.over and not before.over:
+            self.observers.tell(Observer.ended, after)
+        elif after.over and (billed := increase(billed_seconds(before), billed_seconds(after))):
+            self.observers.tell(Observer.billed, after, billed)
 
     async def apply_if_due(self, record: Record, decide: Decide) -> Record:
         """Apply what is decided of a request that was listed, if there is anything; it may be gone meanwhile."""

@@ -113,7 +113,7 @@ class Upkeep(Observer):
         now, limit = await self._queue.now(), self._registry.wake_limit
         with suppress(NotFound):
             record, _ = await self._transitions.apply(
-                request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, limit)
+                request, lambda record, wall: lifecycle.timed_out(record.context, wall, now, limit, record.running)
             )
             self.arm(record.context, now)
 
@@ -147,6 +147,9 @@ class Upkeep(Observer):
                 await self._single_flight.review(record.context)
                 settled = await self._settled(record)
                 self.arm(settled.context, now)
+                settled = await self._transitions.apply_if_due(
+                    settled, lambda record, _: lifecycle.began(record.context, record.running)
+                )
                 await self._transitions.apply_if_due(
                     settled, lambda record, wall: lifecycle.overran(record.context, wall, record.running)
                 )

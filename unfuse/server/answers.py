@@ -45,7 +45,7 @@ STAGE = thing({
     "name": TEXT, "pool": TEXT, "status": TEXT, "worker": TEXT, "attempt": INTEGER, "cached": FLAG,
     "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
     "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
-    "exchange_s": SECONDS,
+    "exchange_s": SECONDS, "share_s": SECONDS,
     "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT, "devices": INTEGER,
 })  # fmt: skip
 ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)

@@ -8,10 +8,9 @@ from statistics import fmean
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from typing_extensions import override
 
-from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member
 from unfuse.scheduler.observer import Observer
-from unfuse.server.prices import Prices, spent
+from unfuse.server.prices import Prices
 
 WHOSE = ("model", "tenant")
 
@@ -20,17 +19,23 @@ class CostMetrics:
     """Seconds of devices and money, by model and tenant."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        says = "Seconds of devices that requests took"
+        says = "Seconds of devices that requests used, as on their bills"
         self._spent = Counter("unfuse_device_seconds", says, (*WHOSE, "device"), registry=registry)
         self._money = Counter("unfuse_money", "What requests cost, by --price", WHOSE, registry=registry)
+        says = "Seconds of devices that attempts used which failed or were lost; nobody is billed for them"
+        self._lost = Counter("unfuse_lost_device_seconds", says, ("model", "device"), registry=registry)
 
-    def spent(self, context: RequestContext, tenant: str, prices: Prices) -> None:
-        """Add what a request took, and what that costs, if anything has a price."""
-        took = spent(context)
-        for device, seconds in took.items():
-            self._spent.labels(context.model, tenant, device).inc(seconds)
-        if (money := prices.money(took)) is not None:
-            self._money.labels(context.model, tenant).inc(money)
+    def billed(self, model: str, tenant: str, used: Mapping[str, float], prices: Prices) -> None:
+        """Add the seconds of each device that a tenant has used, and what they cost, if anything has a price."""
+        for device, seconds in used.items():
+            self._spent.labels(model, tenant, device).inc(seconds)
+        if (money := prices.money(used)) is not None:
+            self._money.labels(model, tenant).inc(money)
+
+    def written_off(self, model: str, used: Mapping[str, float]) -> None:
+        """Add the seconds of each device that lost attempts have used."""
+        for device, seconds in used.items():
+            self._lost.labels(model, device).inc(seconds)
 
 
 class DeviceMetrics(Observer):

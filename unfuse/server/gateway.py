@@ -19,6 +19,7 @@ from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUn
 from unfuse.core.event import TERMINAL_EVENTS
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
+from unfuse.core.usage import billed_seconds
 from unfuse.scheduler.lifecycle import WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -152,15 +153,20 @@ class Gateway(Observer):
     @override
     def ended(self, context: RequestContext) -> None:
         """Log a request that this scheduler ended, whichever accepted it, count what it cost, delete its uploads."""
-        known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
-        tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.costs.spent(context, tenant, self.prices)
+        self.billed(context, billed_seconds(context))
         told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
         if context.error:
             told |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
         log.info("ended", request=context.id, **told, seconds=seconds)
         self.release(context, PART if context.dead else "")
+
+    @override
+    def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+        """Count what a request has used, of a tenant that has no key any more as of `other`."""
+        known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
+        tenant = context.tenant if context.tenant in known else "other"
+        self.metrics.costs.billed(context.model, tenant, seconds, self.prices)
 
     @contextmanager
     def refusals_told(self, tenant: str, model: object) -> Iterator[None]:
@@ -185,10 +191,11 @@ class Gateway(Observer):
     ) -> list[dict[str, object]]:
         """Requests as the caller sees them."""
         base, sign = base_of(request), await self.links.signer()
+        wall = self.scheduler.clock.wall()
         found = []
         for record in records:
             eta, (state, until) = self.scheduler.eta(record), self.scheduler.awaited(record)
-            shown = request_object(record, base, eta, evidence=evidence, prices=self.prices, sign=sign)
+            shown = request_object(record, base, eta, evidence=evidence, prices=self.prices, sign=sign, wall=wall)
             found.append(shown if until is None else shown | {"state": state})
         return found
 

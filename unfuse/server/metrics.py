@@ -111,6 +111,10 @@ class Metrics(Observer):
                 _count(self._failed)
 
     @override
+    def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
+        self.costs.written_off(context.model, seconds)
+
+    @override
     def dispatched(self, pool: str) -> None:
         self._dispatched.labels(*_named(pool)).inc()
 

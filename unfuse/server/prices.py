@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import nearest
-from unfuse.core.request import RequestContext
+from unfuse.core.request import UNKNOWN_DEVICE
 
 KINDS = ("cpu", "cuda", "xpu", "mps")
 """Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda."""
-
-UNKNOWN = "unknown"  # a device of which a worker of an earlier version did not say what it is
 
 _PRICE = re.compile(r"([a-z]+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)/h")
 
@@ -49,17 +46,4 @@ FREE = Prices()  # no prices
 def kind_of(device: str) -> str:
     """The kind of a device by the name that its worker reports; one that reports none has no kind."""
     kind = device.partition(":")[0]
-    return kind if kind in (*KINDS, UNKNOWN) else "cuda"
-
-
-def spent(context: RequestContext) -> dict[str, float]:
-    """Seconds of each device that the recorded attempts of a request took.
-
-    Who shared a forward counts their part of it; a stage that was spread counts all of its devices.
-    """
-    found: dict[str, float] = defaultdict(float)
-    for state in context.stages.values():
-        timings = state.timings
-        if timings.run_s:
-            found[timings.device or UNKNOWN] += timings.run_s * timings.devices / max(1.0, timings.batch)
-    return dict(found)
+    return kind if kind in (*KINDS, UNKNOWN_DEVICE) else "cuda"

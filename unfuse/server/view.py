@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from msgspec.structs import asdict
@@ -9,7 +10,8 @@ from msgspec.structs import asdict
 from unfuse.core.media import seconds_of
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Record, RequestContext, ResultFile, Running
-from unfuse.server.prices import FREE, Prices, spent
+from unfuse.core.usage import billed_seconds
+from unfuse.server.prices import FREE, Prices
 
 
 def request_object(
@@ -20,8 +22,9 @@ def request_object(
     evidence: bool = False,
     prices: Prices = FREE,
     sign: Callable[[str], str] = str,
+    wall: float = math.inf,
 ) -> dict[str, object]:
-    """Return the request object. Times are Unix seconds, `eta` is seconds from now.
+    """Return the request object. Times are Unix seconds, `eta` is seconds from now, which is `wall`.
 
     Links to results are `base_url` followed by their path as returned by `sign`.
 
@@ -32,6 +35,7 @@ def request_object(
     hook = context.webhook
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
+    step, steps = _steps(record)
     return {
         "id": context.id,
         "object": "request",
@@ -44,17 +48,17 @@ def request_object(
         "status": record.status,
         "state": record.status,
         "stage": current.stage if current else None,
-        "step": current.step if current else 0,
-        "steps": current.steps if current else 0,
+        "step": step,
+        "steps": steps,
         "progress": progress(record),
         "queue_position": record.position,
         "eta_s": None if eta is None else round(eta, 3),
         "seed": context.params.get("seed"),
-        "cost": _cost(context, prices),
+        "cost": _cost(record, prices, wall),
         "created_at": round(context.created_at, 3),
         "started_at": _started(record),
         "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
-        "attempts": max((state.attempt for state in context.stages.values()), default=0),
+        "attempts": _attempts(record),
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
         "result": [_result(file, base_url + sign(result_path(context, file.index))) for file in context.result],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
@@ -118,22 +122,43 @@ def _result(file: ResultFile, url: str) -> dict[str, object]:
     return {"url": url, "content_type": file.content_type, "bytes": file.bytes} | flagged
 
 
-def _cost(context: RequestContext, prices: Prices) -> dict[str, object]:
-    """Seconds of devices: predicted when it was accepted, and spent so far by the attempts that were recorded."""
-    took = spent(context)
-    money = prices.money(took)
+def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
+    """Seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
+    used = billed_seconds(record.context, record.running, wall)
+    money = prices.money(used)
     return {
-        "predicted_s": round(context.cost, 3),
-        "device_s": {name: round(seconds, 3) for name, seconds in took.items()},
+        "predicted_s": round(record.context.cost, 3),
+        "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
         "money": None if money is None else round(money, 6),
     }
 
 
 def _started(record: Record) -> float | None:
-    """When its first stage was begun, in Unix seconds; None while it waits. What was cached began nothing."""
-    states = [state for state in record.context.stages.values() if state.status == "done" and state.attempt]
-    begun = [run.since for run in record.running] + [state.queued_at + state.timings.queued_s for state in states]
-    return round(min(begun), 3) if begun else None
+    """When a worker first took one of its tasks, in Unix seconds; None while it waits, or if all was cached."""
+    begun = record.context.started_at
+    if begun is None:
+        begun = min((run.since for run in record.running), default=None)
+    return None if begun is None else round(begun, 3)
+
+
+def _steps(record: Record) -> tuple[int, int]:
+    """The steps of the stage that runs; of a request of which none does, those of the stage that has most."""
+    if record.running:
+        return record.running[-1].step, record.running[-1].steps
+    known = [(state.step, state.steps) for state in record.context.stages.values()]
+    return max(known, key=lambda pair: pair[1], default=(0, 0))
+
+
+def _attempts(record: Record) -> int:
+    """How often the stage was begun that was begun most often.
+
+    An attempt that was handed back before it began does not count. One whose lease ended with its scheduler does.
+    """
+    attempts = {name: state.attempt if state.status == "done" else 0 for name, state in record.context.stages.items()}
+    attempts |= {run.stage: run.attempt for run in record.running}
+    return max(
+        (max(state.begun, attempts[name] - state.unbegun) for name, state in record.context.stages.items()), default=0
+    )
 
 
 def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) -> dict[str, object]:
@@ -146,7 +171,7 @@ def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) 
         "attempt": run.attempt if run else state.attempt,
         "cached": state.status == "done" and not state.attempt,
         **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
-        **{name: _short(value) for name, value in asdict(state.timings).items()},
+        **{name: _short(value) for name, value in asdict(run.timings if run else state.timings).items()},
     }
 
 

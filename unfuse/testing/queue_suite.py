@@ -12,7 +12,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Change, StageState
+from unfuse.core.request import Change, StageState, Timings
 from unfuse.queues.base import Declaration, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_growth import GROWTH_RULES
@@ -235,6 +235,25 @@ async def a_record_tells_what_runs(queue: TaskQueue, clock: ManualClock) -> None
     assert [(await queue.load(name)).position for name in "ac"] == [0, 1]
 
 
+async def a_record_tells_what_an_attempt_has_used(queue: TaskQueue, clock: ManualClock) -> None:
+    """The most that was reported, with or without a step; of another attempt nothing."""
+    await submitted(queue, "a")
+    lease = await leased(queue, worker="worker")
+    for seconds in (0.1, 2.5, 0.3):
+        used = Timings(share_s=seconds, device="cuda:0", devices=2)
+        assert await queue.progress(lease.claim, [Event("progress", step=1, steps=8)] if seconds > 1 else [], used)
+    await queue.progress(lease.claim, [Event("progress", step=2, steps=8)])
+    (running,) = (await queue.load("a")).running
+    assert (running.timings, running.step) == (Timings(share_s=2.5, device="cuda:0", devices=2), 2)
+
+    assert await queue.hand_back(lease.claim)
+    assert not await queue.progress(lease.claim, [], Timings(share_s=9.0))
+    again = await leased(queue, worker="worker")
+    assert (await queue.load("a")).running[0].timings == Timings()
+    assert await queue.progress(again.claim, [], Timings(share_s=0.5))
+    assert (await queue.load("a")).running[0].timings == Timings(share_s=0.5)
+
+
 async def events_are_numbered_and_end(queue: TaskQueue, clock: ManualClock) -> None:
     """From 1, without gaps while few; `after` leaves out what was seen; the stream ends behind the terminal event."""
     record = await submitted(queue, "a")
@@ -381,6 +400,7 @@ RULES: tuple[Rule, ...] = (
     close_withdraws,
     the_end_of_a_request_takes_everything,
     a_record_tells_what_runs,
+    a_record_tells_what_an_attempt_has_used,
     events_are_numbered_and_end,
     who_watches_nothing_is_told_at_once,
     progress_needs_its_lease,

@@ -79,6 +79,7 @@ class Batches:
         self.sizes.measured(key, size, seconds * size / len(batch))
         for job in batch:
             job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
+            job.share_s += seconds / len(batch)
             job.exchange_s += waited
         if how == "compared":
             self._compare(batch, made)

@@ -13,7 +13,7 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Announced, Done, Failed, Places, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, Places, Sharing, Spent, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -196,13 +196,17 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first` to `step` of `steps` are done; `previews` lists those with a preview. Step 0: the task began."""
+    """Steps `first` to `step` of `steps` are done; `previews` lists those with a preview. Step 0: the task began.
+
+    Its share of the seconds of computing is `share_s` so far.
+    """
 
     claim: Claim
     step: int
     steps: int
     first: int
     previews: tuple[int, ...] = ()
+    share_s: float = 0.0
 
 
 class StateSaved(msgspec.Struct, frozen=True, tag=True):
@@ -249,12 +253,6 @@ class DeviceHeld(msgspec.Struct, frozen=True, tag=True):
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
-
-    claim: Claim
-
-
-class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """A cancelled task was dropped."""
 
     claim: Claim
 

@@ -14,7 +14,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, Spent, Stopped
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
@@ -34,7 +34,6 @@ from unfuse.worker.compute_messages import (
     Shares,
     StateSaved,
     Stepped,
-    Stopped,
     Taken,
     TextsHeld,
     ToCompute,

@@ -6,6 +6,7 @@ import traceback
 
 from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
 from unfuse.core.messages import REFUSED, Failed
+from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
 from unfuse.core.task import Claim
 
@@ -14,8 +15,8 @@ EVIDENCE_CHARS = 4000
 ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
-def failure(claim: Claim, error: Exception) -> Failed:
-    """The report for a task that ended with this error."""
+def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> Failed:
+    """The report for a task that ended with this error; `timings` say what it has used."""
     rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
     if rule is MEMORY:
@@ -26,6 +27,7 @@ def failure(claim: Claim, error: Exception) -> Failed:
         object_id=error.object_id if isinstance(error, ObjectLost) else "",
         reason=REFUSED if rule is REQUEST else "",
         error=_sendable(type_name(error)) if rule is UNKNOWN else "",
+        timings=timings or Timings(),
     )  # fmt: skip
 
 

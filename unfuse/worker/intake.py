@@ -113,8 +113,9 @@ class Intake:
             step, _ = stage.progress(state)
             self._receiving.pop(run.lease.claim, None)
             key = task.pool, stage.batch_key(task.params), self.likeness(stage, state)
+            started_s = time.monotonic() - got
             return Job(
-                run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
+                run.lease, stage, key, inputs, state, got - began, run_s=started_s, share_s=started_s,
                 resumed=step, saved=step, reported=step, grown=len(run.recorded),
             )  # fmt: skip
         except BaseException as error:

@@ -11,12 +11,11 @@ import structlog
 
 from unfuse.arena.buddy import Usage
 from unfuse.core.errors import ObjectLost, TransientError
-from unfuse.core.messages import Done, Failed, Places
+from unfuse.core.messages import Done, Failed, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import CACHED, Lease, cached_as
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.worker.compute_messages import Stopped
 from unfuse.worker.copies import Copies
 
 

@@ -61,5 +61,5 @@ class Settling:
     def _report(self, job: Job, step: int, steps: int) -> None:
         now = time.monotonic()
         if step == steps or now - job.reported_at >= REPORT_S:
-            self._send(Stepped(job.claim, step, steps, job.reported + 1, tuple(job.previews)))
+            self._send(Stepped(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
             job.reported, job.reported_at, job.previews = step, now, []

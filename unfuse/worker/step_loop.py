@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ResultsUnavailable
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
@@ -61,16 +61,22 @@ class TextMeter:
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
 
+UNUSED = Timings()
+
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class _Parked:
-    """A task that waits for the result store: what to call again, at which monotonic time, and the last pause."""
+    """A task that waits for the result store: what to call again, at which monotonic time, and the last pause.
+
+    `timings` say what it has used.
+    """
 
     again: Callable[[], None]
     at: float
     pause: float
+    timings: Timings
 
 
 class StepLoop:
@@ -214,7 +220,7 @@ class StepLoop:
         except Exception as error:  # an error of one task must not end the process
             return error
 
-    def _park(self, claim: Claim, error: object, again: Callable[[], None]) -> None:
+    def _park(self, claim: Claim, error: object, again: Callable[[], None], timings: Timings = UNUSED) -> None:
         """Let a task wait for the result store. Waits is sent at every try, so that the parent sees progress."""
         before = self._parked.get(claim)
         if before is None:
@@ -222,7 +228,7 @@ class StepLoop:
                 "waits for the result store", **about(claim), reason=str(getattr(error, "__cause__", None) or error)
             )
         pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
-        self._parked[claim] = _Parked(again, time.monotonic() + pause, pause)
+        self._parked[claim] = _Parked(again, time.monotonic() + pause, pause, timings)
         self._send(messages.Waits(claim))
 
     def _try_again(self, claim: Claim) -> None:
@@ -233,7 +239,7 @@ class StepLoop:
         try:
             parked.again()
         except Exception as error:  # an error of one task must not end the process
-            self._send(failure(claim, error))
+            self._send(failure(claim, error, parked.timings))
         if self._parked[claim] is parked:
             del self._parked[claim]
 
@@ -273,7 +279,7 @@ class StepLoop:
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
         self._let_go(job)
-        self._send(failure(job.claim, error))
+        self._send(failure(job.claim, error, job.timings))
 
     def _let_go(self, job: Job) -> None:
         close(job.inputs, job.output)
@@ -305,6 +311,7 @@ class StepLoop:
         output = job.stage.finish(job.state)
         finished = time.monotonic()
         job.run_s += finished - began
+        job.share_s += finished - began
         ref = put(self._store, job, output, self._encodings)
         self._let_go(job)
         del self._jobs[job.claim]
@@ -315,12 +322,9 @@ class StepLoop:
             results = write(self._results, job, media)
         except ResultsUnavailable as error:
             job.inputs, job.state = [], None
-            self._park(job.claim, error, partial(self._deliver, job, ref, media, finished))
+            self._park(job.claim, error, partial(self._deliver, job, ref, media, finished), job.timings)
             return
-        timings = Timings(
-            get_s=job.get_s, run_s=job.run_s, put_s=time.monotonic() - finished, steps=job.steps,
-            batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s, exchange_s=job.exchange_s,
-        )  # fmt: skip
+        timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)
         self._send(Done(job.claim, ref, results, timings))
 
     def _drop(self, message: messages.Cancel) -> None:
@@ -331,6 +335,6 @@ class StepLoop:
             if self._ranks.leads:
                 withdraw_parts(self._results, job)
             self._let_go(job)
-            self._send(messages.Stopped(message.claim))
-        elif self._parked.pop(message.claim, None):
-            self._send(messages.Stopped(message.claim))
+            self._send(Stopped(message.claim, job.timings))
+        elif parked := self._parked.pop(message.claim, None):
+            self._send(Stopped(message.claim, parked.timings))

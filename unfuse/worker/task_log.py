@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import structlog
 
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.task import Claim
-from unfuse.worker.compute_messages import Stopped
 
 log = structlog.get_logger(__name__)
 
@@ -23,4 +22,4 @@ def log_outcome(message: Stopped | Done | Failed) -> None:
     elif isinstance(message, Failed):
         log.warning("task failed", kind=message.kind, reason=message.message, **about(message.claim))
     else:
-        log.info("task stopped", **about(message.claim))
+        log.info("task stopped", run_s=message.timings.run_s, **about(message.claim))

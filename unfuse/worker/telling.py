@@ -29,7 +29,11 @@ class Telling:
 
     def stepped(self, message: Stepped) -> None:
         """Tell of this soon."""
-        self._steps.append(Progress(message.claim, message.step, message.steps, message.first, message.previews))
+        self._steps.append(
+            Progress(
+                message.claim, message.step, message.steps, message.first, message.previews, share_s=message.share_s
+            )
+        )
         if len(self._steps) == 1:
             self._background.once("reporting steps", self._soon)
 

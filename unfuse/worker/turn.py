@@ -9,6 +9,7 @@ from typing import Any
 
 from unfuse.core.errors import PermanentError, ProtocolError
 from unfuse.core.growth import Grown, check_growth
+from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import SteppedStage
 from unfuse.stores.tensor_store import Held
@@ -19,6 +20,7 @@ from unfuse.stores.unsealed import Unsealed
 class Job:
     """A task that runs. Tasks of equal `key` may share a forward. Times are monotonic seconds.
 
+    `run_s` are seconds of computing, `share_s` its share of them: those of a forward are divided among its tasks.
     `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
     steps that were saved and reported, at `saved_at` and `reported_at`.
     """
@@ -30,6 +32,7 @@ class Job:
     state: Any
     get_s: float
     run_s: float
+    share_s: float
     alone: bool = False
     resumed: int = 0
     steps: int = 0
@@ -58,6 +61,14 @@ class Job:
             raise PermanentError(f"stage {self.stage.kind} has grown by what cannot be recorded: {error}") from error
         self.grown += len(pieces)
         return grown
+
+    @property
+    def timings(self) -> Timings:
+        """What it has used so far."""
+        return Timings(
+            get_s=self.get_s, run_s=self.run_s, steps=self.steps, batch=self.mates / max(1, self.steps),
+            resumed=self.resumed, save_s=self.save_s, exchange_s=self.exchange_s, share_s=self.share_s,
+        )  # fmt: skip
 
     @property
     def is_over(self) -> bool:

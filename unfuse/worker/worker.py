@@ -29,6 +29,7 @@ from unfuse.core.messages import (
     Hello,
     Pulse,
     Refused,
+    Stopped,
     ToScheduler,
     ToWorker,
     WorkerInfo,
@@ -39,7 +40,7 @@ from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.heartbeat import heartbeat
@@ -355,13 +356,13 @@ class Worker:
             if file is None:
                 break
             if file.compared:
-                return Failed(message.claim, "hand_back", str(file), reason="compute")
+                return Failed(message.claim, "hand_back", str(file), reason="compute", timings=message.timings)
             await asyncio.sleep(self._beat_s)
         return message
 
     async def _settle(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
         if isinstance(message, Stopped) and self._draining.is_set():
-            message = Failed(message.claim, "hand_back", LEAVES, reason="drain")
+            message = Failed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
         if self._saved_states and isinstance(message, Failed):
             await self._saved_states.settled()  # the next attempt resumes from there
         if self._objects and lease:
@@ -377,7 +378,7 @@ class Worker:
                 message = msgspec.structs.replace(message, ask=self._wanted(lease.task.pool if lease else ""))
         self._changed.set()
         try:
-            recorded = not isinstance(message, Stopped) and await self._report(message)
+            recorded = await self._report(message)
         finally:
             if asks:
                 self._asks_with_outcome = False
@@ -387,10 +388,15 @@ class Worker:
         if self._saved_states:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
-    async def _report(self, message: Done | Failed) -> bool:
-        """Send the end of a task until it is recorded (True), or the lease is known to be lost (False)."""
+    async def _report(self, message: Stopped | Done | Failed) -> bool:
+        """Send the end of a task until it is recorded (True), or the lease is known to be lost (False).
+
+        A task that was dropped and has used nothing is not reported.
+        """
+        if isinstance(message, Stopped) and not message.timings.share_s:
+            return False
         while isinstance(answer := await self._link.call(message), Refused):
-            if answer.lease_lost:
+            if answer.lease_lost or isinstance(message, Stopped):
                 if isinstance(message, Done) and message.output and self._objects:
                     await self._objects.delete(message.output)
                     self._changed.set()

@@ -12,16 +12,23 @@ local function position_of(places)
   return position
 end
 
+-- What an attempt at a task has used, of what is stored; nothing if that is of another attempt.
+local function used_by(attempt, used)
+  local stored = used and sound(cmsgpack.unpack, used)
+  if type(stored) == 'table' and stored[1] == tonumber(attempt) then return stored[2] end
+end
+
 -- What of an active request runs, packed, and how many tasks go before the first that waits.
 local function standing(id)
   local running, waiting = {}, {}
   for _, stage in ipairs(call('ZRANGE', stages_key(id), 0, -1)) do
-    local pool, member, attempt, worker, started, began, step, steps = unpack(call('HMGET', task_key(name_of(id, stage)),
-      'pool', 'member', 'attempt', 'worker', 'started', 'began', 'step', 'steps'))
+    local pool, member, attempt, worker, started, began, step, steps, used = unpack(call('HMGET',
+      task_key(name_of(id, stage)), 'pool', 'member', 'attempt', 'worker', 'started', 'began', 'step', 'steps', 'used'))
     if worker then
       local by_now = worked()
       running[#running + 1] = {stage = stage, attempt = tonumber(attempt), worker = worker, since = tonumber(started),
-        step = tonumber(step), steps = tonumber(steps), ran_s = by_now - (tonumber(began) or by_now)}
+        step = tonumber(step), steps = tonumber(steps), ran_s = by_now - (tonumber(began) or by_now),
+        timings = used_by(attempt, used)}
     elseif pool then
       waiting[#waiting + 1] = {pool, member}
     end

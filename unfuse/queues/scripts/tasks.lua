@@ -16,6 +16,12 @@ function verbs.progress()
     call('HSET', task_key(name), 'step', event.step, 'steps', event.steps)
     publish(A.claim.request, event)
   end
+  if A.used then
+    local known = used_by(A.claim.attempt, call('HGET', task_key(name), 'used'))
+    if not known or known.share_s <= A.used.share_s then
+      call('HSET', task_key(name), 'used', cmsgpack.pack({A.claim.attempt, A.used}))
+    end
+  end
   return 1
 end
 

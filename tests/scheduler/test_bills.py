@@ -1,0 +1,225 @@
+"""What requests cost: every second that a device was used is on a bill, or lost, once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from tests.examples import examples
+from tests.scheduler.fleet import Act, Fleet, lengths, seeds
+from tests.scheduler.model import Racing
+from unfuse.core.codec import decode, encode
+from unfuse.core.errors import ProtocolError
+from unfuse.core.messages import Done, Failed, Progress, Stopped, ToScheduler
+from unfuse.core.request import RequestContext, Timings
+from unfuse.core.task import Claim, Lease
+from unfuse.core.usage import billed_seconds, lost_seconds
+from unfuse.queues.memory import MemoryQueue
+from unfuse.testing.clock import ManualClock
+
+
+@given(seeds, lengths)
+@settings(max_examples=examples(60), deadline=None)
+def test_bills_and_losses_are_what_the_workers_have_used(seed: int, length: int) -> None:
+    async def run() -> None:
+        async with fleet() as workers:
+            await workers.live(seed, length)
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def fleet(queue: type[MemoryQueue] = MemoryQueue) -> AsyncIterator[Fleet]:
+    clock = ManualClock()
+    shared = queue(clock)
+    fleet = Fleet([shared, shared], clock)
+    yield fleet
+    await fleet.close()
+
+
+async def one(fleet: Fleet, worker: str = "worker-0") -> Lease:
+    """A new lease of the only request."""
+    if not fleet.requests:
+        await fleet.act("submit", 0, 1)
+    (lease,) = await fleet.ask(worker, 1)
+    return lease
+
+
+async def bill(fleet: Fleet) -> tuple[dict[str, float], dict[str, float], RequestContext]:
+    record = await fleet.schedulers[0].queue.load(fleet.requests[0])
+    return (
+        billed_seconds(record.context, record.running, fleet.clock.wall()),
+        lost_seconds(record.context),
+        record.context,
+    )
+
+
+END: dict[str, Callable[[Fleet], Awaitable[object]]] = {
+    "cancelled": lambda fleet: fleet.schedulers[1].cancel(fleet.requests[0]),
+    "expired": lambda fleet: fleet.schedulers[1].upkeep.expire(fleet.requests[0]),
+    "left": lambda fleet: fleet.schedulers[1].client_disconnected(fleet.requests[0]),
+}
+
+
+@pytest.mark.parametrize("end", END)
+async def test_a_request_that_its_client_ends_pays_for_what_it_used(end: str) -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 4.0, tell=True)
+        assert (await bill(workers))[0] == {"cpu": 4.0}, "it grows while it runs"
+
+        await workers.compute(lease, 1.0, tell=False)
+        await END[end](workers)
+        assert (await bill(workers))[0] == {"cpu": 4.0}, "its worker has not said more yet"
+
+        await workers.end("notice", lease)
+        billed, lost, context = await bill(workers)
+        assert (billed, lost) == ({"cpu": 5.0}, {})
+        assert context.stages["text_encode"].steps == 3
+        await workers.check()
+
+
+async def test_a_worker_that_dies_after_a_cancel_leaves_what_it_had_reported_on_the_bill() -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 4.0, tell=True)
+        await workers.compute(lease, 2.0, tell=False)
+        await END["cancelled"](workers)
+        await workers.kill(lease.worker)
+        assert (await bill(workers))[:2] == ({"cpu": 4.0}, {})
+
+
+@pytest.mark.parametrize("end", ["fail", "crash", "hand back", "kill"])
+async def test_an_attempt_that_was_lost_is_free_and_booked_as_lost(end: Act) -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 4.0, tell=True)
+        if end == "kill":
+            await workers.kill(lease.worker)
+        else:
+            await workers.end(end, lease)
+        assert (await bill(workers))[:2] == ({}, {"cpu": 4.0})
+
+        workers.clock.advance(10)
+        again = await one(workers, "worker-2")
+        await workers.compute(again, 1.0, tell=False)
+        await workers.end("complete", again)
+        assert (await bill(workers))[:2] == ({"cpu": 2.0}, {"cpu": 4.0}), "it computes on two devices"
+
+
+async def test_what_the_client_asked_for_wrongly_is_on_its_bill() -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 4.0, tell=False)
+        await workers.end("refuse", lease)
+        billed, lost, context = await bill(workers)
+        assert (billed, lost, context.status) == ({"cpu": 4.0}, {}, "failed")
+
+
+async def test_a_lost_lease_is_counted_when_its_worker_is_heard_again() -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 4.0, tell=True)
+        await workers.schedulers[0].upkeep.end(lease)
+        assert (await bill(workers))[:2] == ({}, {"cpu": 4.0})
+
+        again = await one(workers, "worker-1")
+        await workers.compute(lease, 2.0, tell=True)
+        await workers.end("complete", lease)
+        assert (await bill(workers))[:2] == ({}, {"cpu": 6.0})
+        await workers.end("complete", again)
+        await workers.check()
+
+
+@pytest.mark.parametrize("first", ["cancel", "complete"])
+async def test_a_cancel_that_races_a_completion_bills_the_attempt_once(first: str) -> None:
+    async with fleet(Racing) as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 4.0, tell=False)
+        acts = [lambda: END["cancelled"](workers), lambda: workers.end("complete", lease)]
+        await asyncio.gather(*(act() for act in (acts if first == "cancel" else reversed(acts))))
+        assert (await bill(workers))[:2] == ({"cpu": 4.0}, {})
+        await workers.settle()
+        await workers.check()
+
+
+async def test_a_task_that_was_leased_while_its_request_was_cancelled_is_on_the_bill() -> None:
+    """The cancel is decided of a record in which nothing runs yet."""
+    async with fleet() as workers:
+        await workers.act("submit", 0, 1)
+        queue = workers.schedulers[0].queue
+        before = await queue.load(workers.requests[0])
+        lease = await one(workers)
+        await workers.compute(lease, 3.0, tell=True)
+
+        async def stale(_: str) -> object:
+            return before
+
+        queue.load, load = stale, queue.load  # type: ignore[method-assign, assignment]
+        await END["cancelled"](workers)
+        queue.load = load  # type: ignore[method-assign]
+        assert (await bill(workers))[0] == {}
+        await workers.end("notice", lease)
+        assert (await bill(workers))[0] == {"cpu": 3.0}
+
+
+async def test_a_report_is_believed_for_no_longer_than_its_request_is_there() -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        workers.clock.advance(5.0)
+        await workers.say(lease.worker, Progress(lease.claim, 1, 3, 1, share_s=1e8))
+        assert (await bill(workers))[0] == {"cpu": 5.0}
+        await END["cancelled"](workers)
+        workers.clock.advance(2.0)
+        for _ in range(3):
+            await workers.say(lease.worker, Stopped(lease.claim, Timings(share_s=1e9)))
+        assert (await bill(workers))[0] == {"cpu": 7.0}
+
+
+async def test_a_worker_is_not_believed_about_the_attempts_of_others() -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        await workers.compute(lease, 2.0, tell=True)
+        claimed = msgspec.structs.replace(lease.claim, token=b"guessed")
+        await workers.say("worker-1", Stopped(claimed, Timings(share_s=1.0)))
+        assert (await bill(workers))[:2] == ({"cpu": 2.0}, {})
+        await END["cancelled"](workers)
+        for number in (1, 2, 1 << 40):
+            other = msgspec.structs.replace(claimed, attempt=number, stage="text_encode")
+            await workers.say("worker-1", Stopped(other, Timings(share_s=1.0)))
+        await workers.say("worker-1", Stopped(msgspec.structs.replace(claimed, stage="none"), Timings(share_s=1.0)))
+        assert (await bill(workers))[0] == {"cpu": 2.0}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e12])
+def test_seconds_that_cannot_be_are_refused_before_anything_is_done(seconds: float) -> None:
+    claim = Claim("req_0", "denoise", 1, b"token")
+    for message in (
+        Progress(claim, 1, 2, 1, share_s=seconds),
+        Stopped(claim, Timings(share_s=seconds)),
+        Failed(claim, "transient", "no", timings=Timings(run_s=seconds)),
+        Done(claim, None, (), Timings(share_s=seconds)),
+    ):
+        with pytest.raises(ProtocolError):
+            decode(encode(message), ToScheduler)
+
+
+async def test_a_start_and_attempts_stay_true_when_attempts_are_lost() -> None:
+    async with fleet() as workers:
+        lease = await one(workers)
+        begun = workers.clock.wall()
+        await workers.compute(lease, 1.0, tell=True)
+        await workers.end("hand back", lease)
+        workers.clock.advance(100.0)
+        again = await one(workers, "worker-1")
+        await workers.kill(again.worker)
+        third = await one(workers, "worker-2")
+        await workers.end("complete", third)
+        _, _, context = await bill(workers)
+        assert context.started_at == begun
+        assert context.stages["text_encode"].begun == 3
