@@ -90,4 +90,7 @@ def test_what_requests_cost_adds_up_by_tenant(tmp_path: Path) -> None:
             return sums
 
         for name in ("unfuse_money_total", "unfuse_device_seconds_total"):
-            until(lambda name=name: counted(server, name, "key-root") == pytest.approx(by_hand(), abs=1e-4), f"{name} to agree")
+            until(
+                lambda name=name: counted(server, name, "key-root") == pytest.approx(by_hand(), abs=1e-4),
+                f"{name} to agree",
+            )
