@@ -17,9 +17,9 @@ from unfuse.cli.app import app
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 OTHERWISE = (
-    "models: [Wan-AI", "server {", "redis-cli ACL", "sum by (tenant)",
+    "models: [Wan-AI", "server {", "redis-cli ACL", "sum by (tenant)", "sum by (model, device)",
     "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]",
-    "NAME KEY [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
+    "NAME sha256:HEX [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip
 """The beginnings of blocks that are neither commands nor whole programs: each is held to the code by a test of its own,

@@ -35,7 +35,7 @@ def is_python(block: str) -> bool:
 def commands(block: str) -> Iterator[list[str]]:
     """The commands of a block, in words; what a command prints is none."""
     for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-        line = line.removeprefix("$ ")
+        line = re.sub(r"^([A-Z_]+=\S+ )+", "", line.removeprefix("$ "))  # variables before a command
         if (
             re.match(r"(\S*/)?(unfuse|pip|python3?|curl|make|ssh|scp|openssl|systemctl|helm|kubectl|ray) ", line)
             and ": `" not in line
