@@ -45,6 +45,15 @@ def refusal(*arguments: str) -> str:
     return ended.stderr
 
 
+def first_warning(command: list[str], **variables: str) -> str:
+    """Return the first line that a command says, and end it."""
+    with subprocess.Popen(command, env=os.environ | variables, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        line = process.stderr.readline()
+        process.kill()
+    return line
+
+
 @contextmanager
 def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that is reached by workers of other machines, and its URL."""
@@ -90,9 +99,11 @@ def test_keys_are_made_once(keys: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
-def test_a_worker_without_keys_does_not_start_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
-    refused = refusal("worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB")
-    assert "copy worker.key from the scheduler's machine" in refused
+def test_a_worker_without_keys_waits_for_them_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
+    asked = ["worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB"]
+    said = first_warning([*UNFUSE, *asked])
+    assert "this machine has no key yet" in said
+    assert "copy worker.key from the scheduler's machine" in said
 
 
 @pytest.mark.slow
