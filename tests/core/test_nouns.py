@@ -43,8 +43,8 @@ def test_a_noun_is_frozen(kind: type[msgspec.Struct]) -> None:
 
 
 def test_a_request_is_no_grab_bag() -> None:
-    """The last four came with callers that leave (`callers`), with results that are given again (`makes`), with pools that
-    sleep (`moved`), and with starts that are told truly (`started_at`)."""
+    """The last four came with callers that leave (`callers`), with results that are given again (`makes`), with pools
+    that sleep (`moved`), and with starts that are told truly (`started_at`)."""
     assert len(RequestContext.__struct_fields__) <= 27
     assert {"tenant", "idempotency_key", "version"} <= set(RequestContext.__struct_fields__)
 
