@@ -118,7 +118,7 @@ class Worker:
             await self._scheduler.queue.progress(claim, list(self._steps(lease)))
             await self.ending.wait()
         files = tuple(self._draw(lease)) if lease.task.final else ()
-        timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0)
+        timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0, share_s=0.15)
         output = None if lease.task.final else msgspec.structs.replace(object_for(claim), owner=WORKER.id)
         await self._scheduler.complete(Done(claim, output, files, timings), WORKER.id)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import msgspec
 
@@ -53,5 +52,5 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     orphan_s: float
     health: str
     hold: Hold
-    gpus: int = 0
-    component_sources: Mapping[str, str] = MappingProxyType({})
+    gpus: int
+    component_sources: Mapping[str, str]
