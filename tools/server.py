@@ -90,11 +90,9 @@ def changes_imports(variables: Mapping[str, str]) -> bool:
 def starter(variables: Mapping[str, str], own_forks: bool) -> Callable[..., Process]:
     """What starts `unfuse` with these variables, called as `subprocess.Popen` is."""
     beyond = {name: value for name, value in variables.items() if name != "PYTHONPATH"}
-    return (
-        subprocess.Popen
-        if shared_fork_server is None or own_forks or changes_imports(beyond)
-        else shared_fork_server.start
-    )
+    if shared_fork_server is None or own_forks or changes_imports(beyond):
+        return subprocess.Popen
+    return shared_fork_server.start
 
 
 def environment(folder: Path) -> dict[str, str]:
