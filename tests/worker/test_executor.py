@@ -146,7 +146,8 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_serv
             step = message.step
         assert isinstance(message, Stopped) and message.claim == slow.claim
         assert step < stepped.steps
-        assert message.timings.steps == step and message.timings.share_s > stepped.share_s > 0
+        # of steps that ended after the Cancel was sent, only the timings tell
+        assert step <= message.timings.steps <= stepped.steps and message.timings.share_s >= stepped.share_s > 0
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.nightly), 2])
