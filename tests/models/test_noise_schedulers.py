@@ -127,8 +127,12 @@ def test_no_field_is_blamed_where_several_are_wrong() -> None:
 @pytest.mark.parametrize(("pipeline", "kind", "config", "reason"), [
     ("FluxPipeline", "FlowMatchHeunDiscreteScheduler", {}, "passes mu to its noise scheduler, which FlowMatchHeun"),
     ("FluxPipeline", "DDIMScheduler", {}, "uses set_begin_index of its noise scheduler, which DDIM"),
-    ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, "needs use_dynamic_shifting"),
+    ("FluxPipeline", "DPMSolverMultistepScheduler", {"use_flow_sigmas": True}, "needs use_dynamic_shifting"),
+    ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
     ("FluxPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True, "use_dynamic_shifting": True}, ""),
+    ("LTXPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
+    ("LTXPipeline", "UniPCMultistepScheduler", {}, "passes mu and sigmas to its noise scheduler, which UniPC"),
+    ("HunyuanVideoPipeline", "EDMEulerScheduler", {}, "passes sigmas to its noise scheduler, which EDMEuler"),
     ("QwenImagePipeline", "DPMSolverMultistepScheduler", {"use_dynamic_shifting": True}, "passes sigmas to its"),
     ("StableDiffusionPipeline", "FlowMatchEulerDiscreteScheduler", {}, "uses init_noise_sigma"),
     ("StableDiffusionPipeline", "LCMScheduler", {}, ""),

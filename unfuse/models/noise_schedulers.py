@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
 import textwrap
@@ -17,9 +18,6 @@ from unfuse.models.folder import ModelFolder
 EULER = "FlowMatchEulerDiscreteScheduler"
 MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
 """Multistep schedulers. They draw no noise between steps, except with the configurations that `draws_noise` finds."""
-
-SHIFTED = (*MULTISTEP, "DPMSolverSinglestepScheduler")
-"""Schedulers that take a shift, if their configuration has `use_dynamic_shifting`."""
 
 READ_ERRORS = (
     OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError,
@@ -107,9 +105,35 @@ def misfit(pipeline: Any) -> str:
         given.discard("sigmas")
     for name in sorted(given - taken):
         return f"{who} passes {name} to its noise scheduler, which {what} with this configuration does not accept"
-    if "mu" in given and what in SHIFTED and not scheduler.config.get("use_dynamic_shifting"):
+    if not given or (error := _rejection(scheduler, given)) is None:
+        return ""
+    if "mu" in given and _rejection(scheduler, given - {"mu"}) is None:
         return f"{who} passes a shift (mu) to its noise scheduler, for which {what} needs use_dynamic_shifting"
-    return ""
+    return f"{who} passes {' and '.join(sorted(given))} to its noise scheduler, which {what} rejects ({error!r})"
+
+
+def _rejection(scheduler: Any, given: set[str]) -> Exception | None:
+    """Return the error that a noise scheduler raises for such arguments (`sigmas`, `mu`); None if it accepts them.
+
+    `sigmas` are tried as an array and as a list, since pipelines pass either. A shift (`mu`) is also given to a
+    scheduler that requires one.
+    """
+    import numpy as np
+
+    mu = {"mu": 0.5} if "mu" in given or scheduler.config.get("use_dynamic_shifting") else {}
+    sigmas = np.linspace(1.0, 0.25, 4)
+    tried: list[dict[str, Any]] = [{"num_inference_steps": 4}]
+    if "sigmas" in given:
+        tried = [{"sigmas": sigmas}, {"sigmas": sigmas.tolist()}]
+    found: Exception | None = None
+    for arguments in tried:
+        try:
+            copy.deepcopy(scheduler).set_timesteps(**arguments, **mu)
+        except READ_ERRORS as error:
+            found = error
+        else:
+            return None
+    return found
 
 
 def _always_given(call: Any) -> set[str]:
