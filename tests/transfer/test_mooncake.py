@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from unfuse import transfer
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import TransferEngine, TransferOptions
 
@@ -40,8 +42,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.engine", library)
     monkeypatch.delitem(sys.modules, "unfuse.transfer.mooncake", raising=False)
+    monkeypatch.delattr(transfer, "mooncake", raising=False)
     monkeypatch.setenv("MC_FORCE_TCP", "0")
-    from unfuse.transfer import mooncake
+    mooncake: Any = import_module("unfuse.transfer.mooncake")
 
     def started(*there: str, codes: dict[str, int] | None = None, **options: Any) -> TransferEngine:
         monkeypatch.setattr(Library, "starts", [])
@@ -49,10 +52,11 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
         for name in there:
             (tmp_path / "infiniband" / name).mkdir(parents=True)
         monkeypatch.setattr(mooncake, "DEVICES", tmp_path / "infiniband")
-        return mooncake.MooncakeEngine(replace(OPTIONS, **options))
+        engine: TransferEngine = mooncake.MooncakeEngine(replace(OPTIONS, **options))
+        return engine
 
     yield started
-    sys.modules.pop("unfuse.transfer.mooncake", None)
+    del sys.modules["unfuse.transfer.mooncake"], transfer.mooncake
 
 
 def test_tcp_is_used_also_where_there_is_rdma(start: Started) -> None:
