@@ -44,7 +44,8 @@ def generate(
         list[Path] | None, typer.Option(help="Picture to start from; several: say it again.", metavar="FILE")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(help="Where it is to change: as large, transparent there.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Picture of the same size as --image; its transparent parts are redrawn.", metavar="FILE"),
     ] = None,
     last_frame: Annotated[
         Path | None, typer.Option(help="Picture that a video ends with; it begins with --image.", metavar="FILE")

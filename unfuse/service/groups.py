@@ -124,10 +124,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "that are made if there are none; or another unix:PATH in its place."
     )] = ()  # fmt: skip
     workers: Annotated[str, says(
-        "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
-        "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
-        "(undivided), or encoder+decoder=1,denoiser=2; swap is one on each device that has one model at a time, which "
-        "is also what auto does where models fit one by one."
+        "Workers to start here. auto: whole models in each worker if they fit, one at a time if they fit alone, else "
+        "split. split: a worker for each role. swap: a worker for each device, with one model loaded at a time. none: "
+        "they are started by `unfuse worker`. Or counts, like all=2 (whole models) or encoder+decoder=1,denoiser=2."
     )] = "auto"  # fmt: skip
     device_memory: Annotated[
         tuple[str, ...],
