@@ -403,6 +403,20 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
         assert (shown["high_water"], shown["fragmentation"], shown["engines"]) == (3072, 0.125, {})
 
 
+def test_memory_that_workers_leak_is_summed_by_role(tmp_path: Path) -> None:
+    """Given beats of two workers of a role, then bytes are summed by what memory they are of, and 0 before any."""
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        name = 'unfuse_leaked_bytes_total{memory="%s",role="' + WORKER.role + '"}'
+        for worker in (b"v", b"w"):
+            served.run(dispatcher.answer(worker, Hello(replace(WORKER, id=worker.decode()), (PICTURES,))))
+        assert [sample(http, name % memory) for memory in ("kv", "arena")] == [0, 0]
+        served.run(dispatcher.answer(b"v", Beat(leaked={"kv": 1 << 40})))
+        served.run(dispatcher.answer(b"w", Beat(leaked={"kv": 512, "arena": 4096})))
+        served.run(dispatcher.answer(b"w", Beat()))
+        assert [sample(http, name % memory) for memory in ("kv", "arena")] == [(1 << 40) + 512, 4096]
+
+
 def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:
     with capture_logs([merge_contextvars]) as logs, as_(guarded, "key-a") as http:
         named = {"x-request-id": "mine-7"}

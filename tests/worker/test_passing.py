@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from threading import Event
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from tests.worker.refs import ref
+from unfuse.arena.arena import Arena
 from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease, Task
+from unfuse.transfer.sinks import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 from unfuse.worker.passing import Passing
 
@@ -64,3 +70,54 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
     assert process.sent == [ARRIVED] * 3 + [Cancel(ARRIVED.lease.claim)]
     for one in (gone, passing):
         one.close()
+
+
+class Slow:
+    """A store, and a transfer into it that brings nothing, and ends only when it may."""
+
+    def __init__(self) -> None:
+        self.arena, self.may_end, self.wanted = Arena(1 << 26), Event(), True
+        self.reserve = self.arena.create
+
+    def fetch(self, ref: object, window: Window) -> Slow:
+        self.window = window
+        return self
+
+    def cancel(self) -> None:
+        self.wanted = False
+
+    def wait(self) -> None:
+        self.may_end.wait()
+
+    def end(self) -> None:
+        self.window.fail(TransientError("it was cancelled"))
+        self.may_end.set()
+
+
+async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
+    """Given an input on its way, when its task is cancelled, and again while the transfer still ends, then its room is
+    free when that has ended, and nothing more is passed on."""
+    slow, process = Slow(), Process()
+    passing, store = Passing(50, process.send), slow
+    through: Any = passing.through
+    task = asyncio.create_task(through(ARRIVED.lease, KV, store, slow, 1.0))
+    try:
+        while not passing.extents:
+            await asyncio.sleep(0)
+        (window,) = passing.extents
+        for _ in range(2):
+            task.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert task.cancelled() and not slow.wanted
+        assert slow.arena.unfinished() == [window], "the transfer may still write there"
+        with pytest.raises(TransientError, match="not wanted"):
+            await passing._pass(ARRIVED)
+    finally:
+        slow.end()
+    async with asyncio.timeout(60):
+        while slow.arena.unfinished() or passing.extents:
+            await asyncio.sleep(0)
+    assert process.sent == []
+    passing.close()
+    slow.arena.close()

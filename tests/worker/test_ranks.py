@@ -41,7 +41,7 @@ class Rank:
     """One of them."""
 
     def __init__(self, rank: int, table: Table) -> None:
-        self.rank, self._table, self.waited_s = rank, table, 0.0
+        self.rank, self.size, self._table, self.waited_s = rank, len(table.said), table, 0.0
 
     def exchange(self, own: bytes) -> list[bytes]:
         self.waited_s += self.rank + 1  # as if it had taken so long
@@ -297,7 +297,7 @@ verdicts = st.one_of(st.integers(0, 3), st.builds(Waits, claims), failed)
 @given(st.lists(st.lists(verdicts, min_size=2, max_size=2), min_size=2, max_size=4))
 def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(said: list[list[Any]]) -> None:
     class Heard:
-        rank, waited_s = 0, 0.0
+        size, rank, waited_s = 2, 0, 0.0
 
         def exchange(self, own: bytes) -> list[bytes]:
             return [own, *others]

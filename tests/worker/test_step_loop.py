@@ -153,6 +153,12 @@ class Texts:
     def load(self) -> TextLoad:
         return TextLoad()
 
+    def leftovers(self) -> dict[str, int]:
+        return {}
+
+    def end_all(self) -> None:
+        pass
+
 
 class Bench:
     """A loop with its surroundings."""

@@ -85,6 +85,7 @@ class ObjectTable:
         self._space = space
         self._lock = FinalizerLock()
         self._entries: dict[str, _Entry] = {}
+        self._restoring = 0  # bytes of room for spilled objects that are being taken back
         self._generation = 0
         self._changed = Condition()
 
@@ -194,7 +195,9 @@ class ObjectTable:
         Raises, with nothing changed, ArenaFull, what `fill` raises, or ObjectLost if it was deleted meanwhile.
         """
         with self._lock:
-            offset = self._place(self._entry(id).extent.nbytes)
+            nbytes = self._entry(id).extent.nbytes
+            offset = self._place(nbytes)
+            self._restoring += _room(nbytes)
         try:
             fill(offset)
             with self._lock:
@@ -202,10 +205,12 @@ class ObjectTable:
                 self._move(entry, "sealed")
                 entry.holds, entry.extent = 1, msgspec.structs.replace(entry.extent, offset=offset)
                 self._entries[id] = self._entries.pop(id)
+                self._restoring -= _room(nbytes)
                 return entry.extent
         except BaseException:
             with self._lock:
                 self._space.free(offset)
+                self._restoring -= _room(nbytes)
             raise
 
     def delete(self, id: str) -> None:
@@ -253,11 +258,22 @@ class ObjectTable:
             idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
+    def unfinished(self) -> list[Extent]:
+        """The objects that are being written."""
+        with self._lock:
+            return [entry.extent for entry in self._entries.values() if entry.state == "writing"]
+
+    def unaccounted(self) -> int:
+        """Bytes of room that are taken, and belong to no object."""
+        with self._lock:
+            placed = (entry.extent.nbytes for entry in self._entries.values() if entry.state != "spilled")
+            return self._space.usage().used - sum(map(_room, placed)) - self._restoring
+
     def usage(self) -> Usage:
         """How full the space is. Room of spare objects counts as free, though it may not be contiguous."""
         with self._lock:
             usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]
-        taken, asked = sum(max(1, -(-size // BLOCK)) * BLOCK for size in sizes), sum(sizes)
+        taken, asked = sum(map(_room, sizes)), sum(sizes)
         fields = {"used": usage.used - taken, "requested": usage.requested - asked, "free": usage.free + taken}
         return msgspec.structs.replace(usage, **fields) if sizes else usage
 
@@ -310,6 +326,11 @@ class ObjectTable:
         if entry.state == "deleted" and not entry.holds:
             del self._entries[entry.extent.id]
             self._space.free(entry.extent.offset)
+
+
+def _room(nbytes: int) -> int:
+    """Bytes of whole blocks that an object takes."""
+    return max(1, -(-nbytes // BLOCK)) * BLOCK
 
 
 def _lost(id: str) -> ObjectLost:

@@ -18,6 +18,9 @@ from unfuse.core.text import TextLoad
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 REFUSED = "refused"
 
+Memory = Literal["kv", "arena"]
+"""The memory of a worker that tasks share: blocks of keys and values, and its arena with the objects."""
+
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 """Numbers that workers report are added up in metrics, so NaN, infinity and negative numbers are refused."""
@@ -185,7 +188,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat: leases to renew, ids of the requests that the worker holds objects for, and the bytes these take.
 
     `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
-    up its keys and values for others; `unwritten` tasks wait for the result store.
+    up its keys and values for others; `unwritten` tasks wait for the result store. `leaked` is the bytes of memory that
+    nobody owned, as far as they were found since then, while the worker had no task.
     `busy`, `memory`, `holds`, `load_s` and `going` are those of WorkerInfo.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
@@ -202,6 +206,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
     texts: TextLoad | None = None
     retracted: Count = 0
+    leaked: dict[Memory, Count] = {}
     busy: Share = 0.0
     memory: Count = 0
     holds: str = ""

@@ -300,6 +300,8 @@ class Dispatcher(Observer):
             self.scheduler.observers.tell(Observer.moved, engine, moved)
         if beat.retracted:
             self.scheduler.observers.tell(Observer.retracted, beat.retracted)
+        for memory, nbytes in beat.leaked.items():
+            self.scheduler.observers.tell(Observer.leaked, worker.role, memory, nbytes)
         interruption = self._interruption
         own = [claim for claim in beat.claims if await self._may_own(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)

@@ -95,6 +95,12 @@ class HasTexts(Protocol):
     def load(self) -> TextLoad:
         """The present numbers."""
 
+    def leftovers(self) -> Mapping[str, int]:
+        """Bytes of memory that is taken now, by a name of what takes it: none while no state of a task exists."""
+
+    def end_all(self) -> None:
+        """Free the memory of everything that was begun here, while no state of a task exists."""
+
 
 class Stage(ABC):
     """One stage kind of one model, with its weights in memory.

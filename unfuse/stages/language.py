@@ -67,9 +67,10 @@ class Prefill(PromptStage[Prefilling, int]):
     def start(self, task: StageInput) -> Prefilling:
         ids = unpacked(task.uploads[PROMPT])
         sight = self._sequences.sight(ids, task)
+        with self._sequences.beginning(task.priority) as kv:
+            taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
+            handed = self._sequences.writer(kv, len(ids) - 1)
         self._sequences.prompts += 1
-        kv = self._sequences.begin(task.priority)
-        taken, handed = self._sequences.take(kv, task.prefix, len(ids) - 1), self._sequences.writer(kv, len(ids) - 1)
         return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
 
     @override
@@ -222,23 +223,27 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, tuple((id, logprob) for id, _, logprob in piece.top))
             ids.append(piece.id)
-        sight, constraint = self._sequences.sight(prompt, task), self._constraint(task)
+        sight = self._sequences.sight(prompt, task)
         how = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
         if isinstance(task.received, ReceivedKv):
             kv, done, given = task.received.kv, task.received.tokens, None
         else:
-            kv, given = self._sequences.begin(task.priority), self._given(task.tensors, len(prompt) - 1)
-            done = self._sequences.put(kv, given) if given else 0
-        return Writing(
-            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, constraint=constraint
-        )
+            given = self._given(task.tensors, len(prompt) - 1)
+            with self._sequences.beginning(task.priority) as kv:
+                done = self._sequences.put(kv, given) if given else 0
+        state = Writing(kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words)
+        try:
+            return replace(state, constraint=self._constraint(task))
+        except BaseException:
+            self.let_go(state)
+            raise
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
-        constraint: Constraint = self._grammars.open(grammar)
         reading = reading_in(task.params.get(READING))
+        constraint: Constraint = self._grammars.open(grammar)
         if reading and reading.reasoning:
             constraint = BehindReasoning(constraint, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)

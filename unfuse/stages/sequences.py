@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,30 @@ class Sequences:
         if self._vision is None or not task.params.get(SHOWN):
             return None
         return Sight(ids, task.params, task.tensors, self._vision, self._deep)
+
+    def leftovers(self) -> dict[str, int]:
+        """Bytes that sequences have, and blocks that none has, by name: none while no state of a task exists."""
+        size, left = self._kv.block_bytes, self.usage().used
+        found = dict[str, int]()
+        for sequence, (_, number) in self._ranks.items():
+            found[f"sequence {number} of {sequence.length} tokens"] = sequence.blocks * size
+            left -= sequence.blocks
+        return found | ({f"{left} blocks of no sequence": left * size} if left else {})
+
+    def end_all(self) -> None:
+        """End every sequence, while no state of a task exists."""
+        for sequence in [*self._ranks]:
+            self.end(sequence)
+
+    @contextmanager
+    def beginning(self, priority: int) -> Iterator[KvSequence]:
+        """Begin a sequence for a state that is made in the block. It ends if the block fails."""
+        sequence = self.begin(priority)
+        try:
+            yield sequence
+        except BaseException:
+            self.end(sequence)
+            raise
 
     def begin(self, priority: int) -> KvSequence:
         """A sequence, the youngest of its priority."""

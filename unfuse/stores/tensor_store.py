@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -66,6 +67,7 @@ class TensorStore:
         self, backend: StorageBackend, owner: str, node: str, clock: Clock, copies: KeyedBackend | None = None
     ) -> None:
         self._backend, self._clock, self._copies = backend, clock, copies
+        self._holds = weakref.WeakKeyDictionary[Hold, ObjectRef]()
         self.owner, self.node = owner, node
         self.address, self.write_token = backend.address, backend.write_token
         """Where other processes of this machine read the objects, and the secret of those who write; "" if none can."""
@@ -202,6 +204,15 @@ class TensorStore:
         """Hold the bytes of an object, or else those of its durable copy. Raises ObjectLost, as `get` does."""
         if not _consistent(ref):
             raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
+        hold = self._hold(ref, verify)
+        self._holds[hold] = ref
+        return hold
+
+    def held(self) -> list[ObjectRef]:
+        """The refs of the objects that were read here and are still held."""
+        return [ref for hold, ref in list(self._holds.items()) if not hold.released]
+
+    def _hold(self, ref: ObjectRef, verify: bool) -> Hold:
         try:
             hold = self._backend.hold(ref)
             if verify and checksums_of(hold.bytes()) != ref.checksums:

@@ -13,7 +13,7 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Announced, Done, Failed, Places, Sharing, Spent, Stopped
+from unfuse.core.messages import Announced, Done, Failed, Memory, Places, Sharing, Spent, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -245,6 +245,21 @@ class TextsHeld(msgspec.Struct, frozen=True, tag=True):
     retracted: int
 
 
+class Leak(msgspec.Struct, frozen=True):
+    """Memory that a worker without a task holds for nobody: what it is, its bytes, and whether it is free again."""
+
+    memory: Memory
+    name: str
+    bytes: int
+    freed: bool = False
+
+
+class LeaksFound(msgspec.Struct, frozen=True, tag=True):
+    """This process has no task and holds this memory. Each leak is reported once, by the rank that has it."""
+
+    leaks: tuple[Leak, ...]
+
+
 class DeviceHeld(msgspec.Struct, frozen=True, tag=True):
     """The bytes that this process holds on its GPU now."""
 
@@ -260,8 +275,8 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
-    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | DeviceHeld | Waits | Stopped | Done
-    | Failed
+    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | DeviceHeld | LeaksFound | Waits | Stopped
+    | Done | Failed
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from unfuse.worker.compute_messages import (
     ForPairs,
     FromCompute,
     Kept,
+    LeaksFound,
     Load,
     PairDone,
     RankSpent,
@@ -53,7 +54,9 @@ WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[
+    [Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed], Awaitable[None]
+]
 
 
 class Executor:
@@ -61,7 +64,8 @@ class Executor:
 
     All processes get the tasks; the first one decides the turns, which are passed on to the others here, and answers
     for all. When one dies, all are ended and started again. `report` is called with everything that happens to a task,
-    and with Ready after a restart. Tasks that a dead process had begun are reported as crashed, others as handed back.
+    with Ready after a restart, and with the leaks that any process finds. Tasks that a dead process had begun are
+    reported as crashed, others as handed back.
     A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, if its own memory exceeds
     `memory_limit` bytes (0: any) then, or if it is one of several and stopped. A task that must run alone waits here
     until nothing else runs, and later tasks wait for its end. Processes are forked where there is a `fork_server`.
@@ -249,6 +253,8 @@ class Executor:
                 return process
             if isinstance(message, RankSpent):
                 self._spent[process] = message.spent
+            elif isinstance(message, LeaksFound):
+                await self._report(message)
             else:
                 await take(message)
 

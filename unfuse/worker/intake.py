@@ -84,6 +84,11 @@ class Intake:
             return Taken(claim, ref.id, str(error) or type(error).__name__)
         return Taken(claim, ref.id)
 
+    @property
+    def receives(self) -> bool:
+        """Whether an input of a task that has not begun is here in part."""
+        return bool(self._receiving)
+
     def forget(self, claim: Claim) -> None:
         """Drop what has come for a task that will not begin, if anything has."""
         for receiving in self._receiving.pop(claim, {}).values():
@@ -106,18 +111,9 @@ class Intake:
                 task.params, tensors, uploads, run.recorded, task.priority,
                 tuple(map(dict, prefix)), received,
             )  # fmt: skip
-            got = time.monotonic()
-            stage.verify(given)
-            resumed = self._resumed(stage, given, run.lease)
-            state = stage.start(given) if resumed is None else resumed
-            step, _ = stage.progress(state)
+            job = self._job(run, stage, given, inputs, get_s=time.monotonic() - began)
             self._receiving.pop(run.lease.claim, None)
-            key = task.pool, stage.batch_key(task.params), self.likeness(stage, state)
-            started_s = time.monotonic() - got
-            return Job(
-                run.lease, stage, key, inputs, state, got - began, run_s=started_s, share_s=started_s,
-                resumed=step, saved=step, reported=step, grown=len(run.recorded),
-            )  # fmt: skip
+            return job
         except BaseException as error:
             close(inputs)
             if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
@@ -125,6 +121,24 @@ class Intake:
             raise
         finally:
             close(prefix)
+
+    def _job(self, run: Run, stage: SteppedStage[Any], given: StageInput, inputs: list[Held], get_s: float) -> Job:
+        """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
+        began = time.monotonic()
+        stage.verify(given)
+        resumed = self._resumed(stage, given, run.lease)
+        state = stage.start(given) if resumed is None else resumed
+        try:
+            step, _ = stage.progress(state)
+            key = run.lease.task.pool, stage.batch_key(given.params), self.likeness(stage, state)
+        except BaseException:
+            stage.let_go(state)
+            raise
+        started_s = time.monotonic() - began
+        return Job(
+            run.lease, stage, key, inputs, state, get_s, run_s=started_s, share_s=started_s,
+            resumed=step, saved=step, reported=step, grown=len(run.recorded),
+        )  # fmt: skip
 
     def _came(self, lease: Lease) -> tuple[dict[str, Any], Receiving | None]:
         """What has come in pieces: tensors that were put together, and what the stage has taken itself."""

@@ -10,6 +10,7 @@ import msgspec
 import structlog
 
 from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.messages import Done, Failed, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
@@ -157,6 +158,20 @@ class Objects:
         except TransientError as error:
             log.warning("an object was not fully deleted", object=ref.id, reason=str(error))
 
+    def unowned(self) -> dict[str, int]:
+        """Bytes in the arena that have no owner, by a name, of a worker that runs no task and reports none."""
+        if not self._arena:
+            return {}
+        found = {_unfinished(extent): extent.nbytes for extent in self._arena.unfinished()}
+        for extent in self.copies.extents:
+            found.pop(_unfinished(extent), None)
+        found |= {name: copy.ref.nbytes for name, copy in self.copies.unused().items()}
+        return found | ({f"{nbytes} bytes of no object": nbytes} if (nbytes := self._arena.unaccounted()) else {})
+
+    def free_copy(self, name: str) -> bool:
+        """Free a copy by its name in `unowned`. Returns False for any other name."""
+        return self.copies.free(name)
+
     def drop(self, ids: Iterable[str]) -> bool:
         """Free those of these objects that are in the arena: nobody reads them any more. Returns whether any was."""
         before = self.usage().used
@@ -194,3 +209,7 @@ class Objects:
     def _close(self) -> None:
         self.copies.close()
         self.store.close()
+
+
+def _unfinished(extent: Extent) -> str:
+    return f"an unfinished object {extent.id} of {extent.request}"

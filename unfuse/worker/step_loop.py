@@ -28,6 +28,7 @@ from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
+from unfuse.worker.leaks import ComputeLeakCheck
 from unfuse.worker.outputs import announce, portions, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
@@ -117,6 +118,7 @@ class StepLoop:
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._meter = TextMeter(stages.values(), self._send)
+        self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._batches = Batches(batch, exactness, self._ranks, self._send)
         self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
         self._arrived: dict[Claim, messages.Run] = {}
@@ -126,6 +128,8 @@ class StepLoop:
     def run(self) -> None:
         """Run tasks until the process ends."""
         while True:
+            if not (self._jobs or self._arrived or self._intake.receives):
+                self._leaks.look()
             self._meter.tell(busy=bool(self._jobs))
             turn = self.decide() if self._ranks.leads else self._told()
             self._ranks.tell(turn)

@@ -40,11 +40,12 @@ from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped
+from unfuse.worker.compute_messages import Kept, LeaksFound, Ready, StateSaved, Stepped
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.heartbeat import heartbeat
 from unfuse.worker.holding import WITHDRAW, Holding
+from unfuse.worker.leaks import WorkerLeakCheck
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import KEPT_LORAS, WorkerOptions
@@ -97,6 +98,7 @@ class Worker:
         self._served: Served | None = None
         self._weights: WeightFiles | None = None
         self._saved_states: SavedStates | None = None
+        self._leaks = WorkerLeakCheck()
         self._background = Supervisor()
         self._telling = Telling(self._link, self._background, self._cancel)
         self._growing = Growing(self._link, self._background, self._cancel)
@@ -308,7 +310,7 @@ class Worker:
             await self._link.call(news)
 
     async def _hear(
-        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed
+        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
@@ -327,6 +329,8 @@ class Worker:
             self._background.once("announcing an output", partial(self._announce, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)
+        elif isinstance(message, LeaksFound):
+            self._leaks.found(message.leaks)
         else:
             self._telling.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
@@ -413,12 +417,15 @@ class Worker:
         held, by = self._active.keys() - ended, self._executor
         moved, arriving = objects.copies.counters.take(), self._holding.arriving
         beat = heartbeat(tuple(held), objects, moved, self._beat_s, by, self._swapping, arriving)
+        self._leaks.look(objects, idle=self._idle.is_set() and by is not None and by.ready)
+        beat = msgspec.structs.replace(beat, leaked=self._leaks.take())
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except TimeoutError:
             return  # a scheduler that answers late counts what it was told, and one that is gone counts nothing
         except OSError:
             objects.copies.counters.put_back(moved)
+            self._leaks.put_back(beat.leaked)
             if by:
                 by.retracted += beat.retracted
             return
