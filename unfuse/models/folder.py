@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,6 +48,9 @@ WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
+
+SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+"""The names of tensors of one expert of a language model, which has those of a layer in one tensor."""
 
 STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what safetensors files call these types
 
@@ -228,9 +232,12 @@ class ModelFolder:
         return {name: tensor for name, tensor in found.items() if (SEES in name) == (component == VISION)}
 
     def has(self, component: str, dtype: str) -> bool:
-        """Whether files have all of a component's floats in that dtype, so that processes map them."""
-        kinds = {stored for stored, _ in self.tensors(component).values() if not is_whole_number(stored)}
-        return kinds == {STORED[dtype]} and not self.single(component) and not self.is_quantised(component)
+        """Whether files have all of a component's floats as they are used, in that dtype, so that processes map them."""
+        tensors = self.tensors(component)
+        kinds = {stored for stored, _ in tensors.values() if not is_whole_number(stored)}
+        if has_single_experts(tensors) or self.single(component) or self.is_quantised(component):
+            return False
+        return kinds == {STORED[dtype]}
 
     def identity(self, *components: str) -> str:
         """Return a fingerprint of components, equal for equal copies and different if any byte differs.
@@ -360,6 +367,11 @@ def _written_since_linked(link: Path) -> bool:
     The library creates the link last. Copying a file over the link overwrites the blob, which keeps its old name.
     """
     return link.stat().st_ctime_ns > link.lstat().st_ctime_ns
+
+
+def has_single_experts(names: Iterable[str]) -> bool:
+    """Whether files with tensors of these names have each expert by itself, so that a library joins them to load."""
+    return any(SINGLE_EXPERT.search(name) for name in names)
 
 
 def header(file: Path) -> dict[str, Any]:
