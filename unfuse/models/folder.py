@@ -232,7 +232,7 @@ class ModelFolder:
         return {name: tensor for name, tensor in found.items() if (SEES in name) == (component == VISION)}
 
     def has(self, component: str, dtype: str) -> bool:
-        """Whether files have all of a component's floats as they are used, in that dtype, so that processes map them."""
+        """Whether files have all floats of a component as they are used, in that dtype, so that processes map them."""
         tensors = self.tensors(component)
         kinds = {stored for stored, _ in tensors.values() if not is_whole_number(stored)}
         if has_single_experts(tensors) or self.single(component) or self.is_quantised(component):

@@ -33,14 +33,14 @@ class Along(msgspec.Struct, frozen=True):
 class Matrices(msgspec.Struct, frozen=True):
     """Of which weights of a model each rank keeps a share. Layers are named by patterns, as `fnmatch` has them.
 
-    A rank has some `outputs` of a layer, and what follows works on so much less: on some heads, on a part of the
-    width. Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of
-    `gathered` layers it has some outputs too, which are put together at once. Where several things lie side by side
-    along what is cut, `packed` says how many of them are as wide as the other side, and into how many equal ones
-    the rest falls. Of modules that are `experts` a rank has a part of the width of each expert, as of a feed-
-    forward; files may have each expert by itself, under its number. `norms` are over all heads, `heads` the numbers
-    of heads that modules hold (MODULE.NAME). Files have some `gathered` layers under the names `stored`. Degrees
-    must divide what the entries `divided` of the model's configuration say.
+    A rank has some `outputs` of a layer, and what follows works on so much less: on some heads, on a part of the width.
+    Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of `gathered`
+    layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
+    cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls. Of
+    modules that are `experts` a rank has a part of the width of each expert, as of a feed-forward; files may have each
+    expert by itself, under its number. `norms` are over all heads, `heads` the numbers of heads that modules hold
+    (MODULE.NAME). Files have some `gathered` layers under the names `stored`. Degrees must divide what the entries
+    `divided` of the model's configuration say.
     """
 
     outputs: tuple[str, ...]
