@@ -39,7 +39,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.checksums import checksums_of
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.onesided import About, OneSidedEngine
+from unfuse.transfer.onesided import About, OneSidedEngine, Range
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tcp_connection import Connection
@@ -200,7 +200,8 @@ class Reader:
         assert isinstance(engine, OneSidedEngine)
         owner = msgspec.msgpack.decode(connection.about, type=About)
         connection.close()
-        return lambda ref: engine.read(owner.name, owner.base + self.offset, self.target.ctypes.data, ref.nbytes)
+        at, to = owner.base + self.offset, self.target.ctypes.data
+        return lambda ref: engine.read(owner.name, [Range(at, to, ref.nbytes)])
 
     def by(self, name: str, at_once: int = 1) -> Way:
         """Sessions."""
