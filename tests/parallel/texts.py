@@ -25,6 +25,7 @@ from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput
+from unfuse.stages.handed_kv import CHUNKS, REST
 
 LIMIT_S = 60.0
 MOST = 12
@@ -98,10 +99,21 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
     if (folder.name, dtype) == (KINDS[0], "float32"):
         block, lengths = decode._sequences._kv.block, [len(model.ids(words)) for words in LENGTHS]
         full = 3 * block * sum(-(-length // block) for length in lengths)  # and nothing for answers
+        found["received"] = to_the_end(decode, [received(decode, given) for given in asked[::3]])
         close = Ranks(folder, dtype, group, full).stages["decode"]
         found["close"] = to_the_end(close, [close.start(given) for given in asked])
         found["left"] += [close._sequences.usage().used, close._sequences.retracted]
     return found
+
+
+def received(decode: Any, given: StageInput) -> Any:
+    """The state of a text whose keys and values came in pieces of odd lengths."""
+    taking = decode.receive(given.params, given.priority, given.tensors)
+    parts = [given.tensors[name].contiguous().flatten().view(torch.uint8) for name in (CHUNKS, REST)]
+    for piece in torch.cat(parts).split(9_999):
+        taking.take(piece)
+    assert taking.tokens == given.params["prompt_tokens"] - 1
+    return decode.start(StageInput(given.params, {}, given.uploads, received=taking))
 
 
 def sees(folder: Path, dtype: str, group: Group) -> dict[str, Any]:

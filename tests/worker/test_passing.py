@@ -72,6 +72,32 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         one.close()
 
 
+async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
+    """Also where one of them cannot take it, since the others may still read it; and where they are gone."""
+    process = Process()
+    passing, taken = Passing(50, process.send, 3), Taken(ARRIVED.lease.claim, KV.id)
+    for error in ("", "no memory"):
+        piece = asyncio.create_task(passing._pass(ARRIVED))
+        for answer in (replace(taken, error=error), taken):
+            await asyncio.sleep(0)
+            passing.heard(answer)
+            await asyncio.sleep(0)
+            assert not piece.done()
+        passing.heard(taken)
+        if error:
+            with pytest.raises(TransientError, match=error):
+                await piece
+        else:
+            await piece
+    piece = asyncio.create_task(passing._pass(ARRIVED))
+    await asyncio.sleep(0)
+    passing.heard(taken)
+    passing.lost()
+    with pytest.raises(TransientError, match="ended"):
+        await piece
+    passing.close()
+
+
 class Slow:
     """A store, and a transfer into it that brings nothing, and ends only when it may."""
 

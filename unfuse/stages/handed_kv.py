@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unfuse.parallel.group import Axis
 
 CHUNKS, REST = "chunks", "rest"  # the tensors: all chunks that are full, and the last one if it is not
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ class Given(NamedTuple):
 
 
 class KvReader:
-    """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much."""
+    """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much.
 
-    def __init__(self, kv: KvSequence, layout: KvLayout) -> None:
-        self._kv, self._layout = kv, layout
+    Of the heads, the sequence has only `heads`.
+    """
+
+    def __init__(self, kv: KvSequence, layout: KvLayout, heads: slice = ALL) -> None:
+        self._kv, self._layout, self._heads = kv, layout, heads
         self._unit = torch.empty(prod(layout.unit(CHUNK)), dtype=layout.dtype)
         self._done = self._filled = 0
 
@@ -91,7 +95,7 @@ class KvReader:
             self._filled, piece = self._filled + some.numel(), piece[some.numel() :]
             if self._filled == elements * self._layout.dtype.itemsize:
                 chunk, layer = divmod(self._done, self._layout.layers)
-                unit = self._unit[:elements].view(self._layout.unit(tokens))
+                unit = self._unit[:elements].view(self._layout.unit(tokens))[self._heads]
                 self._kv.write(layer, unit[:, 0], unit[:, 1], chunk * CHUNK)
                 self._done, self._filled = self._done + 1, 0
 

@@ -153,10 +153,11 @@ class ReceivedKv(Receiving):
     """Keys and values of a prompt that come in pieces; what there is no room for is computed again."""
 
     def __init__(self, sequences: Sequences, priority: int, tokens: int) -> None:
-        self.kv, self._sequences = sequences.begin(priority), sequences
-        self._reader = KvReader(self.kv, sequences.layout(tokens))
-        with suppress(NoBlocks):
-            self.kv.grow(tokens)
+        self._sequences = sequences
+        with sequences.beginning(priority) as self.kv:
+            self._reader = KvReader(self.kv, sequences.layout(tokens), sequences.heads)
+            with suppress(NoBlocks):
+                self.kv.grow(tokens)
 
     @property
     def tokens(self) -> int:

@@ -67,7 +67,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 class Arrived(msgspec.Struct, frozen=True, tag=True):
     """The next bytes, `start` to `stop`, of an input of a task that is to run here lie at this offset of the arena.
 
-    Answered by Taken. The Run follows the last of them, without that input.
+    Sent to every rank, and answered by each with Taken. The Run follows the last of them, without that input.
     """
 
     lease: Lease
@@ -88,7 +88,8 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
 
     It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
-    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts.
+    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts. First, it
+    takes what has come of inputs (`receive`: task and object), since that takes room which all ranks share alike.
     """
 
     drop: tuple[Cancel, ...] = ()
@@ -97,6 +98,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     save: tuple[Claim, ...] = ()
     step: tuple[Claim, ...] = ()
     how: How = "together"
+    receive: tuple[tuple[Claim, str], ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -149,7 +151,9 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """What has arrived of a task's input, that object, is taken: its place is free again. Or it cannot be (`error`)."""
+    """This rank has taken what has arrived of a task's input, that object: its place is free again. Or it cannot
+    (`error`): then the task is dropped.
+    """
 
     claim: Claim
     object: str

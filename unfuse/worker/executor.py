@@ -100,8 +100,8 @@ class Executor:
         self._before: list[Load] = []
         self._spent: dict[ComputeProcess, Spent] = {}
         self.pairs = ComputePairs(self._send_first)  # moves bytes of the arena, in the first process
-        self.passing = Passing(buffer if len(loads) == 1 else 0, self._send_first)
-        """Passes on inputs that are longer than the `buffer`; where several processes need them, they come whole."""
+        self.passing = Passing(buffer, self._send_passing, len(loads))
+        """Passes on inputs that are longer than the `buffer`."""
 
     @property
     def pids(self) -> list[int]:
@@ -208,10 +208,19 @@ class Executor:
         self.pairs.lost()
         self.passing.lost()
 
-    async def _send_first(self, message: ForPairs | Arrived | Cancel) -> bool:
+    async def _send_first(self, message: ForPairs) -> bool:
         """Returns whether there is a process that answers."""
         if self.ready:
             await self._processes[0].send(message)
+        return self.ready
+
+    async def _send_passing(self, message: Arrived | Cancel) -> bool:
+        """Send all processes a piece of an input; or the first a Cancel, of which its turn tells the others.
+
+        Returns whether they answer.
+        """
+        if self.ready:
+            await self._send(message, self._processes if isinstance(message, Arrived) else self._processes[:1])
         return self.ready
 
     async def _send(self, message: ToCompute, processes: Sequence[ComputeProcess]) -> None:
@@ -233,7 +242,7 @@ class Executor:
         """Handle messages until a process has ended. Returns that process."""
         first, *others = self._processes
         listening = [asyncio.create_task(self._listen(first, self._take))]
-        listening += [asyncio.create_task(self._listen(process, _nothing)) for process in others]
+        listening += [asyncio.create_task(self._listen(process, self._take_from_another)) for process in others]
         try:
             done, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -284,6 +293,11 @@ class Executor:
                     await self._report(message)
                     await self._feed()
 
+    async def _take_from_another(self, message: FromCompute) -> None:
+        """The first process answers for all, but each takes the pieces of inputs itself."""
+        if isinstance(message, Taken):
+            self.passing.heard(message)
+
     def _learn(self, message: PairDone | Taken | Shares | TextsHeld | DeviceHeld) -> None:
         match message:
             case PairDone():
@@ -328,7 +342,3 @@ class Executor:
             reason = "" if crashed else "compute"
             company = crashed and len(begun) > 1
             await self._report(Failed(claim, kind, message, evidence, company=company, reason=reason))
-
-
-async def _nothing(message: FromCompute) -> None:
-    """Ignore a message: the first process answers for all."""

@@ -113,7 +113,7 @@ class StepLoop:
         overlapped: bool = False,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._intake = Intake(stages, store, results, plain, exactness is not None)
+        self._intake = Intake(stages, store, results, plain, exactness is not None, self._ranks.size)
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
@@ -121,7 +121,9 @@ class StepLoop:
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._batches = Batches(batch, exactness, self._ranks, self._send)
         self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
+        self._answer = send  # also of a rank that does not report
         self._arrived: dict[Claim, messages.Run] = {}
+        self._pieces: dict[tuple[Claim, str], messages.Arrived] = {}  # of inputs that come, to be taken in a turn
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
 
@@ -148,13 +150,15 @@ class StepLoop:
         """
         dropped = self._hear()
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
+        pieces = tuple(self._pieces)
         if dropped or self._arrived or again:
-            return messages.Turn(dropped, tuple(self._arrived), again)
+            return messages.Turn(dropped, tuple(self._arrived), again, receive=pieces)
         if not self._jobs:
-            return messages.Turn()
+            return messages.Turn(receive=pieces)
         batch, how = self._batches.pick(self._jobs.values())
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
-        return messages.Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch), how=how)
+        save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
+        return messages.Turn(save=save, step=step, how=how, receive=pieces)
 
     def carry_out(self, turn: messages.Turn) -> None:
         """Carry a turn out. Tasks that have ended since it was decided are skipped.
@@ -162,6 +166,8 @@ class StepLoop:
         Where the loop is overlapped, a step is made while it is told what the one before has made of tasks; all of that
         is told before anything but a step. A task that turns out to be over has made a step too many, which is dropped.
         """
+        for piece in turn.receive:
+            self._answer(self._intake.receive(self._pieces.pop(piece)))
         if turn.changes:
             self._end(self._settling.rest())
         self._begin([self._arrived.pop(claim) for claim in turn.admit])
@@ -195,7 +201,7 @@ class StepLoop:
         if isinstance(message, messages.Run):
             self._arrived[message.lease.claim] = message
         elif isinstance(message, messages.Arrived):
-            self._send(self._intake.receive(message))
+            self._pieces[message.lease.claim, message.ref.id] = message
         return [message] if isinstance(message, messages.Cancel) else []
 
     def _begin(self, runs: Sequence[messages.Run]) -> None:
@@ -203,16 +209,22 @@ class StepLoop:
         begun = [self._begun(run) for run in runs]
         verdicts = self._ranks.agree([verdict_of(run, own) for run, own in zip(runs, begun, strict=True)])
         for run, own, verdict in zip(runs, begun, verdicts, strict=True):
+            claim = run.lease.claim
             if isinstance(own, Job) and verdict == own.resumed:
-                self._jobs[own.claim] = own
+                self._intake.begun(claim)
+                self._jobs[claim] = own
                 announce(self._store, own, self._encodings, self._send if self._ranks.leads else None)
                 continue
             if isinstance(own, Job):
                 self._let_go(own)
             if isinstance(verdict, Failed):
+                self._intake.forget(claim)
                 self._send(verdict)
-            elif isinstance(verdict, messages.Waits):
-                self._park(run.lease.claim, own, partial(self._begin, [run]))
+                continue
+            if self._ranks.size > 1:  # another rank may have given up what it had taken
+                self._intake.drop_taken(claim)
+            if isinstance(verdict, messages.Waits):
+                self._park(claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._begin([msgspec.structs.replace(run, lease=lease)])
