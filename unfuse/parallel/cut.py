@@ -38,9 +38,9 @@ class Matrices(msgspec.Struct, frozen=True):
     layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
     cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls. Of
     modules that are `experts` a rank has a part of the width of each expert, as of a feed-forward; files may have each
-    expert by itself, under its number. `norms` are over all heads, `heads` the numbers of heads that modules hold
-    (MODULE.NAME). Files have some `gathered` layers under the names `stored`. Degrees must divide what the entries
-    `divided` of the model's configuration say.
+    expert by itself, under its number, or what gates them apart. `norms` are over all heads, `heads` the numbers of
+    heads that modules hold (MODULE.NAME). Files have some `gathered` layers under the names `stored`. Degrees must
+    divide what the entries `divided` of the model's configuration say.
     """
 
     outputs: tuple[str, ...]
@@ -60,7 +60,7 @@ class Matrices(msgspec.Struct, frozen=True):
         whole = (*self.outputs, *self.gathered, *self.stored)
         each = tuple(f"{pattern}.*" for pattern in self.experts)
         ways = {"weight": (*whole, *self.inputs, *self.norms, *each), "bias": whole}
-        ways |= dict.fromkeys(EXPERTS, self.experts)
+        ways |= dict.fromkeys((*EXPERTS, "gate_proj", "up_proj"), self.experts)
         named = ((*name.rpartition("."), elements) for name, elements in tensors.items())
         return sum(n for layer, _, kind, n in named if any(fnmatchcase(layer, way) for way in ways.get(kind, ())))
 
