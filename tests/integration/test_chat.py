@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tools.server import Server, computes_of, serving, until
-from tools.tiny_language import make_language_model
+from tools.tiny_language import KINDS, make_language_model
 from unfuse.client import connect
 from unfuse.core.errors import InvalidParameter
 
@@ -51,6 +51,10 @@ def ai(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> str:
+    return likeliest(folder)
+
+
+def likeliest(folder: Path) -> str:
     """The likeliest answer, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -70,6 +74,14 @@ def test_a_chat_has_the_text_that_generate_makes(ai: openai.OpenAI, expected: st
     assert made.choices[0].finish_reason in ("stop", "length")
     assert made.usage.completion_tokens <= 12
     assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+
+
+def test_a_mixture_of_experts_says_what_generate_makes(tmp_path: Path) -> None:
+    mixture = make_language_model(tmp_path / "mixture", KINDS[3], positions=512)
+    flags = "--workers", "prefill=1,decode=1", "--kv", "8MiB", "--threads", "1"
+    with serving(tmp_path, str(mixture), *flags) as server:
+        made = server.ready().post("/v1/chat/completions", {"messages": ASKED, **GREEDY})
+    assert made["choices"][0]["message"]["content"] == likeliest(mixture)
 
 
 def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) -> None:

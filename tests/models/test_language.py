@@ -109,7 +109,7 @@ def answered(model: Model, prompts: list[list[int]], together: bool, most: int =
     return to_the_end(decode, states) if together else [to_the_end(decode, [state])[0] for state in states]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS[:3], pytest.param(KINDS[3], marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
     yield Model(make_language_model(tmp_path_factory.mktemp("language") / request.param, request.param, positions=2048))
