@@ -112,12 +112,13 @@ def answered(model: Model, prompts: list[list[int]], together: bool, most: int =
 @pytest.fixture(scope="module", params=[*KINDS[:3], pytest.param(KINDS[3], marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
-    yield Model(make_language_model(tmp_path_factory.mktemp("language") / request.param, request.param, positions=2048))
+    yield Model(make_language_model(tmp_path_factory.mktemp("language"), request.param, positions=2048))
 
 
-def test_files_are_mapped_unless_experts_are_joined(model: Model) -> None:
+@pytest.mark.parametrize(("kind", "routes"), [(KINDS[2], False), (KINDS[3], True)])
+def test_files_are_mapped_unless_experts_are_joined(tmp_path: Path, kind: str, routes: bool) -> None:
     """The files of a mixture have each expert by itself, and the model has those of a layer in one tensor."""
-    files, routes = files_of(model.folder), "Moe" in model.folder.name
+    files = files_of(make_language_model(tmp_path, kind))
     assert any(".experts.3." in name for name in files.tensors(WHOLE)) == routes
     assert files.has(WHOLE, "float32") != routes
 
