@@ -148,7 +148,7 @@ class Copies:
         return {
             f"a copy of object {copy.ref.id} for {request}": copy
             for (request, _), copy in self._copies.items()
-            if not copy.users & self._keeping.keys()
+            if copy.sink.extent and not copy.users & self._keeping.keys()
         }
 
     def free(self, name: str) -> bool:

@@ -92,7 +92,7 @@ class WorkerLeakCheck:
         for leak in leaks:
             self._bytes[leak.memory] += leak.bytes
             log.warning(
-                "a worker without tasks holds memory for nobody",
+                "memory leak in a worker without tasks",
                 memory=leak.memory, what=leak.name, bytes=leak.bytes, freed=leak.freed,
             )  # fmt: skip
 
