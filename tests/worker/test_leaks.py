@@ -160,7 +160,7 @@ def looked(leaks: WorkerLeakCheck, objects: Objects, times: int = 2, *, idle: bo
     with capture_logs() as logs:
         for _ in range(times):
             leaks.look(objects, idle=idle)
-    return [(line["what"], line["bytes"], line["freed"]) for line in logs if line["log_level"] == "warning"]
+    return [(line["what"], line["bytes"], line["freed"]) for line in logs if line["event"].startswith("memory leak")]
 
 
 async def test_an_unfinished_object_is_reported_once_and_stays(near: Objects) -> None:
