@@ -21,7 +21,7 @@ from unfuse.stages.paged_kv import PagedKv
 from unfuse.stages.sequences import Sequences
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Leak, LeaksFound
-from unfuse.worker.leaks import ComputeLeakCheck, WorkerLeakCheck
+from unfuse.worker.leaks import MOST_LINES, ComputeLeakCheck, WorkerLeakCheck
 from unfuse.worker.objects import Objects
 
 __all__ = ["far", "folders", "near"]
@@ -232,3 +232,12 @@ async def test_what_could_not_be_told_is_counted_again(near: Objects) -> None:
     leaks.put_back(leaks.take())
     leaks.found([Leak("arena", "a fourth", 8)])
     assert leaks.take() == {"kv": 11, "arena": 15}
+
+
+def test_of_very_many_leaks_the_rest_is_one_line() -> None:
+    leaks = WorkerLeakCheck()
+    with capture_logs() as logs:
+        leaks.found(Leak("kv", f"sequence {number}", 3) for number in range(MOST_LINES + 2))
+    assert len(logs) == MOST_LINES + 1
+    assert (logs[-1]["number"], logs[-1]["bytes"]) == (2, 6)
+    assert leaks.take() == {"kv": 3 * (MOST_LINES + 2)}

@@ -98,6 +98,27 @@ async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
     passing.close()
 
 
+async def test_what_processes_had_taken_that_are_gone_no_task_begins_with() -> None:
+    """Given a task of whose input a piece was taken when the process died, then the next process gets no later piece of
+    it, and the task does not begin; its next attempt, and others, do."""
+    process = Process()
+    passing, claim = Passing(50, process.send), ARRIVED.lease.claim
+    other = replace(ARRIVED, lease=replace(ARRIVED.lease, token=b"another"))
+    for arrived in (ARRIVED, other):
+        piece = asyncio.create_task(passing._pass(arrived))
+        await asyncio.sleep(0)
+        passing.heard(Taken(arrived.lease.claim, KV.id))
+        await piece
+    assert passing.begins(other.lease.claim)
+    passing.lost()
+    with pytest.raises(TransientError, match="the compute process ended"):
+        await passing._pass(replace(ARRIVED, start=10, stop=20))
+    assert process.sent == [ARRIVED, other]
+    assert passing.begins(other.lease.claim) and not passing.begins(claim)
+    assert passing.begins(claim)
+    passing.close()
+
+
 class Slow:
     """A store, and a transfer into it that brings nothing, and ends only when it may."""
 

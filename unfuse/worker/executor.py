@@ -43,7 +43,7 @@ from unfuse.worker.compute_messages import (
 )
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.pairs import ComputePairs
-from unfuse.worker.passing import Passing
+from unfuse.worker.passing import ENDED, Passing
 
 RESTART_S = 1.0  # seconds before a restart that failed is tried again
 
@@ -183,7 +183,13 @@ class Executor:
             process.load = load
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]], recorded: tuple[bytes, ...] = ()) -> None:
-        """Give a leased task to the processes, with what is `recorded` of its output; its end is reported."""
+        """Give a leased task to the processes, with what is `recorded` of its output; its end is reported.
+
+        It is handed back if a process that had taken an input of it is gone.
+        """
+        if not self.passing.begins(lease.claim):
+            await self._report(Failed(lease.claim, "hand_back", f"{ENDED}, with an input", reason="compute"))
+            return
         self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
         await self._feed()
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+MOST_LINES = 32  # leaks that are logged by name at a time
+
 
 class ComputeLeakCheck:
     """Finds what a compute process without a task holds: keys and values, and inputs that are still mapped.
@@ -88,13 +90,15 @@ class WorkerLeakCheck:
         self._suspects = frozenset(unowned)
 
     def found(self, leaks: Iterable[Leak]) -> None:
-        """Log leaks, and count their bytes."""
-        for leak in leaks:
+        """Log leaks, and count their bytes. Of very many, the rest is one line."""
+        found = [*leaks]
+        for leak in found:
             self._bytes[leak.memory] += leak.bytes
-            log.warning(
-                "memory leak in a worker without tasks",
-                memory=leak.memory, what=leak.name, bytes=leak.bytes, freed=leak.freed,
-            )  # fmt: skip
+        for leak in found[:MOST_LINES]:
+            about = {"memory": leak.memory, "what": leak.name, "bytes": leak.bytes, "freed": leak.freed}
+            log.warning("memory leak in a worker without tasks", **about)
+        if rest := found[MOST_LINES:]:
+            log.warning("more leaks in a worker without tasks", number=len(rest), bytes=sum(one.bytes for one in rest))
 
     def take(self) -> dict[Memory, int]:
         """Return the bytes that were found since the last call, for a heartbeat."""

@@ -19,7 +19,7 @@ from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 
 MOST = 64  # inputs that pass at one time
 LOOK_AGAIN_S = 0.01  # seconds between two looks for room
-UNWANTED = "it is not wanted any more"
+UNWANTED, ENDED = "it is not wanted any more", "the compute process ended"
 
 
 Input = tuple[Claim, str]  # of a task, by the id of its object
@@ -45,6 +45,8 @@ class Passing:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Input, _Answers] = {}
         self._unwanted = set[Input]()  # inputs of which no more is passed on
+        self._passed = set[Claim]()  # tasks of whose inputs the processes have something
+        self._lost = set[Claim]()  # tasks of whose inputs processes had something that are gone
         self._windows: dict[str, Extent] = {}
         self._closing = set[asyncio.Task[None]]()
         self._drains = ThreadPoolExecutor(MOST, "input-window")
@@ -95,7 +97,15 @@ class Passing:
 
     async def drop(self, claim: Claim) -> None:
         """A task will not run, and nothing passes for it: what the processes have taken is of no use. Idempotent."""
+        self.begins(claim)
         await self._send(Cancel(claim))
+
+    def begins(self, claim: Claim) -> bool:
+        """Nothing more passes for a task. Returns whether the processes have all that has passed."""
+        is_lost = claim in self._lost
+        self._lost.discard(claim)
+        self._passed.discard(claim)
+        return not is_lost
 
     def heard(self, taken: Taken) -> None:
         """A process has answered. Also after an error the place of a piece is not free before all have."""
@@ -107,9 +117,11 @@ class Passing:
                 self._end(key, answers.error)
 
     def lost(self) -> None:
-        """A process is gone, and the others with it, and all that they had taken."""
+        """A process is gone, and the others with it, and all that they had taken: the next ones have no part of it."""
+        self._lost |= self._passed
+        self._passed.clear()
         for key in list(self._waiting):
-            self._end(key, "the compute process ended")
+            self._end(key, ENDED)
 
     def close(self) -> None:
         """Pass nothing more."""
@@ -158,6 +170,9 @@ class Passing:
         key = arrived.lease.claim, arrived.ref.id
         if key in self._unwanted:
             raise TransientError(UNWANTED)
+        if key[0] in self._lost:
+            raise TransientError(ENDED)
+        self._passed.add(key[0])
         answers = self._waiting[key] = _Answers(self._processes, self._loop.create_future())
         if not await self._send(arrived):
             self._end(key, "no compute process runs")

@@ -295,6 +295,7 @@ class Worker:
             await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
         elif not (executor.ready and self._swapping.fits(lease)) or self._is_left_out(lease):
+            await executor.passing.drop(lease.claim)
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers, recorded)
