@@ -63,6 +63,7 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         passing._loop.call_later(0.01, happens)
         with pytest.raises(TransientError, match=says):
             await passing._pass(ARRIVED)
+    assert not passing.begins(ARRIVED.lease.claim)
     passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim, KV.id))
     passing._loop.call_later(0.005, passing.heard, Taken(ARRIVED.lease.claim, "another", "of no matter"))
     await passing._pass(ARRIVED)

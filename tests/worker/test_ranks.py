@@ -429,6 +429,7 @@ def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkey
     assert (pieces.answers(0), pieces.answers(1)) == (["", ""], ["", "no memory"])
     assert "drop" not in stages[0].log + stages[1].log
     ranks.inboxes[0].put(Cancel(pieces.claim))
+    until(lambda: all("drop" in stage.log for stage in stages), "both to have dropped it")
     assert isinstance(ranks.outcome(ranks.begin(steps=1)), Done)
     until(lambda: stages[0].log == stages[1].log, "both to have done the same")
     assert stages[0].log[3:] == ["drop", "start without what came", "step of 1"]
