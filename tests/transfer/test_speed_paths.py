@@ -43,11 +43,11 @@ class OwnMemory(OneSidedEngine):
 
     def read(self, name: bytes, ranges: Sequence[Range]) -> None:
         assert name == b"here"
-        self.calls.append([one.count for one in ranges])
+        self.calls.append([one.nbytes for one in ranges])
         if len(self.calls) in self.fails:
             raise LinkBroken("the library failed")
         for one in ranges:
-            ctypes.memmove(one.to, one.address, one.count)
+            ctypes.memmove(one.to, one.address, one.nbytes)
 
 
 def started(engine: TransferEngine) -> Iterator[tuple[ArenaOwner, str]]:

@@ -85,7 +85,7 @@ class MooncakeEngine(OneSidedEngine):
             addresses, places, counts = map(list, zip(*ranges, strict=True))
             code = library.batch_transfer_sync_read(owner, places, addresses, counts)
         else:
-            each = (library.transfer_sync_read(owner, one.to, one.address, one.count) for one in ranges)
+            each = (library.transfer_sync_read(owner, one.to, one.address, one.nbytes) for one in ranges)
             code = next((code for code in each if code != 0), 0)
         if code != 0:
             raise LinkBroken(f"Mooncake could not read from {owner}: code {code}")

@@ -49,8 +49,8 @@ class NixlEngine(OneSidedEngine):
     def read(self, name: bytes, ranges: Sequence[Range]) -> None:
         try:
             owner = self._agent.add_remote_agent(name)
-            ours = self._agent.get_xfer_descs([(one.to, one.count, 0) for one in ranges], "DRAM")
-            theirs = self._agent.get_xfer_descs([(one.address, one.count, 0) for one in ranges], "DRAM")
+            ours = self._agent.get_xfer_descs([(one.to, one.nbytes, 0) for one in ranges], "DRAM")
+            theirs = self._agent.get_xfer_descs([(one.address, one.nbytes, 0) for one in ranges], "DRAM")
             handle = self._agent.initialize_xfer("READ", ours, theirs, owner)
             try:
                 state, give_up = self._agent.transfer(handle), time.monotonic() + self.options.silence_s

@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
     address: int
     to: int
-    count: int
+    nbytes: int
 
 
 class About(msgspec.Struct, frozen=True):
