@@ -310,5 +310,10 @@ def test_the_room_of_objects_is_accounted_for_in_every_state(table: ObjectTable)
         table.restore(spilled.id, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
     assert [*seen, table.unaccounted()] == [0, 0]
 
+    table.release(REQUEST)
+    assert table.unfinished() == [written], "its writer may not know that it is deleted"
+    table.abort(written.id)
+    assert not table.unfinished()
+
     table._space.allocate(1)
     assert table.unaccounted() == 4096

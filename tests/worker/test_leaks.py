@@ -164,13 +164,15 @@ def looked(leaks: WorkerLeakCheck, objects: Objects, times: int = 2, *, idle: bo
 
 
 async def test_an_unfinished_object_is_reported_once_and_stays(near: Objects) -> None:
-    """Whoever forgot it may still write there. While there is a task, it may be that task's."""
+    """Also when its request is over: whoever forgot it may still write there. While there is a task, it may be that
+    task's."""
     leaks = WorkerLeakCheck()
     extent = near.store.reserve(PIECE, "req_a")
     assert not looked(leaks, near, idle=False)
     assert not looked(leaks, near, times=1)
     assert not looked(leaks, near, times=1, idle=False)
     assert not looked(leaks, near, times=1)
+    await near.release(["req_a"])
     assert looked(leaks, near) == [(f"an unfinished object {extent.id} of req_a", PIECE, False)]
     assert not looked(leaks, near)
     assert near.usage().used == PIECE

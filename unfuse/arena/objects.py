@@ -71,6 +71,7 @@ class _Entry:
     whole: bool = False
     shared: list[str] = field(default_factory=list)  # further names that keep it, also after its request is released
     spare: bool = False  # whether its request is released, and only shared names keep it
+    unfinished: bool = True  # whether its writer has not sealed or aborted it, though it may be deleted meanwhile
 
 
 class ObjectTable:
@@ -106,6 +107,7 @@ class ObjectTable:
             if not released:
                 self._move(entry, "sealed")
                 entry.whole = True
+            entry.unfinished = False
             self._end_hold(id)
         self._wake_waiters()
         if released:
@@ -117,6 +119,7 @@ class ObjectTable:
             entry = self._entry(id)
             if entry.state != "deleted":
                 self._move(entry, "deleted")
+            entry.unfinished = False
             self._end_hold(id)
         self._wake_waiters()
 
@@ -259,9 +262,9 @@ class ObjectTable:
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
     def unfinished(self) -> list[Extent]:
-        """The objects that are being written."""
+        """The objects that are being written, also those of requests that are over."""
         with self._lock:
-            return [entry.extent for entry in self._entries.values() if entry.state == "writing"]
+            return [entry.extent for entry in self._entries.values() if entry.unfinished]
 
     def unaccounted(self) -> int:
         """Bytes of room that are taken, and belong to no object."""
