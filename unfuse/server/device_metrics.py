@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from typing_extensions import override
 
+from unfuse.core.messages import Memory
 from unfuse.queues.base import Member
 from unfuse.scheduler.observer import Observer
 from unfuse.server.prices import Prices
@@ -39,7 +41,7 @@ class CostMetrics:
 
 
 class DeviceMetrics(Observer):
-    """How busy healthy workers are, what their compute processes hold, as they told last, and what they loaded anew."""
+    """How busy workers are, what their compute processes hold, as they told last, what they loaded, and what they leaked."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         says = "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones"
@@ -56,6 +58,12 @@ class DeviceMetrics(Observer):
         says = "Times that a worker loaded a set of weights in the place of another"
         self._swaps = Counter("unfuse_swaps", says, ["loaded"], registry=registry)
         self._loading = Counter("unfuse_loading_seconds", "Seconds that it took", ["loaded"], registry=registry)
+        says = "Bytes that workers without a task held for nobody, of keys and values (kv) or their arenas (arena)"
+        self._leaked = Counter("unfuse_leaked_bytes", says, ["role", "memory"], registry=registry)
+
+    @override
+    def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
+        self._leaked.labels(role, memory).inc(nbytes)
 
     @override
     def swapped(self, holds: str, seconds: float) -> None:
@@ -66,6 +74,9 @@ class DeviceMetrics(Observer):
         """Set them by these workers; `pools` are the labels of each pool."""
         for gauge in (self._shares, self._busy, self._memory, self._tasks, self._ranks):
             gauge.clear()
+        for role in {member.info.role for member in members}:
+            for memory in get_args(Memory):
+                self._leaked.labels(role, memory)  # 0 until there is a leak, so that an alert sees the first one
         for member in members:
             self._tasks.labels(member.info.node).inc(member.leased)
             self._ranks.labels(member.info.node).inc(len(member.info.ranks) or 1)

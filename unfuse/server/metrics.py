@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from typing_extensions import override
 
-from unfuse.core.messages import Memory, Moved
+from unfuse.core.messages import Moved
 from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, Stats, TaskQueue
@@ -63,12 +62,6 @@ class Metrics(Observer):
                 ("failures", "Pulls that broke, and were tried again or given up"),
             )
         ]
-        self._leaked = Counter(
-            "unfuse_leaked_bytes",
-            "Bytes that workers without a task held for nobody, of keys and values (kv) or their arenas (arena)",
-            ["role", "memory"],
-            registry=self._registry,
-        )
         self.costs = CostMetrics(self._registry)
         self._told = Counter("unfuse_webhooks", "Calls of webhooks", ["state"], registry=self._registry)
         self._active = self._gauge("requests_active", "Requests that are not over")
@@ -135,10 +128,6 @@ class Metrics(Observer):
             counter.labels(engine if engine in PREFERENCE else "other").inc(count)
 
     @override
-    def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
-        self._leaked.labels(role, memory).inc(nbytes)
-
-    @override
     def told(self, outcome: str) -> None:
         self._told.labels(outcome).inc()
 
@@ -186,8 +175,6 @@ class Metrics(Observer):
                 for of, seconds in (("compute", spent.compute_s), ("exchange", spent.exchange_s)):
                     self._ranks.labels(member.info.role, str(rank), of).inc(seconds)
         for role in {member.info.role for member in members}:
-            for memory in get_args(Memory):
-                self._leaked.labels(role, memory)  # 0 until there is a leak, so that an alert sees the first one
             infos = [member.info for member in members if member.info.role == role and member.info.room]
             for name, shares in {
                 "occupancy": [info.used / info.room for info in infos],
