@@ -41,7 +41,7 @@ class CostMetrics:
 
 
 class DeviceMetrics(Observer):
-    """How busy workers are, what their compute processes hold, as they told last, what they loaded, and what they leaked."""
+    """How busy workers are, what their compute processes hold, as they told last, what they loaded and leaked."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         says = "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones"
