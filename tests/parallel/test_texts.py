@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-2}
 """Of the largest number among keys and values, and among what is seen."""
 
-ROUTED = "Qwen3VLMoe", "bfloat16"
+ROUTED = {("Qwen3VLMoe", "bfloat16"), (KINDS[3], "bfloat16")}
 """Where one token of 250 goes to other experts, because two are as likely but for rounding."""
 
 GGUF = "tiny.gguf"
@@ -64,7 +64,7 @@ def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], r
     first, second = (json.loads((tmp_path / f"out{rank}").read_text()) for rank in range(2))
     for name, dtype in asked:
         found, other = first[f"{name} {dtype}"], second[f"{name} {dtype}"]
-        assert found["apart"] <= TOLERANCE[dtype] or (name, dtype) == ROUTED
+        assert found["apart"] <= TOLERANCE[dtype] or (name, dtype) in ROUTED
         assert (found["ranks"], found["left"]) == (other["ranks"], other["left"])
         assert found["left"][0] == 0
         if dtype == "float32":
