@@ -293,12 +293,14 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 class Keep(msgspec.Struct, frozen=True, tag=True):
     """A running task has made what others may go on from: the output under that key, one of the task's prefixes.
 
-    For a scheduler that `keeps` such.
+    Or the key is that of a portion with this `digest`, in the space that the task `extends`. For a scheduler that
+    `keeps` such.
     """
 
     claim: Claim
     key: str
     output: ObjectRef
+    digest: _Word = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

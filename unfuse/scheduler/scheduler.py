@@ -16,7 +16,7 @@ from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overl
 from unfuse.core.media import Work
 from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
-from unfuse.core.plan import Params, compile_plan
+from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
 from unfuse.core.task import CACHED, Claim, Lease
@@ -267,7 +267,7 @@ class Scheduler:
         """Let other requests go on from what a running task has made. Raises LeaseLost as `save` does."""
         claim = kept.claim
         record = await self.queue.load(claim.request)
-        known = claim.stage in record.context.stages and kept.key in record.context.plan.stage(claim.stage).prefixes
+        known = claim.stage in record.context.stages and _may_keep(record.context.plan.stage(claim.stage), kept)
         if not known or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
             raise LeaseLost(f"worker {worker} keeps what {claim.stage} of {claim.request} is not asked for")
         await self._cache.keep(kept.key, kept.output)
@@ -368,6 +368,12 @@ class Scheduler:
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
+
+
+def _may_keep(stage: PlannedStage, kept: Keep) -> bool:
+    """Whether the key is one that a stage is asked for: of a beginning of the prompt, or in the space it extends."""
+    extends = bool(stage.extends and kept.digest) and kept.key == prefix_key(stage.extends, kept.digest)
+    return extends or kept.key in stage.prefixes
 
 
 def _webhook(delivery: Delivery, who: Who) -> Webhook | None:

@@ -218,11 +218,15 @@ class StateSaved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """A task has made what others may go on from, under one of its `prefixes`; it lies in the arena."""
+    """A task has made what others may go on from; it lies in the arena.
+
+    The key is one of the task's `prefixes`, or that of the `digest` in the space that the task `extends`.
+    """
 
     claim: Claim
     key: str
     output: ObjectRef
+    digest: str = ""
 
 
 class Shares(msgspec.Struct, frozen=True, tag=True):

@@ -104,7 +104,7 @@ class Intake:
             prefix += self._prefix(run.lease)
             given = StageInput(
                 task.params, tensors, uploads, run.recorded, task.priority,
-                tuple(map(dict, prefix)), received,
+                tuple(map(dict, prefix)), received, bool(task.extends) and not _is_narrowed(run.lease),
             )  # fmt: skip
             got = time.monotonic()
             stage.verify(given)
@@ -160,6 +160,11 @@ class Intake:
 
     def _as_torch(self, lease: Lease) -> bool:
         return declared(lease.task.pool) not in self._plain
+
+
+def _is_narrowed(lease: Lease) -> bool:
+    """Whether an input was stored in fewer bits than it was made with."""
+    return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
 def close(inputs: list[Held], output: Unsealed | None = None) -> None:

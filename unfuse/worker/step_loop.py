@@ -28,7 +28,7 @@ from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.outputs import announce, portions, put, write
+from unfuse.worker.outputs import announce, completed, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
 from unfuse.worker.shown import withdraw_parts
@@ -118,7 +118,7 @@ class StepLoop:
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._meter = TextMeter(stages.values(), self._send)
         self._batches = Batches(batch, exactness, self._ranks, self._send)
-        self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
+        self._settling = Settling(store, results, self._send, self._ranks.leads, overlapped)
         self._arrived: dict[Claim, messages.Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
@@ -258,8 +258,7 @@ class StepLoop:
                 raise made
             job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
-            for kept in portions(self._store, job) if self._ranks.leads else ():
-                self._send(kept)
+            job.portions = completed(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False

@@ -365,6 +365,8 @@ class Worker:
             message = Failed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
         if self._saved_states and isinstance(message, Failed):
             await self._saved_states.settled()  # the next attempt resumes from there
+        if self._saved_states and isinstance(message, Done) and lease and lease.task.extends:
+            await self._saved_states.shared(message.claim)  # none is taken any more once the request is over
         if self._objects and lease:
             message = self._objects.settle(lease, message, declared(lease.task.pool) in self._read_here)
         log_outcome(message)
