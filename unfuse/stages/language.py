@@ -56,6 +56,7 @@ class Prefill(PromptStage[Prefilling, int]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
+    goes_ahead = True
 
     @override
     def warm_up(self) -> None:
