@@ -56,9 +56,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ], ids=["float32", "bfloat16"])  # fmt: skip
 def test_two_ranks_say_and_hand_on_what_one_does(asked: list[tuple[str, str]], root: Path, tmp_path: Path) -> None:
     """Given prompts that end within a chunk, at once and behind two, when one rank, or two with half of the heads each,
-    prefill them, from the other's portions too, then keys and values are equal but for rounding, and the texts that
-    both decode of either's, or of none, are the same, whatever the second rank would draw; also where not all have
-    room, and both ranks do alike."""
+    prefill them, from the other's portions too, then keys and values are equal but for rounding, those that an answer
+    leaves as well, and the texts that both decode of either's, or of none, are the same, whatever the second rank would
+    draw; also where not all have room, and both ranks do alike."""
     codes = run_ranks("texts", 2, tmp_path, asked, str(root))
     assert codes == [0, 0], "\n".join((tmp_path / f"log{rank}").read_text()[-3000:] for rank in range(2))
     first, second = (json.loads((tmp_path / f"out{rank}").read_text()) for rank in range(2))

@@ -102,11 +102,14 @@ class KvReader:
 
 
 class KvWriter:
-    """Writes what a sequence has into such an object, as it comes, each unit once; before `to`, nothing."""
+    """Writes what a sequence has into such an object, as it comes, each unit once; before `to`, nothing.
 
-    def __init__(self, kv: KvSequence, layout: KvLayout) -> None:
+    It leaves out the `first` chunks.
+    """
+
+    def __init__(self, kv: KvSequence, layout: KvLayout, first: int = 0) -> None:
         self._kv, self._layout = kv, layout
-        self._done = 0
+        self._done = first * layout.layers
         self._output: OpenOutput | None = None
 
     def to(self, output: OpenOutput) -> None:
@@ -185,8 +188,8 @@ class SharedKvWriter(KvWriter):
     gather the chunks that it completed, and the first one writes them. What it hands on is read from there, by it.
     """
 
-    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis) -> None:
-        super().__init__(kv, layout)
+    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis, first: int = 0) -> None:
+        super().__init__(kv, layout, first)
         self._axis = axis
         self._made: dict[str, Tensor] = {}
 
