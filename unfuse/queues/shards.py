@@ -297,13 +297,19 @@ class ShardedQueue(TaskQueue):
         await self._each(lambda queue: queue.bye(worker))
 
     @override
-    async def declare(self, by: str, declaration: Declaration) -> None:
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Whether a `new` one is stored, the first shard that answers decides."""
+        if new and not await self._answering.first(lambda queue: queue.declare(by, declaration, new=True)):
+            return False
         self._declared[by] = declaration
         await self._each(lambda queue: queue.declare(by, declaration))
+        return True
 
     @override
     async def declared(self) -> dict[str, Declaration]:
-        return await self._answering.first(lambda queue: queue.declared())
+        found = await self._answering.first(lambda queue: queue.declared())
+        self._declared |= found  # what others have declared since is not undone in a shard that comes back
+        return found
 
     @override
     async def workers(self) -> Sequence[Member]:
