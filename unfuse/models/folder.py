@@ -24,7 +24,7 @@ from unfuse.models.defaults import SERVING
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.models.quantised import SETTING, codes, is_whole_number, refusal
-from unfuse.models.single import own_names, single_of, singles_of
+from unfuse.models.single import is_of, own_names, single_of, singles_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
@@ -270,8 +270,9 @@ class ModelFolder:
         """Those in a weight file, from its header: here, or at the hub."""
         file = self.path / self.at(component) / name
         if file.suffix == GGUF:
-            stored = contents(file).tensors.items()
-            return {key: (f"GGUF {QUANTISED[one.kind][0]}", prod(one.shape)) for key, one in stored}
+            read = contents(file)
+            self._refuse_other(component, name, read.tensors, str(read.said.get("general.architecture", "")))
+            return {key: (f"GGUF {QUANTISED[one.kind][0]}", prod(one.shape)) for key, one in read.tensors.items()}
         if file.exists() or self.hub is None:
             found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:
@@ -284,12 +285,20 @@ class ModelFolder:
             return found
         if name == self.single(component):
             found = {key: found[key] for key in own_names(component, found)}
+            self._refuse_other(component, name, found)
         if any(dtype.startswith("F8") for dtype, _ in found.values()):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         if reason := codes(found):
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         return found
+
+    def _refuse_other(self, component: str, name: str, tensors: Collection[str], architecture: str = "") -> None:
+        """Raise ConfigError if a component's single file is of another class of models."""
+        kind, file = self.class_of(component), f"{self.at(component)}{name}"
+        if not is_of(kind, tensors, architecture):
+            by = f"architecture {architecture[:40]}" if architecture else "by its tensors"
+            raise ConfigError(f"model {self.path}: {file} is of another model, {by}: give one of a {kind}")
 
     def _inside(self, folder: str) -> dict[str, HubFile]:
         """The files directly in a folder of the model by name, also those that were not downloaded."""
