@@ -77,7 +77,7 @@ Clients raise the error that an answer was made from, as far as they know it; th
 
 STATUSES = {
     **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "model_error": 500, "handed_back": 500,
-    "weights_changed": 503, MODERATION_BLOCKED: 400, "expired": 504, "cancelled": 409,
+    "weights_changed": 503, "model_failed": 503, MODERATION_BLOCKED: 400, "expired": 504, "cancelled": 409,
 }  # fmt: skip
 """What a call gets that waited for a request which has no result."""
 
@@ -128,7 +128,11 @@ ADVICE = {
         "some pictures, the request completes, and these are marked with `flagged`."
     ),
     "lost": "The queue has lost the data of the request, or it was deleted while the call waited: repeat the call.",
-    "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
+    "model_exists": "A model of this name is served: send another `name`, or remove that one first.",
+    "model_failed": (
+        "The model was added and cannot be served; the message says why. Once that is mended, add it again; "
+        "`unfuse dead retry ID` repeats its requests, and `unfuse models rm NAME` forgets it."
+    ),
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
     "link_expired": (

@@ -33,6 +33,7 @@ BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # 
 ALL_FLAGGED = "the model's safety checker flagged all results: change the prompt, or try another seed"
 GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
 WEIGHTS_CHANGED = "weights_changed"  # the error code of a request whose model's files have changed since loading
+MODEL_FAILED = "model_failed"  # the error code of a request whose model was added and cannot be served
 BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
 
@@ -262,6 +263,15 @@ def unavailable(
             draft.error = ErrorInfo(WEIGHTS_CHANGED, reason, stage.name)
             return draft.end("failed", dead=True)
     return None
+
+
+def unserved(context: RequestContext, reason: str, wall: float, running: Sequence[Running] = ()) -> Change | None:
+    """Fail a request whose model cannot be served, for this reason. None if it is over."""
+    if context.over:
+        return None
+    draft = Draft(context, wall, running)
+    draft.error = ErrorInfo(MODEL_FAILED, f"the model cannot be served: {reason}")
+    return draft.end("failed", dead=True)
 
 
 def expired_lease(context: RequestContext, lease: Lease, wall: float, running: Sequence[Running] = ()) -> Change | None:

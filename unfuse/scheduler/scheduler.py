@@ -219,6 +219,13 @@ class Scheduler:
         )
         return record
 
+    async def give_up(self, request: str, reason: str) -> None:
+        """Fail a request because its model cannot be served. One that is over stays as it is."""
+        with suppress(NotFound):
+            await self._apply(
+                request, lambda record, wall: lifecycle.unserved(record.context, reason, wall, record.running)
+            )
+
     async def client_disconnected(self, request: str) -> None:
         """Cancel a request because its client disconnected. A request that is over, or unknown, stays as it is."""
         with suppress(NotFound):

@@ -9,6 +9,7 @@ import msgspec
 from unfuse.core.event import Event
 from unfuse.core.media import MEDIA
 from unfuse.core.request import Awaiting, RequestStatus
+from unfuse.server.joining import Phase
 
 Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
@@ -79,7 +80,8 @@ MODEL = thing({
     "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
     "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
     "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
-    "state": {"enum": ["ready", "loading", "unavailable"]}, "reason": perhaps(TEXT),
+    "state": {"enum": ["ready", "loading", "unavailable", "failed"]}, "reason": perhaps(TEXT), "default": FLAG,
+    "progress": perhaps(thing({"phase": {"enum": [*get_args(Phase)]}, "done": BYTES, "total": BYTES})),
 })  # fmt: skip
 WORKER = thing({
     "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
@@ -149,4 +151,6 @@ HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/ev
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]  # the schema of each event's data, listed by this name
 
 FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
-READY = one(thing({"ready": {"const": True}}, models=array(TEXT), away=array(TEXT)))
+READY = one(
+    thing({"ready": {"const": True}}, models=array(TEXT), away=array(TEXT), loading=array(TEXT), failed=table(TEXT))
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -39,9 +39,13 @@ class CostMetrics:
 
 
 class DeviceMetrics(Observer):
-    """How busy healthy workers are, what their compute processes hold, as they told last, and what they loaded anew."""
+    """How busy healthy workers are, what their compute processes hold, as they told last, and what they loaded anew.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    `shown` returns the name of a model that clients see, which is its label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, shown: Callable[[str], str] = str) -> None:
+        self._shown = shown
         says = "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones"
         self._shares = Gauge("unfuse_worker_busy_ratio", says, ["pool", "outcome"], registry=registry)
         says = "The same of the busiest worker on such a device"
@@ -59,8 +63,8 @@ class DeviceMetrics(Observer):
 
     @override
     def swapped(self, holds: str, seconds: float) -> None:
-        self._swaps.labels(holds).inc()
-        self._loading.labels(holds).inc(seconds)
+        self._swaps.labels(self._shown(holds)).inc()
+        self._loading.labels(self._shown(holds)).inc(seconds)
 
     def look(self, members: Sequence[Member], pools: Mapping[str, tuple[str, str]]) -> None:
         """Set them by these workers; `pools` are the labels of each pool."""

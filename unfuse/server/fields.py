@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unfuse.core.media import IMAGE, LAST_FRAME, REFERENCES, TEXT as WORDS, VIDEO, Medium
+from unfuse.core.model_names import MAX_NAME, NAME
 from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
 from unfuse.server.answers import ANY, FLAG, INTEGER, NUMBER, TEXT, Schema, array, perhaps, table, thing
 
@@ -65,8 +66,16 @@ EDIT = _bodies(
     | {"anyOf": [{"required": ["image"]}, {"required": ["images"]}]},
     _body({**SAID, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
 )
-MAX_NAME = 1024
-ADD = _bodies(_body({"model": {**TEXT, "minLength": 1, "maxLength": MAX_NAME}}, {}))
+MAX_SOURCE = 1024
+_SOURCE = "A folder or GGUF file of the server's machine, or a hub name such as owner/model."
+_NAME = "What clients call it; by default the hub name, or the last part of the path."
+ADD = _bodies(
+    thing(
+        {"model": {**TEXT, "minLength": 1, "maxLength": MAX_SOURCE, "description": _SOURCE}},
+        name=perhaps({**TEXT, "maxLength": MAX_NAME, "pattern": f"^{NAME}$", "description": _NAME}),
+    )
+    | {"additionalProperties": False}
+)
 _FRAMES = ("input_reference", LAST_FRAME)
 CREATE = _bodies(
     _body(FILMED, _nullable(CLIP | dict.fromkeys(_FRAMES, _HELD))), _body(FILMED, CLIP | dict.fromkeys(_FRAMES, _FILE))

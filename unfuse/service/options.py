@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import gethostname
 
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
@@ -58,6 +59,7 @@ def options(loaded: Loaded) -> ServeOptions:
         lease_ttl=settings.lease.ttl_s,
         standard=standard(settings),
         parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
+        name=f"{gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}",
     )
 
 

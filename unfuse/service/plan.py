@@ -128,6 +128,7 @@ def plan_for(
 ) -> Plan:  # fmt: skip
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
+    `names` may map them to where their models are, if not by that name: a folder, a file or a hub name.
     Without `results` only of roles that need no result store; these workers are called by those roles.
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
     """
@@ -188,7 +189,11 @@ def look_into(
     Raises ConfigError, also for a vain `--dtype`.
     """
     spec = wanted.compute.dtype
-    folders = {name: resolve_source(with_components(name, sources), revision or None, ()) for name in names}
+    found_by = names if isinstance(names, Mapping) else {name: name for name in names}
+    folders = {
+        name: resolve_source(with_components(source, sources), revision or None, ())
+        for name, source in found_by.items()
+    }
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)

@@ -77,7 +77,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
     there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
     remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin with the
-    `public_url`, if there is one. `parsers` selects the parsers of answers.
+    `public_url`, if there is one. `parsers` selects the parsers of answers. By its `name` the queue knows this server,
+    also after it was started again.
     """
 
     serve: Serve
@@ -107,18 +108,23 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     launcher: OpenLauncher | None
     public_url: str
     parsers: Parsers
+    name: str
 
 
-def plan(options: ServeOptions) -> Plan:
-    """The plan for these options. Raises ConfigError for models that cannot be served, or do not fit."""
+def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Plan:
+    """The plan for these options, or for `models` in place of theirs, by name, with where each is.
+
+    Raises ConfigError for models that cannot be served, or do not fit.
+    """
     found = devices(options.device_memory, elsewhere=options.launcher is not None)
     for kind in options.prices.unseen([device.name for device in found]):
         log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
     serve = options.serve
     sources = parse_component_sources(serve.component_source)
-    if sources and len(serve.models) > 1:
+    if sources and len(serve.models if models is None else models) > 1:
         raise UsageError("--component-source is for one model: serve the others by another server")
-    planned = plan_for(serve.models, serve.revision, options.workers, found, options.means, sources=sources)
+    named = serve.models if models is None else models
+    planned = plan_for(named, serve.revision, options.workers, found, options.means, sources=sources)
     if planned.refusal:
         raise ConfigError(planned.refusal)
     cards = [model.card for model in planned.models]
@@ -136,6 +142,7 @@ class Service:
     ) -> None:
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
         self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
+        self._crews: Crews | None = None
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -196,7 +203,7 @@ class Service:
             if options.keys.warning:
                 log.warning(options.keys.warning)
             launcher = crews.begin(self._plan)
-            background.forever("looking which models have left", crews.look)
+            background.forever("looking which models come and go", crews.look)
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
             started(f"http://{host}:{port}")
             try:
@@ -230,7 +237,8 @@ class Service:
             await start.until_done(partial(scheduler.registry.declare, cards))
             await scheduler.start()
             drain, expect = options.serve.drain_timeout, partial(self._expect, arenas)
-            yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
+            self._crews = Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain, options.name)
+            yield scheduler, self._crews
         finally:
             for router in routers:
                 await router.close()
@@ -250,21 +258,22 @@ class Service:
                 for at, plan in enumerate(plans) for number, worker in enumerate(plan.workers)
             ]  # fmt: skip
 
-    def _planned(self, models: Sequence[str], taken: Counter[str], coming: Counter[str]) -> Plan:
-        """Plan models beside others, which take or (`coming`) will take bytes of devices. Raises ConfigError."""
+    def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> Plan:
+        """Plan models, by name and where each is, beside others, which take or (`coming`) will take bytes of devices.
+
+        Raises ConfigError.
+        """
         options = self._options
         found = devices(options.device_memory, elsewhere=options.launcher is not None)
         left = {device.name: max(0, device.free - coming[device.name]) for device in found}
         left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
-        own = {*models} & {*options.serve.models}
+        own = models.keys() & {*options.serve.models}
         revision = options.serve.revision if own else ""
-        if revision and own != {*models}:
+        if revision and own != models.keys():
             raise ConfigError(f"--revision {revision} is of the models that were named there, not of one that is added")
         sources = options.serve.component_source if own else ()
-        serve = msgspec.structs.replace(
-            options.serve, models=tuple(models), revision=revision, component_source=sources
-        )
-        return plan(msgspec.structs.replace(options, serve=serve, device_memory=left))
+        serve = msgspec.structs.replace(options.serve, revision=revision, component_source=sources)
+        return plan(msgspec.structs.replace(options, serve=serve, device_memory=left), models)
 
     def _launch(self, planned: Plan, first: int) -> Launcher:
         """Start the workers of a plan; the first of them goes by this number."""
@@ -274,9 +283,15 @@ class Service:
             if not isinstance(self._forks, InheritedForks):
                 self._forks = None
             launcher = partial(LocalLauncher, forks=forks)
-        opened = launcher(specs, lambda at, line: self._logs.relay(first + at, line))
+        opened = launcher(specs, lambda at, line: self._hear(first + at, line))
         opened.start()
         return opened
+
+    def _hear(self, worker: int, line: bytes) -> None:
+        """Read a line of a worker, in whatever thread, and show it."""
+        if self._crews:
+            self._crews.hear(worker, line)
+        self._logs.relay(worker, line)
 
     def _specs(self, planned: Plan) -> list[WorkerSpec]:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
