@@ -356,9 +356,9 @@ def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch
 @pytest.mark.slow
 def test_models_lists_what_is_served(asking: Run) -> None:
     rows = json.loads(asking("models", "--json")[1])
-    assert [model["id"] for model in rows if model["state"] == "served"] == ["unfuse/shapes"]
+    assert [model["id"] for model in rows if model["state"] == "loading"] == ["unfuse/shapes"]
     assert [model["id"] for model in rows].count("unfuse/shapes") == 1
-    assert re.search("^unfuse/shapes +served", asking("models")[1], re.MULTILINE)
+    assert re.search("^unfuse/shapes +loading +yes", asking("models")[1], re.MULTILINE)
 
 
 def test_models_lists_what_could_be_served_where_no_server_is_asked(

@@ -73,6 +73,12 @@ class Verbs(typer.Typer):
         )  # fmt: skip
         self.callback()(_with_signature(_keep, SHARED))
 
+    def usual(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Make a function the verb that runs where none is named."""
+        self.info.no_args_is_help = False
+        self.callback(invoke_without_command=True)(_with_usual(function, "warning"))
+        return function
+
     def verb(
         self, usual: str = "warning", *, server: bool = False
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -83,6 +89,26 @@ class Verbs(typer.Typer):
             return function
 
         return decorate
+
+
+def _with_usual(function: Callable[..., None], usual: str) -> Callable[..., None]:
+    """Return the callback of a group that runs this verb where none is named.
+
+    Options before another verb, which would have no effect, raise UsageError.
+    """
+    run, shared = _with_terminal(function, usual, server=False), {one.name for one in SHARED}
+
+    def called(**given: Any) -> None:
+        context: typer.Context = given["context"]
+        if context.invoked_subcommand is None:
+            run(**given)
+            return
+        _keep(**{name: given.pop(name) for name in shared})
+        if said := [name for name, value in given.items() if value]:
+            verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{said[0].replace('_', '-')}"
+            raise UsageError(f"{flag} has no effect there: write {verb} {flag}")
+
+    return _with_signature(called, [*inspect.signature(run).parameters.values()])
 
 
 def _keep(context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool) -> None:

@@ -122,6 +122,19 @@ class AsyncClient:
         """Request objects, newest first."""
         return await self.list("/v1/requests", **calls.given(status=status, limit=limit, after=after))
 
+    async def model(self, name: str) -> dict[str, Any]:
+        """One model, as `Client.model` returns it."""
+        return await self.get(calls.model_path(name))
+
+    async def add_model(self, model: str, name: str | None = None) -> dict[str, Any]:
+        """Serve one more model, as `Client.add_model` does."""
+        body = calls.given(model=model, name=name)
+        return calls.object_of(await self._send("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S))
+
+    async def remove_model(self, name: str) -> dict[str, Any]:
+        """Accept no more requests for a model, as `Client.remove_model` does."""
+        return calls.object_of(await self._send("DELETE", calls.model_path(name)))
+
     async def list(self, path: str, **params: Any) -> list[dict[str, Any]]:
         """The rows at a path, such as /v1/models, /v1/workers, /v1/pools or /v1/dead."""
         return calls.rows_of(await self.get(path, **params), f"{self.url}{path}")

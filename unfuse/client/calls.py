@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx2
 import msgspec
@@ -19,6 +19,7 @@ from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
 
 TIMEOUT_S = 60.0  # the longest silence of a response, in seconds; event streams send something every 15 seconds
+ADD_TIMEOUT_S = 3600.0  # the same for the answer to adding a model: a server may read all bytes of its weights first
 USUAL = "http://127.0.0.1:8000"  # the default address of `unfuse serve`
 RECONNECTS = 8  # how often in a row an event stream is resumed without a new event
 
@@ -155,6 +156,11 @@ def chunk(message: httpx2.ServerSentEvent) -> Chunk | None:
     if "error" in told:
         raise PermanentError(told["error"]["message"])
     return Chunk(message.id or "", str(told.get("id") or ""), told["choices"])
+
+
+def model_path(name: str) -> str:
+    """Return the path of a model."""
+    return f"/v1/models/{quote(name)}"
 
 
 def given(**params: Any) -> dict[str, Any]:

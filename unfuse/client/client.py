@@ -162,6 +162,23 @@ class Client:
         """Served models, with their limits and defaults."""
         return self._list("/v1/models")
 
+    def model(self, name: str) -> dict[str, Any]:
+        """One model: its state, its progress while it loads, the reason of a failure. Raises UnknownModel."""
+        return self.get(calls.model_path(name))
+
+    def add_model(self, model: str, name: str | None = None) -> dict[str, Any]:
+        """Serve one more model, a folder of the server's machine or a hub name, under this name.
+
+        Returns while it loads. Requests for it are accepted from now on. Raises InvalidParameter for what cannot be
+        served, PermanentError for a name that is taken, ConfigError without an admin's key.
+        """
+        body = calls.given(model=model, name=name)
+        return calls.object_of(self._send("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S))
+
+    def remove_model(self, name: str) -> dict[str, Any]:
+        """Accept no more requests for a model; those accepted are finished. Raises UnknownModel."""
+        return calls.object_of(self._send("DELETE", calls.model_path(name)))
+
     def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Dead requests, newest first, with the evidence in their errors."""
         return self._list("/v1/dead", calls.given(limit=limit, after=after))
