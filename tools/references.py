@@ -131,6 +131,10 @@ ADVICE = {
     "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
+    "key_unavailable": (
+        "A shard of the queue that may have a request with this Idempotency-Key is away, and nothing was queued: "
+        "repeat the call later, or send another key if this one was never used before."
+    ),
     "link_expired": (
         "Links are valid for an hour, those in webhooks for a day: get a new one with `GET /v1/requests/{id}`."
     ),

@@ -15,7 +15,7 @@ from unfuse.client.calls import File
 from unfuse.client.chat import AsyncChat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import TransientError, UnfuseError
+from unfuse.core.errors import KeyUnavailable, TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 Told = TypeVar("Told")
@@ -103,10 +103,12 @@ class AsyncClient:
         last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        method, path, options = await asyncio.to_thread(
-            calls.submission, prompt, calls.Pictures(image, mask, last_frame), video, params
-        )
-        return AsyncRequest(self, calls.object_of(await self._send(method, path, **options)))
+        call = await asyncio.to_thread(calls.submission, prompt, calls.Pictures(image, mask, last_frame), video, params)
+        for _ in range(calls.MOST_KEYS - 1):
+            with suppress(KeyUnavailable):
+                return AsyncRequest(self, calls.object_of(await self._send(call.method, call.path, **call.options)))
+            call.options["headers"] |= calls.fresh_key()
+        return AsyncRequest(self, calls.object_of(await self._send(call.method, call.path, **call.options)))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
         """Answer messages, or a text of the user's, as `Client.chat` does."""
@@ -184,11 +186,8 @@ class AsyncClient:
                     for choice in conversation.take(chunk):
                         yield choice
                 return
-            except TransientError:
-                if conversation.lost >= calls.RECONNECTS:
-                    raise
-            conversation.lost += 1
-            await asyncio.sleep(calls.pause(self.reconnect_delay, conversation.lost))
+            except TransientError as error:
+                await asyncio.sleep(self.reconnect_delay * conversation.break_off(error))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:

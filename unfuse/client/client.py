@@ -15,7 +15,7 @@ from unfuse.client.calls import File
 from unfuse.client.chat import Chat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import TransientError, UnfuseError
+from unfuse.core.errors import KeyUnavailable, TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 Told = TypeVar("Told")
@@ -129,11 +129,8 @@ class Client:
                 for chunk in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
                     yield from conversation.take(chunk)
                 return
-            except TransientError:
-                if conversation.lost >= calls.RECONNECTS:
-                    raise
-            conversation.lost += 1
-            time.sleep(calls.pause(self.reconnect_delay, conversation.lost))
+            except TransientError as error:
+                time.sleep(self.reconnect_delay * conversation.break_off(error))
 
     def submit(
         self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
@@ -147,8 +144,12 @@ class Client:
         with which begins with the first.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        method, path, options = calls.submission(prompt, calls.Pictures(image, mask, last_frame), video, params)
-        return Request(self, calls.object_of(self._send(method, path, **options)))
+        call = calls.submission(prompt, calls.Pictures(image, mask, last_frame), video, params)
+        for _ in range(calls.MOST_KEYS - 1):
+            with suppress(KeyUnavailable):
+                return Request(self, calls.object_of(self._send(call.method, call.path, **call.options)))
+            call.options["headers"] |= calls.fresh_key()
+        return Request(self, calls.object_of(self._send(call.method, call.path, **call.options)))
 
     def request(self, id: str) -> Request:
         """A request by its id. Raises NotFound."""

@@ -173,6 +173,10 @@ class TaskQueue(ABC):
         """What does not answer of a queue that works all the same, in words."""
         return ()
 
+    def answers(self, request: str) -> bool:
+        """Whether the part of the queue answers, as far as is known, where a request of this id lives or would."""
+        return True
+
     def placed(self, ids: Iterator[str], who: Who) -> str:
         """Of endless new ids, one under which a request lies with those of its key, or of a tenant with limits."""
         return next(ids)
