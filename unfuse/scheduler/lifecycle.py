@@ -112,10 +112,14 @@ def completed(context: RequestContext, done: Done, worker: str, wall: float, run
 
 
 def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[Running] = ()) -> Change | None:
-    """A running stage can be resumed from there; None if a later step is known. Raises LeaseLost."""
+    """A running stage can be resumed from there; None if a later step of this attempt is known. Raises LeaseLost.
+
+    A checkpoint of an earlier attempt that is further could not be read, or this one would have gone on from it.
+    """
     claim, ref = saved.claim, saved.checkpoint
     state = _current(context, claim, worker, running)
-    if saved.step <= state.checkpoint_step and state.checkpoint is not None:
+    known = state.checkpoint
+    if known is not None and known.attempt == claim.attempt and saved.step <= state.checkpoint_step:
         return None
     if not _made_by(ref, claim, worker):
         raise LeaseLost(f"worker {worker} brought a checkpoint of {claim.stage} that is not its own")
