@@ -24,11 +24,16 @@ class Place:
 
     def __init__(self) -> None:
         self.written, self.durable, self.gone = asyncio.Event(), list[str](), list[str]()
+        self.full = False
         self.written.set()
 
-    async def save_copy(self, ref: ObjectRef) -> None:
+    async def save_copy(self, ref: ObjectRef, *, now: bool = False) -> bool:
         await self.written.wait()
-        self.durable.append(ref.id)
+        self.durable += [] if self.full else [ref.id]
+        return not self.full
+
+    def has_copy(self, ref: ObjectRef) -> bool:
+        return ref.id in self.durable or ref.id == "from elsewhere"
 
     async def delete(self, ref: ObjectRef) -> None:
         self.gone.append(ref.id)
@@ -68,6 +73,17 @@ async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None
     for step in (10, 20):
         await made.keep(kept(step))
     assert (scheduler.saved, place.durable, place.gone) == ([10, 20], ["at 10", "at 20"], ["from elsewhere", "at 10"])
+
+
+@pytest.mark.parametrize(("before", "recorded", "gone"), [("from elsewhere", [], ["at 10"]), ("", [10], [])])
+async def test_one_that_cannot_be_copied_replaces_none_that_is(
+    before: str, recorded: list[int], gone: list[str]
+) -> None:
+    """Given a full disk, then an older checkpoint on it is worth more than a newer one that ends with its worker."""
+    made, place, scheduler = saving(before)
+    place.full = True
+    await made.keep(kept(10))
+    assert (scheduler.saved, place.gone) == (recorded, gone)
 
 
 async def test_what_is_not_recorded_is_given_up_itself() -> None:

@@ -29,6 +29,10 @@ _Word = Annotated[str, Meta(max_length=128)]
 Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
 
 
+LASTING = frozenset({"disk", "s3"})
+"""Result stores, by the scheme of their URL, where a worker that stops also saves what it runs."""
+
+
 class Places(msgspec.Struct, frozen=True):
     """Where workers keep things: URLs of the result store, the tensor store and the store of durable copies.
 
@@ -48,6 +52,13 @@ class Places(msgspec.Struct, frozen=True):
     checkpoint: str = "auto"
     loras: str = ""
     mark: str = ""
+
+    @property
+    def copies(self) -> str:
+        """The URL where copies of objects outlive their worker: that of durable copies, else of lasting results."""
+        if self.durable != "none":
+            return self.durable
+        return self.results if self.results.partition(":")[0] in LASTING else "none"
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -379,7 +390,8 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
 
     `lost` are ids of single objects that may be. `load` names the set of weights to load in the place of another one
-    ("": none), `soon` one that is likely to be next. To Steps and Append it has the claims alone.
+    ("": none), `soon` one that is likely to be next. A scheduler that `stops` gives no more tasks to anyone. To Steps
+    and Append it has the claims alone.
     """
 
     ended: tuple[Claim, ...]
@@ -387,6 +399,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     lost: tuple[str, ...] = ()
     load: str = ""
     soon: str = ""
+    stops: bool = False
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

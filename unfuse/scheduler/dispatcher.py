@@ -101,11 +101,19 @@ class Dispatcher(Observer):
         self._backpressure: Backpressure | None = None
         self._backpressure_until = 0.0
         self._looking, self._background, self._interruption = asyncio.Lock(), Supervisor(), asyncio.Event()
+        self._withholds = False
         scheduler.observers.add(self)
 
     def offer(self, models: Sequence[tuple[str, str, str]]) -> None:
         """Offer these models from now on to workers that come without."""
         self._welcome = msgspec.structs.replace(self._welcome, models=tuple(models))
+
+    def withhold(self) -> None:
+        """Give nobody a task from now on, since this scheduler is about to stop, and tell all workers that it is."""
+        self._withholds = True
+        for peer in self._peers.values():
+            peer.withdraw()
+        self._interrupt()
 
     async def answer(self, peer: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
@@ -150,8 +158,12 @@ class Dispatcher(Observer):
     def ended(self, context: RequestContext) -> None:
         self.announced(context)
         if context.status != "completed":  # workers may still run it
-            self._interruption.set()
-            self._interruption = asyncio.Event()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Have the heartbeats that wait for news answered."""
+        self._interruption.set()
+        self._interruption = asyncio.Event()
 
     async def undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
         """Take back what was granted to a worker whose connection broke."""
@@ -219,6 +231,9 @@ class Dispatcher(Observer):
         peer.withdraw()
         if peer.leaves:
             return NOTHING
+        if self._withholds:
+            await asyncio.sleep(min(ask.wait, MAX_WAIT_S))  # or it would ask again and again
+            return NOTHING
         peer.asks(ask)
         peer.keep = keep
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
@@ -239,7 +254,7 @@ class Dispatcher(Observer):
         ask, worker = done.ask, peer.worker
         if ask is not None:
             peer.asks(ask)
-        if ask is None or peer.leaves or self._dispatch != "locality" or self._is_relieved(peer):
+        if ask is None or peer.leaves or self._withholds or self._dispatch != "locality" or self._is_relieved(peer):
             await self.scheduler.complete(done, worker.id)
             return NOTHING if ask else messages.Accepted()
         backpressure = await self._look()
@@ -310,7 +325,8 @@ class Dispatcher(Observer):
         if not (ended or over or load):
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
-        return messages.Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load, soon)
+        lost = tuple(self.scheduler.in_flight.lost(beat.holding))
+        return messages.Pulse(ended, tuple(over), lost, load, soon, self._withholds)
 
     async def _report(
         self, peer: _Peer, message: _Report

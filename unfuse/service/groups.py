@@ -104,14 +104,16 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = "shared_memory"  # fmt: skip
     durable: Annotated[str, says(
         "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
-        "instead of being computed again: disk:PATH, redis://… or s3://…; none keeps no copies."
+        "instead of being computed again: disk:PATH, redis://… or s3://…. With none, copies are made when workers "
+        "stop, beside results on a disk or in S3."
     )] = "none"  # fmt: skip
     durable_stages: Annotated[
         tuple[str, ...], says("Kinds of stages whose outputs --durable copies, such as text_encode.")
     ] = ("denoise",)
     checkpoint: Annotated[str, says(
         "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
-        "seconds (30s); auto weighs what saving costs against what would be lost; none never does."
+        "seconds (30s); auto weighs what saving costs against what would be lost; all of them also when their worker "
+        "stops. none never saves it."
     )] = "auto"  # fmt: skip
     encode: Annotated[tuple[str, ...], says(
         "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit floats "
@@ -200,7 +202,11 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: Annotated[str, says(
         "Parser of reasoning, by vLLM's names; auto selects it by the chat template, none keeps it in the content."
     )] = "auto"  # fmt: skip
-    drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
+    drain_timeout: Annotated[float, says(
+        "Seconds that a whole stop may take after SIGTERM. What runs is saved at its next step, where results are on a "
+        "disk or in S3, and goes on after the next start; what cannot be saved gets this time to finish.",
+        ge=0,
+    )] = 20.0  # fmt: skip
 
 
 class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -78,10 +78,14 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Drop a task at its next step, with `save` after StateSaved. The answer is Stopped, unless it has ended."""
+    """Drop a task at its next step, with `save` after StateSaved. The answer is Stopped, unless it has ended.
+
+    With `if_saved`, a task goes on, unanswered, where dropping it would lose steps, since its state cannot be saved.
+    """
 
     claim: Claim
     save: bool = False
+    if_saved: bool = False
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):

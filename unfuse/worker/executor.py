@@ -183,13 +183,16 @@ class Executor:
         self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
         await self._feed()
 
-    async def cancel(self, claim: Claim, save: bool = False) -> None:
-        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also StateSaved."""
+    async def cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
+        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also StateSaved.
+
+        With `if_saved`, it goes on where its state cannot be saved.
+        """
         if self._waiting.pop(claim, None):
             await self._report(Stopped(claim))
             await self._feed()
         elif claim in self._given:
-            await self._processes[0].send(Cancel(claim, save))
+            await self._processes[0].send(Cancel(claim, save, if_saved))
 
     async def close(self) -> None:
         """End the processes at once."""

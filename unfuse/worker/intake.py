@@ -96,7 +96,7 @@ class Intake:
             began = time.monotonic()
             self._store.learn(run.peers)
             for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
+                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
             collected, received = self._came(run.lease)
             tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
             stage = self._stages[declared(task.pool)]
@@ -116,7 +116,7 @@ class Intake:
             started_s = time.monotonic() - got
             return Job(
                 run.lease, stage, key, inputs, state, got - began, run_s=started_s, share_s=started_s,
-                resumed=step, saved=step, reported=step, grown=len(run.recorded),
+                resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
             )  # fmt: skip
         except BaseException as error:
             close(inputs)

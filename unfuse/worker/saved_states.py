@@ -17,6 +17,7 @@ class SavedStates:
 
     def __init__(self, objects: Objects, link: Link) -> None:
         self._objects, self._link = objects, link
+        self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
         self._known: dict[Claim, ObjectRef | None] = {}
         self._lock = asyncio.Lock()
 
@@ -34,15 +35,20 @@ class SavedStates:
                 self._objects.share(saved.key, saved.output)
 
     async def _save(self, saved: StateSaved) -> None:
-        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded."""
+        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
+
+        One that cannot be copied, as when the disk is full, replaces none that is.
+        """
         async with self._lock:
-            await self._objects.save_copy(saved.checkpoint)
-            answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+            before = self._known.get(saved.claim)
             useless: ObjectRef | None = saved.checkpoint
-            if isinstance(answer, Accepted):
-                useless = self._known.get(saved.claim)
-                if saved.claim in self._known:
-                    self._known[saved.claim] = saved.checkpoint
+            is_copied = await self._objects.save_copy(saved.checkpoint, now=self.stops)
+            if is_copied or before is None or not self._objects.has_copy(before):
+                answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+                if isinstance(answer, Accepted):
+                    useless = before
+                    if saved.claim in self._known:
+                        self._known[saved.claim] = saved.checkpoint
             if useless:
                 await self._objects.delete(useless)
 

@@ -122,6 +122,7 @@ class StepLoop:
         self._arrived: dict[Claim, messages.Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
+        self._to_save, self._saving = set[Claim](), set[Claim]()  # what is to be saved, then dropped, and what was just
 
     def run(self) -> None:
         """Run tasks until the process ends."""
@@ -140,12 +141,18 @@ class StepLoop:
     def decide(self) -> messages.Turn:
         """Decide the next turn; waits for a message if there is nothing to do.
 
-        New messages get a turn of their own, before the next step, because a new task may be the most urgent one.
+        New messages get a turn of their own, before the next step, because a new task may be the most urgent one. Tasks
+        that are to be dropped if they can be saved are saved in one turn, and dropped in the next one.
         """
-        dropped = self._hear()
+        safe = [messages.Cancel(claim) for claim in self._saving if self._is_safe(claim)]
+        self._saving = set()
+        dropped = (*safe, *self._hear())
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
         if dropped or self._arrived or again:
             return messages.Turn(dropped, tuple(self._arrived), again)
+        if self._to_save:
+            self._saving, self._to_save = self._to_save, set()
+            return messages.Turn(save=tuple(self._saving))
         if not self._jobs:
             return messages.Turn()
         batch, how = self._batches.pick(self._jobs.values())
@@ -188,6 +195,9 @@ class StepLoop:
     def _take(
         self, message: messages.Run | messages.Arrived | messages.Cancel | messages.Turn
     ) -> list[messages.Cancel]:
+        if isinstance(message, messages.Cancel) and message.if_saved:
+            self._to_save.add(message.claim)
+            return []
         if isinstance(message, messages.Run):
             self._arrived[message.lease.claim] = message
         elif isinstance(message, messages.Arrived):
@@ -251,6 +261,11 @@ class StepLoop:
             job.priority < priority or self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
         )
 
+    def _is_safe(self, claim: Claim) -> bool:
+        """Whether the next attempt at a task that runs need not make any step of it again."""
+        job = self._jobs.get(claim)
+        return job is not None and job.stage.progress(job.state)[0] == job.safe
+
     def _goes_on(self, job: Job, made: Any) -> bool:
         """Whether a task has gone on from what a step made of it."""
         try:
@@ -295,6 +310,7 @@ class StepLoop:
             if checkpoint:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
                 self._send(messages.StateSaved(job.claim, ref, step))
+                job.safe = step
                 self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
             log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))

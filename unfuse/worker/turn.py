@@ -22,7 +22,8 @@ class Job:
 
     `run_s` are seconds of computing, `share_s` its share of them: those of a forward are divided among its tasks.
     `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
-    steps that were saved and reported, at `saved_at` and `reported_at`.
+    steps that were saved, as far as that worked, and reported, at `saved_at` and `reported_at`. The next attempt can go
+    on from step `safe`.
     """
 
     lease: Lease
@@ -39,6 +40,7 @@ class Job:
     turn: int = 0  # when its last step was decided, in the order of such turns
     mates: int = 0  # the number of tasks in its forwards, itself included, summed over its steps
     saved: int = 0
+    safe: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     save_s: float = 0.0
     exchange_s: float = 0.0
