@@ -43,12 +43,13 @@ async def cut_short(tmp_path: Path, draining: bool) -> BaseException | None:
     record = await scheduler.submit(*asking(CARD, params()))
     waiting = asyncio.create_task(gateway.completed(record.context.id))
     await asyncio.sleep(0)
-    assert gateway.waiting == 1
+    assert gateway.awaited == {record.context.id: 1}
+    assert await gateway.awaited_within(60.0)  # of a model of which nothing is known
     scheduler.draining = draining
     waiting.cancel()
     await asyncio.wait({waiting})
     await scheduler.close()
-    assert gateway.waiting == 0
+    assert not gateway.awaited
     return None if waiting.cancelled() else waiting.exception()
 
 

@@ -42,7 +42,7 @@ class Staff(Launcher):
         await self.queue.hello(WorkerInfo(self.ids[place], "node", "all", pools, 1, "", 0), self.cards)
 
     @override
-    async def stop(self, drain_timeout: float) -> None:
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         self.failed.cancel()
         self.has_ended = True
         for id in self.ids:

@@ -45,7 +45,7 @@ class Started(Launcher):
     def start(self) -> None:
         """Nothing is to be started."""
 
-    async def stop(self, drain_timeout: float) -> None:
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         self.stopped = True
         if not self.failed.done():
             self.failed.cancel()

@@ -55,7 +55,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP, each stage from its own workers.
 
-    SIGTERM and Ctrl-C stop accepting and finish what runs; a second one stops at once.
+    SIGTERM and Ctrl-C stop accepting and save what runs, to go on after the next start; a second one stops at once.
     """
     told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
     loaded = load(told, config)
@@ -115,11 +115,13 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
         from unfuse.service.addresses import invitations
         from unfuse.service.service import Service, plan
+        from unfuse.service.stopping import AT_ONCE_S, end_after
 
         async def serving() -> None:
             service, loop = Service(options, found, terminal, forks), asyncio.get_running_loop()
 
             def stop(number: int) -> None:
+                end_after(AT_ONCE_S if stopped_by else options.serve.drain_timeout)
                 stopped_by.append(number)
                 notify(STOPPING)
                 service.stop()

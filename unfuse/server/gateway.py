@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated
@@ -15,7 +16,15 @@ from starlette.requests import Request
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel, Unsuitable
+from unfuse.core.errors import (
+    Damaged,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    ResultsUnavailable,
+    UnknownModel,
+    Unsuitable,
+)
 from unfuse.core.event import TERMINAL_EVENTS
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
@@ -99,7 +108,7 @@ class Gateway(Observer):
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
         self.parsers = parsers or Parsers()
-        self.waiting = 0  # how many callers wait here for a result
+        self.awaited = Counter[str]()  # how many callers wait here for each request
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self.metrics, self, self.metrics.texts, self.metrics.devices)
@@ -239,6 +248,27 @@ class Gateway(Observer):
         self._no_room = why
         return not (why or waiting), waiting
 
+    @contextmanager
+    def awaiting(self, id: str) -> Iterator[None]:
+        """A context in which a caller waits here for a request."""
+        self.awaited[id] += 1
+        try:
+            yield
+        finally:
+            self.awaited[id] -= 1
+            if not self.awaited[id]:
+                del self.awaited[id]
+
+    async def awaited_within(self, seconds: float) -> bool:
+        """Whether a caller waits here for a request that may be over in so many seconds, as far as is predicted."""
+        for id in list(self.awaited):
+            with suppress(NotFound, Damaged):
+                record = await self.queue.load(id)
+                eta = self.scheduler.eta(record)
+                if record.context.over or eta is None or eta <= seconds:
+                    return True
+        return False
+
     async def completed(self, id: str) -> RequestContext:
         """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
 
@@ -248,18 +278,16 @@ class Gateway(Observer):
         message = f"the server is stopping; {id} may still be completed"
         stopping = Refusal(503, "stopping", message, headers={"retry-after": "2"})
         lost = Refusal(503, "lost", f"the queue knows {id} no more: repeat the call", headers={"retry-after": "2"})
-        self.waiting += 1
         has_ended = False
         try:
-            async for event in self.queue.watch(id):
-                has_ended = event.type in TERMINAL_EVENTS
-            context = (await self.queue.load(id)).context
+            with self.awaiting(id):
+                async for event in self.queue.watch(id):
+                    has_ended = event.type in TERMINAL_EVENTS
+                context = (await self.queue.load(id)).context
         except NotFound as error:  # a server of the queue came back without its data
             raise (error if has_ended else lost) from None
         except asyncio.CancelledError as error:  # the HTTP server cuts short what it still answers when it ends
             raise (stopping if self.scheduler.draining else error) from None
-        finally:
-            self.waiting -= 1
         if context.status == "completed":
             return context
         if not context.over:

@@ -70,6 +70,8 @@ class Crews(Joining):
         self._plan, self._start, self._changed = plan, start, changed
         self._crews, self._started, self._changing = list[_Crew](), 0, asyncio.Lock()
         self._first: Launcher | None = None
+        self._stops = asyncio.Event()
+        """Set when all workers are to end, so that nobody waits long for those of a model that left."""
         self._added, self._without_crew = dict[str, None](), set[str]()
 
     def begin(self, plan: Plan) -> Launcher:
@@ -111,7 +113,7 @@ class Crews(Joining):
                 if crew.launcher.failed.done() and crew.launcher is not self._first:
                     await self._fail(crew)
                 elif crew.next:
-                    await crew.launcher.stop(self._drain_timeout + LEAVING_S)
+                    await crew.launcher.stop(self._drain_timeout + LEAVING_S, self._stops)
                     self._crews.remove(crew)
                     self.begin(crew.next)
                 elif leaving := gone.intersection(crew.models):
@@ -123,13 +125,19 @@ class Crews(Joining):
                 self.begin(await self._planned(sorted(self._without_crew)))
                 self._without_crew.clear()
 
-    async def stop(self, drain_timeout: float) -> None:
-        """End all workers. Models that were added are remembered by nobody."""
+    @property
+    def has_workers(self) -> bool:
+        """Whether there are workers to end."""
+        return any(crew.plan.workers for crew in self._crews)
+
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+        """End all workers, as a launcher does. Models that were added are remembered by nobody."""
+        self._stops.set()
         async with self._changing:
             with contextlib.suppress(TransientError):
                 for name in self._added:
                     await self._scheduler.registry.withdraw(name)
-            await asyncio.gather(*(crew.launcher.stop(drain_timeout) for crew in self._crews))
+            await asyncio.gather(*(crew.launcher.stop(drain_timeout, hurry) for crew in self._crews))
 
     async def _followed(self, crew: _Crew, staying: Collection[str]) -> bool:
         """Whether a crew may end: all workers are there that go on with its models, or have no room beside it."""
@@ -147,7 +155,7 @@ class Crews(Joining):
 
     async def _end(self, crew: _Crew, leaving: Collection[str]) -> None:
         """End a crew; the models that stay, and have no other one yet, get one, with which their requests go on."""
-        await crew.launcher.stop(self._drain_timeout + LEAVING_S)
+        await crew.launcher.stop(self._drain_timeout + LEAVING_S, self._stops)
         self._crews.remove(crew)
         self._added = {name: None for name in self._added if name not in leaving}
         self._without_crew.update(set(crew.models).difference(leaving, *(one.models for one in self._crews)))

@@ -22,7 +22,7 @@ from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted
 from unfuse.models.composed import parse_component_sources
-from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.base import Limits, TaskQueue
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -49,8 +49,10 @@ from unfuse.service.queue_start import QueueStart, Stopped
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, forked, specs_of
 from unfuse.service.stage_kinds import check_stage_kinds
+from unfuse.service.stopping import share_of
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
+from unfuse.supervision.budget import StopBudget
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
@@ -60,6 +62,7 @@ from unfuse.wire.unix_socket import server_socket
 from unfuse.worker.registration import pools_of
 
 DRAIN_CHECK_S = 0.1
+CLOSE_S = 0.5  # seconds that closing the queue may take at least, and that are left behind it
 
 FORGET_S = 60.0  # seconds between two rounds of deleting old requests and results
 BOUND_S = 10.0  # seconds between two looks at the bytes of all results
@@ -136,13 +139,14 @@ class Service:
     ) -> None:
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
         self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
-        self._stop = asyncio.Event()
-        self._stop_now = asyncio.Event()
+        self._stop, self._budget = asyncio.Event(), StopBudget(options.serve.drain_timeout)
 
     def stop(self) -> None:
-        """Accept no more requests, finish what runs within the drain timeout, and end. A second call ends at once."""
+        """Accept no more requests, save what runs, and end, within the drain timeout. A second call ends at once."""
         if self._stop.is_set():
-            self._stop_now.set()
+            self._budget.hurry.set()
+        else:
+            self._budget = StopBudget(self._options.serve.drain_timeout)
         self._stop.set()
 
     async def run(self, started: Callable[[str], None]) -> None:
@@ -167,7 +171,7 @@ class Service:
             stack.push_async_callback(front.close)
             port = listener.getsockname()[1]
             start = QueueStart(options.queue_wait, self._stop, front.wait)
-            scheduler, crews = await stack.enter_async_context(self._scheduler(port, start))
+            scheduler, dispatcher, crews = await stack.enter_async_context(self._scheduler(port, start))
             results = open_results(options.places.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
             fetching = Fetching(serve.image_hosts)
@@ -184,7 +188,7 @@ class Service:
             )  # fmt: skip
             serving = front.serve(create_app(gateway, options.access))
             webhooks.start(scheduler, gateway.links)
-            remains = remains_at(options.places.store, options.places.durable)
+            remains = remains_at(options.places.store, options.places.copies)
             background = Supervisor()
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, serve.retention_s))
@@ -201,14 +205,19 @@ class Service:
             started(f"http://{host}:{port}")
             try:
                 await first(asyncio.shield(serving), self._stop.wait(), _raise(launcher.failed))
-                await self._drain(scheduler, gateway)
+                await self._await_callers(scheduler, gateway, crews)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
-                await crews.stop(0 if self._stop_now.is_set() else serve.drain_timeout)
+                if not self._stop.is_set():
+                    self.stop()
+                kept = "goes on after the next start" if options.places.copies != "none" else "is finished if it can be"
+                log.info("stopping the workers", what_runs=kept, within_s=round(self._budget.left(), 1))
+                dispatcher.withhold()
+                await crews.stop(self._budget.left(share_of(self._budget)), self._budget.hurry)
                 await front.close()
 
     @contextlib.asynccontextmanager
-    async def _scheduler(self, port: int, start: QueueStart) -> AsyncIterator[tuple[Scheduler, Crews]]:
+    async def _scheduler(self, port: int, start: QueueStart) -> AsyncIterator[tuple[Scheduler, Dispatcher, Crews]]:
         options, cards = self._options, [model.card for model in self._plan.models]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
         arenas = Arenas(spills=options.places.store.partition(":")[0] == "spill")
@@ -230,12 +239,12 @@ class Service:
             await start.until_done(partial(scheduler.registry.declare, cards))
             await scheduler.start()
             drain, expect = options.serve.drain_timeout, partial(self._expect, arenas)
-            yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
+            yield scheduler, dispatcher, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
         finally:
             for router in routers:
                 await router.close()
             await scheduler.close()
-            await queue.close()
+            await self._close(queue)
 
     def _expect(self, arenas: Arenas, plans: Sequence[Plan]) -> None:
         """Have a scheduler expect the arenas of the workers that are started here."""
@@ -282,27 +291,40 @@ class Service:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
         options = self._options
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
-        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
+        flags = {**options.worker_flags, "drain-timeout": options.serve.drain_timeout}
+        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **flags}
         environment = {**options.worker_environment, **self._logs.environment}
         if options.launcher:  # each goes by the address that schedulers see, and has the folders of its own machine
             told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
-            told |= options.worker_flags
+            told |= flags
             for folder in ("run_dir", "data_dir"):
                 del environment[FIELDS[folder].variable]
         models = tuple(model.card.name for model in planned.models)
         return specs_of(planned, options.means.cores, options.slots, told, environment, models)
 
-    async def _drain(self, scheduler: Scheduler, gateway: Gateway) -> None:
-        """Wait for accepted requests; where other schedulers serve them too, for those that callers here wait for."""
-        scheduler.draining, queue = True, scheduler.queue
+    async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, crews: Crews) -> None:
+        """Wait for the requests that callers wait for here, as long as one can be over in time.
 
-        async def is_awaited() -> bool:
-            return gateway.waiting > 0 if queue.shared else bool(await queue.list(Filter(over=False), limit=1))
+        Half of the budget is for workers, if there are any. All other requests go on after the start, or elsewhere.
+        """
+        scheduler.draining, budget = True, self._budget
+        reserve = budget.seconds / 2 if crews.has_workers else share_of(budget)
 
-        with contextlib.suppress(TimeoutError, TransientError):
-            async with asyncio.timeout(self._options.serve.drain_timeout):
-                while await is_awaited() and not self._stop_now.is_set():
-                    await asyncio.sleep(DRAIN_CHECK_S)
+        async def waits() -> None:
+            while await gateway.awaited_within(budget.left(reserve)):
+                await asyncio.sleep(DRAIN_CHECK_S)
+
+        with contextlib.suppress(TransientError):
+            await budget.within(budget.left(reserve), waits())
+
+    async def _close(self, queue: TaskQueue) -> None:
+        """Close the queue; in a stop, not beyond its budget, for a server that does not answer takes long."""
+        if not self._stop.is_set():
+            await queue.close()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(CLOSE_S, self._budget.left(CLOSE_S))):
+                await queue.close()
 
 
 async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:
