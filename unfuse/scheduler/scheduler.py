@@ -122,7 +122,7 @@ class Scheduler:
             asked.id or self.queue.placed(request_ids(), who), card.name, params, plan, {}, who.tenant,
             who.idempotency_key, who.fingerprint, priority=delivery.priority, metadata=delivery.metadata,
             asked=asked.name, limit_s=asked.limit_s or None, ends_with_client=who.ends_with_client, makes=asked.makes,
-            webhook=_webhook(delivery, who),
+            webhook=_webhook(delivery, who), hint=asked.hint,
         )  # fmt: skip
         return await self._submit(context, who.allowance, delivery.timeout)
 
@@ -135,7 +135,7 @@ class Scheduler:
         context = RequestContext(
             asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
             priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
-            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who),
+            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who), hint=asked.hint,
         )  # fmt: skip
         change = lifecycle.reused(context, self.clock.wall())
         limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
@@ -156,6 +156,7 @@ class Scheduler:
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
             asked=old.asked, limit_s=old.limit_s, webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
+            hint=old.hint,
         )  # fmt: skip
         record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))

@@ -147,7 +147,8 @@ class Call:
             params |= size_from(card, fields, params, size)
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         made = makes(card, self.given, params, n, delivery)
-        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)
+        hint = card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else ""
+        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint)
         if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
             return record
         unused = bool(uploads)

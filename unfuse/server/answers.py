@@ -64,6 +64,7 @@ REQUEST = thing({
     "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
     "error": perhaps(ERROR), "metadata": table(TEXT),
     "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
+    "hint": perhaps({**TEXT, "description": "what to know of the request: words that its model does not know"}),
 })  # fmt: skip
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
 VIDEO = thing({
@@ -72,7 +73,7 @@ VIDEO = thing({
     "model": TEXT,
     "seconds": TEXT, "size": TEXT, "error": perhaps(thing({"code": TEXT, "message": TEXT})),
     "num_frames": INTEGER, "fps": ANY, "seed": INTEGER, "output_format": TEXT, "metadata": table(TEXT),
-})  # fmt: skip
+}, hint=TEXT)  # fmt: skip
 MODEL = thing({
     "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
     "root": TEXT, "max_model_len": perhaps(INTEGER), "input_modalities": array(TEXT),
@@ -97,7 +98,7 @@ PICTURES = thing({
     "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
     "data": array(thing({"seed": INTEGER}, b64_json=perhaps(TEXT), url=TEXT, flagged=FLAG)),
     "output_format": TEXT, "usage": table(ANY),
-})  # fmt: skip
+}, hint=TEXT)  # fmt: skip
 
 _HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}
 _LATER = {"location": {"description": "where the request is read", "schema": TEXT}}
