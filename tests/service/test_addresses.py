@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from unfuse.cli.main import exit_code
+from unfuse.cli.exit_codes import exit_code
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service import addresses
 from unfuse.service.addresses import await_scheduler, invitations, listens, schedulers, trust, worker_trust
@@ -173,11 +173,13 @@ def test_keys_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", [Keys("s" * 40, "p" * 40), INSECURE, None])
-def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust) -> None:
-    lines = invitations(trusted, "/d/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])])
+def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust, tmp_path: Path) -> None:
+    make(tmp_path / "keys")
+    addresses = ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])]
+    lines = invitations(trusted, str(tmp_path / "keys"), addresses)
     if isinstance(trusted, Keys):
         (line,) = lines
-        assert "/d/keys/worker.key" in line
+        assert f"copy {tmp_path}/keys/worker.key" in line
         assert "scheduler.key" not in line
         assert line.endswith("unfuse worker --workers auto --keys FOLDER --scheduler tcp://127.0.0.1:5")
     elif trusted:
@@ -185,3 +187,21 @@ def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(tru
         assert line.startswith("WARNING: tcp://127.0.0.1:5 is open: whoever reaches it may be a worker")
     else:
         assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("files", "folder", "said"),
+    [
+        (["scheduler.key"], "keys", "copy the worker.key that was made with this server's scheduler.key there"),
+        ([], "", "copy the worker.key that was made with this server's scheduler.key there"),
+        (["shared.key"], "keys", "copy {}/keys/shared.key, a secret, there"),
+    ],
+)
+def test_only_a_file_that_is_there_is_named_as_the_key_to_copy(
+    files: list[str], folder: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").mkdir()
+    for name in files:
+        (tmp_path / "keys" / name).touch()
+    (line,) = invitations(Keys("s" * 40, "p" * 40), folder and str(tmp_path / folder), ["tcp://127.0.0.1:5"])
+    assert said.format(tmp_path) in line

@@ -78,7 +78,7 @@ class Dispatcher(Observer):
     """Answers workers for one scheduler.
 
     `models` are (name, source, dtype) offered to workers that come without; `places` says where they keep things,
-    `outcome` what their settings have to agree with.
+    `outcome` what their settings have to agree with. `node` is this machine: its workers join without a log line.
     It remembers which worker each connection is; everything else is in the queue.
     """
 
@@ -89,9 +89,10 @@ class Dispatcher(Observer):
         places: messages.Places,
         outcome: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
+        node: str = "",
     ) -> None:
         self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
-        self._dispatch, ttl = dispatch, scheduler.lease_ttl
+        self._dispatch, self._node, ttl = dispatch, node, scheduler.lease_ttl
         self._welcome = messages.Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
             by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
@@ -181,7 +182,8 @@ class Dispatcher(Observer):
             )
         await self._queue.hello(worker, hello.cards)
         if peer not in self._peers:
-            log.info("worker joined", worker=worker.id, role=worker.role, slots=worker.slots)
+            joined = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
+            (log.debug if worker.node == self._node else log.info)("worker joined", **joined)
         for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
             self._leave(identity)
         self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))

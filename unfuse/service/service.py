@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import time
 from collections import Counter
@@ -36,8 +37,9 @@ from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.server.starting import Front
 from unfuse.server.webhooks import Webhooks
-from unfuse.service.addresses import from_elsewhere
+from unfuse.service.addresses import from_elsewhere, running
 from unfuse.service.crews import Crews
+from unfuse.service.first_checks import require_libraries
 from unfuse.service.groups import Serve
 from unfuse.service.layout import Means
 from unfuse.service.lending import Lending
@@ -55,7 +57,7 @@ from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
-from unfuse.wire.run_folder import open_run_folder
+from unfuse.wire.run_folder import machine_id, open_run_folder
 from unfuse.wire.unix_socket import server_socket
 from unfuse.worker.registration import pools_of
 
@@ -125,6 +127,8 @@ def plan(options: ServeOptions) -> Plan:
     check_stage_kinds(serve, cards)
     for worker in planned.workers:
         pools_of(cards, Choice(roles_of(worker.role)), options.resources)
+    if options.launcher is None:
+        require_libraries(planned, options.places.loras)
     return planned
 
 
@@ -155,12 +159,9 @@ class Service:
 
     async def _run(self, started: Callable[[str], None]) -> None:
         options, serve = self._options, self._options.serve
-        if not is_loopback(serve.host) and not options.keys:
-            raise ConfigError(
-                f"--host {serve.host} can be reached by others: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
-            )
+        check_host(options)
         names = public_names(serve)
-        listener = listen(serve.host, serve.port)
+        listener = listen(serve.host, serve.port, options.run_dir)
         front = Front(listener, options.bounds, options.access, keyed=bool(options.keys))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
@@ -209,27 +210,29 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _scheduler(self, port: int, start: QueueStart) -> AsyncIterator[tuple[Scheduler, Crews]]:
-        options, cards = self._options, [model.card for model in self._plan.models]
+        options, serve, cards = self._options, self._options.serve, [model.card for model in self._plan.models]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
         arenas = Arenas(spills=options.places.store.partition(":")[0] == "spill")
         queue = await start.open(options.queue)
         scheduler = Scheduler(
-            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.serve.order,
+            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=serve.order,
             cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas, asleep=options.asleep,
-            wake_limit=options.serve.wake_limit,
+            wake_limit=serve.wake_limit,
         )  # fmt: skip
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
-        dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.serve.dispatch)
+        folder, routers = open_run_folder(options.run_dir), list[Router]()
+        dispatcher = Dispatcher(
+            scheduler, offered, places, options.workers.compute.outcome, serve.dispatch, node=machine_id(folder)
+        )
         lending = Lending(dispatcher, places.loras)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
-        folder, routers = open_run_folder(options.run_dir), list[Router]()
         try:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
                 routers.append(Router(address, lending.answer, dispatcher.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
             await start.until_done(partial(scheduler.registry.declare, cards))
             await scheduler.start()
-            drain, expect = options.serve.drain_timeout, partial(self._expect, arenas)
+            drain, expect = serve.drain_timeout, partial(self._expect, arenas)
             yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
         finally:
             for router in routers:
@@ -350,7 +353,22 @@ def public_names(serve: Serve) -> dict[str, str]:
     return dict(zip(names, models, strict=False))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def check_host(options: ServeOptions) -> None:
+    """Raise ConfigError for an address that others can reach, where no key keeps them out."""
+    host = options.serve.host
+    if not is_loopback(host) and not options.keys:
+        raise ConfigError(
+            f"--host {host} can be reached by others: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
+        )
+
+
+def check_address(options: ServeOptions) -> None:
+    """Raise ConfigError for an address where this server could not listen, or must not. Then nothing need be read."""
+    check_host(options)
+    listen(options.serve.host, options.serve.port, options.run_dir).close()
+
+
+def listen(host: str, port: int, run_dir: str) -> socket.socket:
     """Open the gateway's socket, where clients may connect and wait from now on. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
@@ -360,7 +378,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen()  # from now on the port is taken, and early clients wait
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        own = "a server of yours has it; " if error.errno == errno.EADDRINUSE and str(port) in running(run_dir) else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {own}choose another --port") from error
     return listener
 
 
