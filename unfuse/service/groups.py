@@ -124,14 +124,16 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "that are made if there are none; or another unix:PATH in its place."
     )] = ()  # fmt: skip
     workers: Annotated[str, says(
-        "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
-        "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
-        "(undivided), or encoder+decoder=1,denoiser=2; swap is one on each device that has one model at a time, which "
-        "is also what auto does where models fit one by one."
+        "Workers to start here. auto: workers of all stages where models fit whole, else a split; swap where models "
+        "fit only one by one. split: one worker for each role. swap: one worker on each device, with one model loaded "
+        "at a time. none: none, `unfuse worker` starts them. Or counts, like all=2 or encoder+decoder=1,denoiser=2."
     )] = "auto"  # fmt: skip
     device_memory: Annotated[
         tuple[str, ...],
-        says("DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free."),
+        says(
+            "DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free. "
+            "`doctor` also plans for devices that are not here."
+        ),
     ] = ()
     launcher: Annotated[str, says("Where workers run: local, ray:HOST:PORT, or ray, a Ray of its own.")] = "local"
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
@@ -315,7 +317,8 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The log on standard error."""
 
     level: Annotated[Literal["auto", "error", "warning", "info", "debug"], says(
-        "Log lines of this level and above; auto is info for serve and worker, warning for other verbs.",
+        "Log lines of this level and above; auto is info for serve and worker, warning for other verbs. With debug, "
+        "serve also says which component is where, and what was loaded.",
         flag="--log-level",
     )] = "auto"  # fmt: skip
     format: Annotated[
