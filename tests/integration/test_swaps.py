@@ -93,7 +93,7 @@ def test_two_models_of_which_one_fits_at_a_time_are_served_by_turns_and_a_restin
 ) -> None:
     """Given two models and a device with room for one, when clients ask for both, then a request for the one that rests
     is accepted as loading, with an eta, all are completed, and each model makes the bytes that it made before."""
-    assert "layout swap: all models do not fit at one time" in said(capped)
+    assert "layout swap: each worker has one model at a time, since all do not fit together" in said(capped)
     before, model = swaps(capped), resting(capped)
     first = capped.post("/v1/images/generations", {"model": model, "seed": 1, **ASKED}, prefer="respond-async")
     assert (first["status"], first["state"]) == ("queued", "loading")

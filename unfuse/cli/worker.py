@@ -74,6 +74,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     from unfuse.service.addresses import await_scheduler, schedulers
     from unfuse.service.loading import Loading
     from unfuse.service.machine_workers import MachineWorkers
+    from unfuse.service.start_screen import layout_lines
 
     terminal.open_log()
     await_scheduler(settings)
@@ -99,7 +100,10 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
                 notify(READY)
 
             def starting(planned: Plan) -> None:
-                tell(planned, terminal.say)
+                for line in layout_lines(planned):
+                    terminal.say(line)
+                if terminal.is_detailed:
+                    tell(planned, terminal.say)
                 roles = [worker.role for worker in planned.workers]
                 loading.expect(roles, lambda: loop.call_soon_threadsafe(ready, len(roles)))
 

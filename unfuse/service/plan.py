@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -91,6 +92,16 @@ class Plan(msgspec.Struct, frozen=True):
             }
             for number, worker in enumerate(self.workers, 1) for part in worker.parts
         ]  # fmt: skip
+
+    def missing_roles(self) -> list[str]:
+        """The roles that none of these workers has."""
+        roles = [roles_of(worker.role) for worker in self.workers]
+        return [role for role in self.needs if not any(own is None or role in own for own in roles)]
+
+    def repeats(self) -> dict[str, int]:
+        """The components that a worker has more than once for the same models, with how often."""
+        counts = [Counter((part.component, part.models) for part in worker.parts) for worker in self.workers]
+        return {name: times for count in counts for (name, _), times in count.items() if times > 1}
 
     def memory(self) -> list[dict[str, Any]]:
         """Bytes that the workers take by device, their processes and arenas counted, and the bytes that are free."""
