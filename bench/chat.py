@@ -2,9 +2,11 @@
 
 `serve` in the normal and in the overlapped loop, over HTTP with streaming, and transformers' `generate_batch` (all
 prompts at once, no HTTP) and `generate` (one after the other), in rounds of another order each. Then long prompts that
-come while some chats are read: one worker for all, two such workers, and a worker each for prefill and decode. All are
-greedy, and every process computes with one thread. What a token costs by the length of its context is in bench/kv.py.
-`python -m bench.chat [--rounds N] [--model NAME_OR_FOLDER] [--tokens N] [--part rates|long]`
+come while some chats are read: one worker for all, two such workers, and a worker each for prefill and decode. Then the
+second turn of chats, with the answer of the first one found and without, and what keeping an answer costs. Texts are
+greedy, but for those answers, which are words by chance, so that the template makes the same tokens of them again.
+Every process computes with one thread. What a token costs by the length of its context is in bench/kv.py.
+`python -m bench.chat [--rounds N] [--model NAME_OR_FOLDER] [--tokens N] [--part rates|long|turns]`
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ READERS, LONG = 4, 6
 
 LOOPS = {f"serve, {loop}": ("--workers", "language=1", "--loop", loop) for loop in ("normal", "overlapped")}
 LAYOUTS = "language=1", "language=2", "prefill=1,decode=1"
+ANSWERS = (300, 600, 1200)
+"""Tokens of the answers of first turns."""
 
 
 @dataclass
@@ -51,6 +55,9 @@ class Read:
     began: float
     came: list[float] = field(default_factory=list)
     tokens: int = 0
+    ended: float = 0.0
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first(self) -> float:
@@ -73,6 +80,12 @@ class Chats:
 
     def ids(self, messages: list[dict[str, str]]) -> list[int]:
         return [*self._tokenizer.prompt(messages)]
+
+    @property
+    def whole_words(self) -> dict[str, int]:
+        """Biases towards words that are a token each, which any text of them is cut into again."""
+        spelled = (self._tokenizer.ids(f" {word}") for word in TEXT.split())
+        return {str(ids[0]): 100 for ids in spelled if len(ids) == 1}
 
 
 class Transformers:
@@ -99,9 +112,9 @@ class Transformers:
         self._process.wait()
 
 
-def read(server: Server, messages: list[dict[str, str]], tokens: int) -> Read:
+def read(server: Server, messages: list[dict[str, str]], tokens: int, **more: Any) -> Read:
     """Ask for a chat, and read it as it comes."""
-    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
     body["stream_options"] = {"include_usage": True}
     headers = {"content-type": "application/json"}
     asked = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers)
@@ -113,8 +126,10 @@ def read(server: Server, messages: list[dict[str, str]], tokens: int) -> Read:
             chunk = json.loads(line[6:])
             if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
                 seen.came.append(time.perf_counter())
+                seen.text += chunk["choices"][0]["delta"]["content"]
             elif chunk.get("usage"):
-                seen.tokens = chunk["usage"]["completion_tokens"]
+                seen.tokens, seen.usage = chunk["usage"]["completion_tokens"], chunk["usage"]
+    seen.ended = time.perf_counter()
     return seen
 
 
@@ -232,6 +247,47 @@ def _disturbed(
     }  # fmt: skip
 
 
+def second_turns(model: str, path: Path, rounds: int) -> dict[str, dict[str, Any]]:
+    """Rows by layout and tokens of the first answer: the second turn, in pairs, and the end of the first one."""
+    chats, found = Chats(path), defaultdict[tuple[str, int], list[dict[str, float]]](list)
+    with ExitStack() as stack:
+        servers = {name: _serving(stack, model, "--workers", name) for name in (LAYOUTS[0], LAYOUTS[2])}
+        for turn in range(rounds + 1):
+            for name, server in servers.items():
+                for tokens in ANSWERS:
+                    one = _two_turns(server, chats, tokens, first=bool(turn % 2))
+                    if turn:
+                        found[name, tokens].append(one)
+    rows: dict[str, dict[str, Any]] = {}
+    for (name, tokens), of in found.items():
+        rows[f"{name}, {tokens}"] = {
+            "prompt": of[0]["prompt"], "found": of[0]["found"],
+            "first token without, ms": _ms([one["without"] for one in of], 0.5),
+            "ratio": round(median(one["with"] / one["without"] for one in of), 2),
+            "first turn ÷ one that keeps nothing": round(median(one["kept"] / one["not kept"] for one in of), 3),
+        }  # fmt: skip
+    return rows
+
+
+def _two_turns(server: Server, chats: Chats, tokens: int, *, first: bool) -> dict[str, float]:
+    """A chat of two turns: its first one also without a cache, its second one with it and without, which is `first`."""
+    messages, words = chats.messages(20), chats.whole_words
+    answers = {}
+    for cache in (first, not first):
+        answers[cache] = read(server, messages, tokens, temperature=1, seed=1, logit_bias=words, cache=cache)
+    said = {"role": "assistant", "content": answers[True].text}
+    talk = [*messages, said, {"role": "user", "content": "And then?"}]
+    seen = {cache: read(server, talk, 4, cache=cache) for cache in (first, not first)}
+    if len({one.text for one in seen.values()}) > 1 or answers[True].text != answers[False].text:
+        raise SystemExit("texts differ with the cache and without")
+    usage = seen[True].usage
+    return {
+        "prompt": usage["prompt_tokens"], "found": usage["prompt_tokens_details"]["cached_tokens"],
+        "with": seen[True].first, "without": seen[False].first,
+        "kept": answers[True].ended - answers[True].began, "not kept": answers[False].ended - answers[False].began,
+    }  # fmt: skip
+
+
 def _serving(stack: ExitStack, model: str, *options: str) -> Server:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     own = "--kv", KV, "--arena", "256MiB", "--threads", "1"
@@ -244,19 +300,23 @@ def main() -> None:
     parser.add_argument("--model", default="", help="smollm2, or a folder; by default a narrow random one")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--words", type=int, default=400, help="of a long prompt")
-    parser.add_argument("--part", choices=["rates", "long"])
+    parser.add_argument("--part", choices=["rates", "long", "turns"])
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = asked.model or str(make_language_model(Path(folder) / "narrow", positions=4096, width=256, layers=4))
         path = resolve_source(model)
-        if asked.part != "long":
+        if asked.part in (None, "rates"):
             rows = rates(model, path, asked.rounds, asked.tokens)
             table("chats", rows)
             show("chat", model=asked.model or "narrow", rounds=asked.rounds, tokens=asked.tokens, rates=rows)
-        if asked.part != "rates":
+        if asked.part in (None, "long"):
             rows = with_long(model, path, asked.rounds, 3 * asked.tokens, asked.words)
             table("layout", rows)
             show("chat", model=asked.model or "narrow", rounds=asked.rounds, words=asked.words, long=rows)
+        if asked.part in (None, "turns"):
+            rows = second_turns(model, path, asked.rounds)
+            table("second turn", rows)
+            show("chat", model=asked.model or "narrow", rounds=asked.rounds, turns=rows)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ are of pixels, in steps of 0 to 255, against no encoding. `python -m bench.encod
 from __future__ import annotations
 
 import io
-import re
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from bench.report import show, table
+from bench.servers import TOLD_S, pulled
 from tools.server import Server, serving
 from unfuse.wire.keys import make
 
@@ -25,16 +24,6 @@ KINDS = ("text_encode", "denoise")
 ENCODINGS = ("none", *(f"{kind}={encoding}" for kind in KINDS for encoding in ("bf16", "fp16", "int4")))
 CAPTIONS = ("a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white")
 ROLES = ("encoder", "denoiser", "decoder")
-TOLD_S = 5.0
-"""Seconds within which every worker has told what it pulled: some heartbeats."""
-
-
-def moved(server: Server) -> float:
-    """Bytes that workers have pulled."""
-    with urllib.request.urlopen(f"{server.url}/metrics") as page:
-        return sum(
-            map(float, re.findall(r"^unfuse_transfer_bytes_total{.*} (.+)$", page.read().decode(), re.MULTILINE))
-        )
 
 
 def pictures(encoding: str, count: int) -> tuple[np.ndarray, float]:
@@ -56,7 +45,7 @@ def made_by(server: Server, count: int) -> tuple[np.ndarray, float]:
     assert {server.finished(id)["status"] for id in ids} == {"completed"}
     decoded = [np.asarray(Image.open(io.BytesIO(server.result(id))).convert("RGB"), int) for id in ids]
     time.sleep(TOLD_S)
-    return np.stack(decoded), moved(server) / count
+    return np.stack(decoded), pulled(server) / count
 
 
 def main(count: int) -> None:

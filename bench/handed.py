@@ -13,8 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -22,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
-from typing_extensions import override
 
+from bench.pull import Slow
 from bench.report import quantile, ratio, show, table
 from bench.tokens import Counted
 from unfuse.arena.arena import Arena
@@ -35,10 +34,9 @@ from unfuse.stages.language import Decode, Prefill, Prefilling
 from unfuse.stages.paged_kv import KvSequence
 from unfuse.stages.sequences import open_model
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.transfer.base import Link, TransferOptions
+from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
-from unfuse.transfer.tcp import TcpEngine
 
 K = 1024
 LAYERS, HEADS, KEPT, WIDTH, VOCABULARY = 4, 8, 4, 64, 512
@@ -71,28 +69,6 @@ class Words:
 class NoGrammars:
     def open(self, grammar: bytes) -> Any:
         raise NotImplementedError
-
-
-class Slow(TcpEngine):
-    """Brings `rate` MB/s at most."""
-
-    rate = 0
-
-    @override
-    def connect(self, address: str) -> Link:
-        link, engine = super().connect(address), self
-        pull = link.pull
-
-        def slowly(ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-            began = time.monotonic()
-            with closing(pull(ref, start, stop, into)) as numbers:
-                for filled in numbers:
-                    if engine.rate:
-                        time.sleep(max(0.0, began + filled / engine.rate / 1e6 - time.monotonic()))
-                    yield filled
-
-        link.pull = slowly  # type: ignore[method-assign]
-        return link
 
 
 class Bench:

@@ -19,9 +19,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -29,6 +29,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import zmq
+from numpy.typing import NDArray
+from typing_extensions import override
 from xxhash import xxh3_64_hexdigest
 
 from bench.report import quantile, ratio, show, table
@@ -38,10 +40,11 @@ from unfuse.core.errors import ConfigError, UnfuseError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.checksums import checksums_of
 from unfuse.transfer import open_engine
-from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.onesided import About, OneSidedEngine
+from unfuse.transfer.base import Link, TransferEngine, TransferOptions
+from unfuse.transfer.onesided import About, OneSidedEngine, Range
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.tcp import TcpEngine
 from unfuse.transfer.tcp_connection import Connection
 
 MIB = 1 << 20
@@ -125,6 +128,28 @@ def serve(capacity: int, names: Sequence[str]) -> None:
         print(msgspec.msgpack.encode(ref).hex(), offset, digest, file=answers, flush=True)
 
 
+class Slow(TcpEngine):
+    """Brings `rate` MB/s at most, as a network would; 0: as fast as it goes."""
+
+    rate = 0
+
+    @override
+    def connect(self, address: str) -> Link:
+        link, engine = super().connect(address), self
+        pull = link.pull
+
+        def slowly(ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+            began = time.monotonic()
+            with closing(pull(ref, start, stop, into)) as numbers:
+                for filled in numbers:
+                    if engine.rate:
+                        time.sleep(max(0.0, began + filled / engine.rate / 1e6 - time.monotonic()))
+                    yield filled
+
+        link.pull = slowly  # type: ignore[method-assign]
+        return link
+
+
 class Child:
     """Another process that answers lines."""
 
@@ -200,7 +225,8 @@ class Reader:
         assert isinstance(engine, OneSidedEngine)
         owner = msgspec.msgpack.decode(connection.about, type=About)
         connection.close()
-        return lambda ref: engine.read(owner.name, owner.base + self.offset, self.target.ctypes.data, ref.nbytes)
+        at, to = owner.base + self.offset, self.target.ctypes.data
+        return lambda ref: engine.read(owner.name, [Range(at, to, ref.nbytes)])
 
     def by(self, name: str, at_once: int = 1) -> Way:
         """Sessions."""

@@ -3,12 +3,15 @@
 
 Latency of one chat, undivided and served with all cores; throughput of chats at a time, with one thread a process: as
 many undivided processes as cores. Then one chat of many pictures, by encoders. A narrow random Qwen3-VL on one machine,
-so that nothing is pulled; every chat is encoded anew. How long transfers take by length, what a small buffer costs, and
-memory by blocks against fixed room are in bench/tokens.py. `python -m bench.seen [ROUNDS]`
+so that nothing is pulled; every chat is encoded anew. `--part long` has one chat of 1K, 4K and 16K tokens with answers
+of 256 and 512. How long transfers take by length, what a small buffer costs, and memory by blocks against fixed room
+are in bench/tokens.py, the peak memory of either side is in bench/sides.py.
+`python -m bench.seen [ROUNDS] [--part usual|long]`
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import json
@@ -44,6 +47,14 @@ SCENES = {
     "8 frames of a video, 1K tokens, 16 new": (16, 0, 8, 16),
 }
 """The tokens of a side, pictures, frames, and tokens to make."""
+LONG = {
+    "1 picture, 1K tokens, 256 new": (32, 1, 0, 256),
+    "4 pictures, 4K tokens, 512 new": (32, 4, 0, 512),
+    "32 frames of a video, 16K tokens, 512 new": (32, 0, 32, 512),
+}
+POSITIONS, MOST_SEEN = 8192, 1024
+"""The context of the model, and the tokens of its largest picture or video."""
+LONG_POSITIONS, LONG_SEEN = 20 * 1024, 16 * 1024
 CLIENTS, FEW = (1, 4, 16, 64), (12, 1, 0, 8)
 MOST = 64
 """Of so many chats at a time there is a single round."""
@@ -55,9 +66,9 @@ Scene = tuple[int, int, int, int]
 class Shots:
     """Chats of scenes, as each side is asked for them; no two have a picture in common."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, positions: int = POSITIONS, most: int = MOST_SEEN) -> None:
         self._folder, self._number = folder, 0
-        self.model = make_vision_model(folder / "narrow", KINDS[1], positions=8192, width=256, most=1024)
+        self.model = make_vision_model(folder / "narrow", KINDS[1], positions=positions, width=256, most=most)
 
     def chat(self, scene: Scene) -> tuple[dict[str, Any], dict[str, Any]]:
         """The body of a call, and a case."""
@@ -88,6 +99,7 @@ class Undivided:
     """Processes of transformers alone, which take chats in turns."""
 
     def __init__(self, stack: ExitStack, processes: int, threads: int) -> None:
+        self.processes = list[subprocess.Popen[str]]()
         self._free = SimpleQueue[subprocess.Popen[str]]()
         variables = environment(Path(tempfile.gettempdir())) | {"OMP_NUM_THREADS": str(threads)}
         for _ in range(processes):
@@ -95,7 +107,8 @@ class Undivided:
                 [sys.executable, "-I", str(PEER), str(threads)], env=variables, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-            self._free.put(stack.enter_context(process))
+            self.processes.append(stack.enter_context(process))
+            self._free.put(process)
 
     def ask(self, chat: tuple[dict[str, Any], dict[str, Any]]) -> int:
         """The tokens of the prompt."""
@@ -151,15 +164,29 @@ def row(found: dict[str, list[float]], chats: int = 0) -> dict[str, object]:
     return named
 
 
+def one_chat(shots: Shots, scenes: dict[str, Scene], rounds: int) -> dict[str, dict[str, Any]]:
+    """A row for each scene: seconds of one chat, undivided and by two layouts, with all cores."""
+    with ExitStack() as stack:
+        ways = {"generate": Undivided(stack, 1, CORES).ask}
+        ways |= {layout: served(stack, shots.model, layout, CORES) for layout in LAYOUTS[:2]}
+        return {name: row(compared(shots, ways, scene, 1, rounds)) for name, scene in scenes.items()}
+
+
 def main() -> None:
-    rounds = int(sys.argv[1]) if sys.argv[1:] else ROUNDS
+    options = argparse.ArgumentParser()
+    options.add_argument("rounds", type=int, nargs="?", default=ROUNDS)
+    options.add_argument("--part", choices=("usual", "long"), default="usual")
+    given = options.parse_args()
+    rounds, found = given.rounds, dict[str, dict[str, dict[str, Any]]]()
     with tempfile.TemporaryDirectory() as folder:
-        shots, found = Shots(Path(folder)), dict[str, dict[str, dict[str, Any]]]()
-        with ExitStack() as stack:
-            ways = {"generate": Undivided(stack, 1, CORES).ask}
-            ways |= {layout: served(stack, shots.model, layout, CORES) for layout in LAYOUTS[:2]}
-            found["one chat"] = {name: row(compared(shots, ways, scene, 1, rounds)) for name, scene in SCENES.items()}
+        if given.part == "long":
+            found["one chat"] = one_chat(Shots(Path(folder), LONG_POSITIONS, LONG_SEEN), LONG, rounds)
             table("one chat", found["one chat"])
+            show("seen", part="long", rounds=rounds, tables=found)
+            return
+        shots = Shots(Path(folder))
+        found["one chat"] = one_chat(shots, SCENES, rounds)
+        table("one chat", found["one chat"])
         with ExitStack() as stack:
             ways = {"generate": Undivided(stack, CORES, 1).ask}
             ways |= {layout: served(stack, shots.model, layout, 1) for layout in LAYOUTS}

@@ -18,7 +18,7 @@ EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), r
 
 OTHERWISE = (
     "models: [Wan-AI", "server {", "redis-cli ACL", "sum by (tenant)", "sum by (model, device)",
-    "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]",
+    "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]", "[serve]",
     "NAME sha256:HEX [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip
@@ -46,7 +46,7 @@ def test_every_block_of_a_page_is_understood(page: Path) -> None:
         for program, *words in typed:
             if program.rpartition("/")[2] == "unfuse":
                 understood(words)
-            for extras in re.findall(r"unfuse\[([\w,]+)\]", " ".join(words)):
+            for extras in re.findall(r"(?:unfuse|\.)\[([\w,]+)\]", " ".join(words)):
                 assert set(extras.split(",")) <= EXTRAS
 
 

@@ -42,8 +42,10 @@ METRICS = f"""# Metrics
 
 What `/metrics` has. Where keys are configured, metrics that name a tenant, money or a model need a key: `read=yes` or
 `admin=yes` for those of all tenants ([keys](serving.md#who-may-ask)). Counters count since the gateway started; each
-gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name and `outcome` the hash of what
-its bytes depend on. What to watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md).
+gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name: stage kind, first digits of a
+hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`; `unfuse pools` lists the models of each.
+`outcome` is the hash of everything else that its bytes depend on. `model` is a model's folder or hub name, not the name
+that clients use. What to watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md).
 {WRITTEN}
 
 """
@@ -77,7 +79,7 @@ Clients raise the error that an answer was made from, as far as they know it; th
 
 STATUSES = {
     **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "model_error": 500, "handed_back": 500,
-    "weights_changed": 503, MODERATION_BLOCKED: 400, "expired": 504, "cancelled": 409,
+    "weights_changed": 503, "model_failed": 503, MODERATION_BLOCKED: 400, "expired": 504, "cancelled": 409,
 }  # fmt: skip
 """What a call gets that waited for a request which has no result."""
 
@@ -88,7 +90,9 @@ ADVICE = {
     ),
     "bad_request": "What was sent is no HTTP: look at the port, and whether TLS goes to a port without it.",
     "bad_target": "Ask for a path. A client that takes the server for its proxy has it in `HTTP_PROXY`.",
-    "body_too_large": "Send smaller or fewer pictures; as a form, bodies may be larger than as JSON.",
+    "body_too_large": (
+        "Send smaller or fewer pictures. As a file in a form, a picture takes three quarters of the bytes."
+    ),
     "cancelled": "Somebody cancelled the request, or its client disconnected. Ask again if that was wrong.",
     "chunks_too_small": "Send larger chunks, or a Content-Length.",
     "compute_crashed": (
@@ -128,9 +132,17 @@ ADVICE = {
         "some pictures, the request completes, and these are marked with `flagged`."
     ),
     "lost": "The queue has lost the data of the request, or it was deleted while the call waited: repeat the call.",
-    "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
+    "model_exists": "A model of this name is served: send another `name`, or remove that one first.",
+    "model_failed": (
+        "The model was added and cannot be served; the message says why. Once that is mended, add it again; "
+        "`unfuse dead retry ID` repeats its requests, and `unfuse models rm NAME` forgets it."
+    ),
     "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "invalid_link": "The signature of the link is wrong: get a new link with `GET /v1/requests/{id}`.",
+    "key_unavailable": (
+        "A shard of the queue that may have a request with this Idempotency-Key is away, and nothing was queued: "
+        "repeat the call later, or send another key if this one was never used before."
+    ),
     "link_expired": (
         "Links are valid for an hour, those in webhooks for a day: get a new one with `GET /v1/requests/{id}`."
     ),
@@ -165,7 +177,10 @@ ADVICE = {
     ),
     "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",
     "target_too_long": "Send what is long in the body.",
-    "timeout": "The client was too slow to send, or to read: see bounds in [serving](serving.md#who-may-ask).",
+    "timeout": (
+        "The client was too slow to send, or to read: see bounds in "
+        "[serving](serving.md#who-may-reach-the-server-and-through-what)."
+    ),
     "too_many_bodies": "Try again: many clients are sending pictures.",
     "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
     "weights_changed": (

@@ -15,9 +15,27 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
 HEAD = """# Settings
 
-A value comes from the first that has one: flag, environment, file (`--config unfuse.toml`, where `group.field` is
-`field` in the table `[group]`), default. `unfuse config show` says which it was. This page is written by
-`python -m tools.settings_page`.
+A value comes from the first that has one: flag, environment, file (`--config unfuse.toml`), default.
+`unfuse config show` says which it was. In a file, `UNFUSE_SERVE__RETENTION_S` is `retention_s` in the table `[serve]`:
+the name is that of the variable, in lower case, and not that of the flag. Sizes and times may have a unit.
+
+```toml
+[serve]
+models = ["unfuse/shapes"]
+host = "10.0.0.1"
+api_keys = ["/etc/unfuse/keys.txt"]
+retention_s = "7d"
+results_limit = "50GiB"
+price = ["cpu=0.05/h"]
+
+[compute]
+threads = 2
+
+[arena]
+bytes = "1GiB"
+```
+
+This page is written by `python -m tools.settings_page`.
 """
 
 

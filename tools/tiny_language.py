@@ -11,7 +11,9 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+"""What the configuration of a mixture of experts says more."""
 
 
 def make_language_model(
@@ -21,6 +23,7 @@ def make_language_model(
     """Save one as transformers does, with so many layers of that width, and heads of which so many are `kept`.
 
     A token takes 8 × kept × layers × head_dim bytes of keys and values; a head has a quarter of the width unless said.
+    A mixture has four experts in each layer, of which two compute a token.
     """
     import torch
     import transformers
@@ -32,7 +35,7 @@ def make_language_model(
         num_attention_heads=heads, num_key_value_heads=kept, head_dim=head_dim or width // 4,
         max_position_embeddings=positions,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **(ROUTED if "Moe" in kind else {}),
     )  # fmt: skip
     getattr(transformers, kind)(config).save_pretrained(folder)
     return folder

@@ -34,7 +34,9 @@ from bench import (
     leases,
     load,
     lora,
+    narrow,
     seen,
+    sides,
     steps,
     stored,
     stream,
@@ -283,6 +285,25 @@ def test_chats_with_pictures_are_asked_alike_of_both_sides(tmp_path: Path) -> No
         found = seen.compared(shots, ways, (2, 1, 0, 2), 2, 1)
     assert {"generate, s", "all=1, s", "all=1 ÷ generate"} == seen.row(found).keys()
     assert {"generate, chats/s", "all=1, chats/s", "all=1 ÷ generate"} == seen.row(found, 2).keys()
+
+
+def test_scenes_of_long_chats_have_as_many_tokens_as_they_say() -> None:
+    assert [sides.size_of(scene) for scene in seen.LONG.values()] == [1024, 4096, 16_384]
+    assert [sides.size_of(scene) for scene in sides.SCENES.values()] == [1024, 4096, 16_384]
+    assert max(map(sides.size_of, seen.LONG.values())) <= seen.LONG_SEEN < seen.LONG_POSITIONS
+
+
+@pytest.mark.nightly
+def test_memory_of_either_side_is_told_and_narrowed_chats_are_compared(tmp_path: Path) -> None:
+    scenes = {"small": (16, 1, 0, 2)}
+    (row,) = sides.measure(seen.Shots(tmp_path), scenes, (1,)).values()
+    for side in sides.SIDES.values():
+        assert 0 < row[f"{side}: arena, MiB"] < row["fixed, MiB"] and row[f"{side}: resident, MiB"] > 50
+    assert sides.undivided(seen.Shots(tmp_path / "undivided"), scenes)["small"] > 50
+
+    found = narrow.chats(1, ("vision_encode",), ("int4",))
+    assert found["none"]["equal texts"] == "1 of 1"
+    assert 0 < found["vision_encode=int4"]["KiB pulled a chat"] < found["none"]["KiB pulled a chat"]
 
 
 @pytest.mark.nightly

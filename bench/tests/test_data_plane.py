@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from bench import blocks, pull, stores, tokens
+from bench import blocks, narrow, pull, recovery, stores, tokens
 from bench.report import table
 
 MIB = 1 << 20
@@ -63,3 +64,36 @@ def test_what_comes_through_a_small_buffer_is_what_its_owner_has(monkeypatch: py
     assert row["the same bytes"] is True
     assert row["resumes"] >= 1
     reader.close()
+
+
+def test_a_transfer_that_fails_goes_on_with_the_owners_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut, by another engine, with a wrong bit, and from an owner that is stopped until it is given up."""
+    monkeypatch.setattr(pull, "EACH", MIB)
+    reader = pull.Reader(["tcp", "zmq"], 32 * MIB)
+    fast = replace(pull.OPTIONS, heartbeat_s=0.2)
+    found = recovery.measure(reader, (4,), 1, options=fast)
+    reader.close()
+
+    assert found.keys() == {f"4K, {fault}" for fault in recovery.ENGINES}
+    assert all(row["MiB"] == 28 and row["going on after, ms"] > 0 for row in found.values())
+    assert all(0 <= row["came twice, MiB"] < 5 for row in found.values()), "a chunk at most comes twice"
+    assert found[f"4K, {recovery.SILENT}"]["going on after, ms"] >= fast.silence_s * 1e3
+
+
+def test_a_narrowed_edge_is_timed_and_its_error_seen() -> None:
+    found = narrow.transfers((1,), (0,), 1, width=64)
+
+    sizes = {name.rpartition(" ")[2]: (row["MiB"], row["largest error"]) for name, row in found.items()}
+    assert [*sizes] == [*narrow.ENCODINGS]
+    assert sizes["none"] == (0.2, 0.0) and sizes["fp16"][0] == sizes["bf16"][0] == 0.1
+    assert 0 < sizes["fp16"][1] < sizes["bf16"][1] < sizes["int4"][1] < 1
+
+
+def test_texts_are_compared_until_they_differ() -> None:
+    plain = [[("a", -1.0), ("b", -2.0)], [("c", -1.0), ("d", -1.0)]]
+    other = [[("a", -1.5), ("b", -2.0)], [("c", -1.0), ("x", -9.0)]]
+
+    found = narrow.compared(plain, other)
+
+    assert found["equal texts"] == "1 of 2" and found["tokens until another one"] == "75%"
+    assert found["mean error of their log probability"] == pytest.approx(0.5 / 3, abs=1e-4)

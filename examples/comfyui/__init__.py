@@ -1,7 +1,8 @@
 """A ComfyUI node that has an unfuse server make pictures: prompt, size, seed, LoRA in, IMAGE out.
 
-Install: copy or link this folder to ComfyUI/custom_nodes/unfuse, and `pip install unfuse` where ComfyUI runs. A key, if
-the server wants one, is read from UNFUSE_API_KEY: what is typed into a node is saved with every picture.
+Install: copy or link this folder to ComfyUI/custom_nodes/unfuse, and `pip install` the clone of unfuse that has it
+in ComfyUI's environment. A key, if the server wants one, is read from UNFUSE_API_KEY: what is typed into a node is
+saved with every picture.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import pty
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -366,9 +368,55 @@ def talk(server: Server, *arguments: str | Path, said: bytes = b"") -> subproces
 
 @pytest.mark.row("C58")
 def test_input_that_is_not_utf8_is_told_in_a_sentence(server: Server) -> None:
-    ended = talk(server, "-m", "says", said=b"hello\ncaf\xe9\n")
-    assert (ended.returncode, ended.stdout) == (2, b"Hello world!\n")
-    assert b"UTF-8" in ended.stderr and b"Traceback" not in ended.stderr
+    ended = talk(server, "-m", "says", said=b"hello\ncaf\xe9\n\nhello\n")
+    assert (ended.returncode, ended.stdout) == (2, b"Hello world!\nHello world!\n"), "the chat goes on"
+    assert b"line 2 of standard input is not UTF-8" in ended.stderr and b"Traceback" not in ended.stderr
+
+
+def test_a_line_that_is_refused_ends_no_chat(server: Server) -> None:
+    refused = b"word " * 3000  # longer than the model reads
+    ended = talk(server, "-m", "says", said=b"hello\n" + refused + b"\nhello\n")
+    assert (ended.returncode, ended.stdout) == (2, b"Hello world!\nHello world!\n")
+    assert b"Traceback" not in ended.stderr
+    unknown = talk(server, "-m", "nobody", said=b"hello\nhello\n")
+    assert (unknown.returncode, unknown.stdout, unknown.stderr.count(b"nobody")) == (2, b"", 1), "no line would help"
+
+
+def test_a_hyphen_is_all_of_standard_input(server: Server) -> None:
+    ended = talk(server, "-", "-m", "says", said=b"hello\n")
+    assert (ended.returncode, ended.stdout) == (0, b"Hello world!\n")
+    assert talk(server, "-", "-m", "says", said=b"").returncode == 2
+
+
+def typed(server: Server, lines: list[bytes], *arguments: str) -> tuple[int, bytes]:
+    """The exit code of `unfuse chat` on a terminal where these lines are typed, and what is seen there."""
+    pid, terminal = pty.fork()
+    if not pid:
+        command = unfuse("chat", *arguments, "--server", server.url)
+        os.execve(command[0], command, environment(server.folder) | {"TERM": "dumb"})
+    written, left = b"", list(lines)
+    while data := _read(terminal):
+        written += data
+        if written.count(b"> ") > len(lines) - len(left) and left:
+            os.write(terminal, left.pop(0))
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # nobody has its other end any more
+        return b""
+
+
+def test_on_a_terminal_bad_bytes_and_refusals_are_a_line_each(server: Server) -> None:
+    long = b"word " * 700 + b"\n"  # as much as a terminal takes in one line
+    code, seen = typed(server, [b"hello\n", b"caf\xe9\n", long, b"hello\n", b"\x04"], "-m", "says")
+    assert (code, seen.count(b"Hello world!")) == (0, 2), seen
+    assert b"Traceback" not in seen
+    assert seen.count(b"> ") == 5, "it asks again each time"
+    assert b"UTF-8" in seen or b"Unicode" in seen
 
 
 @pytest.mark.row("C59")
@@ -387,4 +435,4 @@ def test_a_picture_is_shown_with_the_first_line(server: Server, tmp_path: Path) 
     blind = talk(server, "what", "-m", "pq", "--image", file)
     assert (blind.returncode, b"image_url are not read" in blind.stderr) == (2, True)
     missing = talk(server, "what", "-m", "vl25", "--image", tmp_path / "b.png")
-    assert missing.returncode == 1 and b"b.png" in missing.stderr and b"Traceback" not in missing.stderr
+    assert missing.returncode == 2 and b"b.png: there is no such file" in missing.stderr

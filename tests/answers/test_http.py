@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
 from urllib.error import HTTPError
@@ -93,11 +94,13 @@ def test_models_are_listed_as_they_were_given(server: Server) -> None:
 def test_a_server_that_shuts_down_sends_clients_elsewhere(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Given a server that waits for a request after SIGTERM, then new calls get 503 and Retry-After."""
-    arguments = [*serve_arguments(tmp_path_factory), "--no-workers"]
-    with serving(tmp_path, *arguments) as server:
+    """Given a server that waits for a caller's request after SIGTERM, then new calls get 503 and Retry-After."""
+    arguments = [*serve_arguments(tmp_path_factory), "--no-workers", "--drain-timeout", "600"]
+    with ThreadPoolExecutor(1) as callers, serving(tmp_path, *arguments) as server:
         until(lambda: server.get("/v1/models"), "the server to answer", server.process)
-        server.submit("a red circle", model="alpha")
+        asked = {"model": "alpha", "prompt": "a red circle"}
+        caller = callers.submit(server.post, "/v1/images/generations", asked)
+        until(lambda: server.get("/v1/requests")["data"], "the call to be accepted", server.process)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: ask(server, "GET", "/ready")[2].count(b"shutting down"), "the server to shut down")
         for path, body in (
@@ -111,3 +114,6 @@ def test_a_server_that_shuts_down_sends_clients_elsewhere(
             assert json.loads(refused.value.read())["error"]["code"] == "stopping"
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
+        with pytest.raises(HTTPError) as told:
+            caller.result()
+        assert json.loads(told.value.read())["error"]["code"] == "stopping"

@@ -147,7 +147,7 @@ def test_a_model_whose_file_is_overwritten_is_unavailable_until_a_restart(folder
         until(lambda: server.get(f"/v1/models/{model}")["reason"] == reason, "the bytes to be compared", server.process)
         pools = {pool["id"]: pool["reason"] for pool in server.get("/v1/pools")["data"]}
         assert pools[server.get(f"/v1/models/{model}")["stages"]["denoise"]] == reason
-        assert refused(lambda: urlopen(f"{server.url}/ready")) == (503, "not_ready", f"{model}: {reason}")
+        assert refused(lambda: urlopen(f"{server.url}/ready")) == (503, "not_ready", f"{model.name}: {reason}")
         code, kind, message = refused(lambda: digest_of(server, model))
         assert (code, kind) == (503, "weights_changed")
         assert reason in message

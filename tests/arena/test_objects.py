@@ -289,3 +289,31 @@ def test_what_is_spare_is_not_offered_to_be_spilled_since_it_goes_first_anyway(t
     own = table.create(100, REQUEST)
     table.seal(own.id)
     assert table.idle() == [own]
+
+
+def test_the_room_of_objects_is_accounted_for_in_every_state(table: ObjectTable) -> None:
+    """Also of one without bytes, of one that is taken back, and of one that somebody reads; other room is not."""
+    spilled, empty, whole, written = (table.create(size, REQUEST) for size in (5000, 0, 4096, 9000))
+    for extent in (spilled, empty, whole):
+        table.seal(extent.id)
+    hold(table, whole)
+    table.delete(whole.id)
+    table.spill(spilled.id)
+    assert table.unfinished() == [written]
+    assert table.unaccounted() == 0
+
+    seen = list[int]()
+    table.restore(spilled.id, lambda _: seen.append(table.unaccounted()))
+    table.unhold(spilled.id)
+    table.spill(spilled.id)
+    with pytest.raises(ZeroDivisionError):
+        table.restore(spilled.id, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert [*seen, table.unaccounted()] == [0, 0]
+
+    table.release(REQUEST)
+    assert table.unfinished() == [written], "its writer may not know that it is deleted"
+    table.abort(written.id)
+    assert not table.unfinished()
+
+    table._space.allocate(1)
+    assert table.unaccounted() == 4096

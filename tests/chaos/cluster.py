@@ -290,6 +290,10 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(f"== {one.name}\n{one.log()[-4000:]}" for one in self._everyone())
 
+    def said(self, words: str) -> int:
+        """How often they are in all logs."""
+        return sum(one.log().count(words) for one in self._everyone())
+
     def _everyone(self) -> list[Process]:
         return [*self.workers, *self.gateways, *([self.redis] if self.redis else [])]
 

@@ -312,10 +312,12 @@ class Leaks(msgspec.Struct, frozen=True):
     leases: int = 0
     tasks: int = 0
     requests: int = 0
+    reported: int = 0
+    """Leaks that workers have found themselves, and logged."""
 
     @property
     def any(self) -> bool:
-        return bool(self.bytes or self.leases or self.tasks or self.requests)
+        return bool(self.bytes or self.leases or self.tasks or self.requests or self.reported)
 
 
 class Told(msgspec.Struct):

@@ -243,4 +243,5 @@ def _left(cluster: Cluster) -> Leaks:
         sum(one["leased"] for one in members),
         sum(pool["waiting"] for pool in pools),
         len(active),
+        cluster.said("memory leak in a worker"),
     )

@@ -91,6 +91,7 @@ def test_a_good_history_has_nothing_wrong() -> None:
         ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(leases=1))),
         ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(tasks=1))),
         ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(requests=1))),
+        ("leaks", done(), Final({"req_1": told()}, leaks=Leaks(reported=1))),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_counted_as_what_it_is(what: str, operation: Operation, final: Final) -> None:

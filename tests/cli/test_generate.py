@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
 from rich.console import Console
+from structlog.testing import capture_logs
 
 from tests.cli.conftest import KEY, Run
+from tests.server.served import PICTURES, Served, serve
 from unfuse.cli.bars import Bars
 from unfuse.cli.terminal import Terminal
 from unfuse.client import Client
 from unfuse.core.event import Event
+from unfuse.core.vocabulary import Vocabulary
+from unfuse.service.settings import load
+from unfuse.wire.unix_socket import listening, server_socket
 
 
 def test_a_name_that_is_no_picture_s_is_refused_before_anything_starts(unfuse: Run) -> None:
@@ -189,6 +198,121 @@ def test_ctrl_c_cancels_the_request_and_is_exit_130(idle: Client, tmp_path: Path
 
     assert process.returncode == 130
     assert idle.request(mine).view["status"] == "cancelled"
+
+
+@pytest.fixture
+def drawing(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, Served]]:
+    """Run a command line whose server draws, in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    knowing = msgspec.structs.replace(PICTURES, vocabulary=Vocabulary(("a", "circle", "on", "white"), "circles"))
+    with capture_logs(), serve(tmp_path / "served", cards=[knowing], idle=False) as served:
+        monkeypatch.setenv("UNFUSE_SERVER", served.url)
+        yield unfuse, served
+
+
+def test_no_file_that_is_there_is_overwritten_unasked(drawing: tuple[Run, Served], tmp_path: Path) -> None:
+    unfuse, _ = drawing
+    (tmp_path / "out.png").write_bytes(b"mine")
+    code, out, err = unfuse("generate", "a circle")
+    assert (code, out.split()[0]) == (0, "out-2.png")
+    assert "out.png is there already, so it is out-2.png; --overwrite replaces what is there" in err.splitlines()
+    assert (tmp_path / "out.png").read_bytes() == b"mine"
+
+    code, out, err = unfuse("generate", "a circle", "-n", "3")  # of which out-2.png would be one
+    assert [line.split()[0] for line in out.splitlines()] == ["out-2-0.png", "out-2-1.png", "out-2-2.png"]
+
+    code, out, err = unfuse("generate", "a circle", "--overwrite")
+    assert (code, out.split()[0]) == (0, "out.png")
+    assert "already" not in err
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+    found = json.loads(unfuse("generate", "a circle", "-o", "f-%02d.png", "--frames", "5", "--json")[1])
+    again = json.loads(unfuse("generate", "a circle", "-o", "f-%02d.png", "--frames", "5", "--json")[1])
+    assert (found["files"][-1], again["files"][-1]) == ("f-04.png", "f-2-04.png")
+
+
+def test_a_prompt_comes_from_standard_input(drawing: tuple[Run, Served], monkeypatch: pytest.MonkeyPatch) -> None:
+    unfuse, served = drawing
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("ein Kreis — weiß\n".encode())))
+    code, _, err = unfuse("generate", "-")
+    assert code == 0
+    request = next(line.split()[1] for line in err.splitlines() if line.startswith("request "))
+    assert served.run(served.queue.load(request)).context.params["prompt"] == "ein Kreis — weiß"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
+    code, out, err = unfuse("generate", "-")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "standard input is not UTF-8" in err
+
+
+def test_words_that_the_model_does_not_know_are_said(drawing: tuple[Run, Served]) -> None:
+    unfuse, served = drawing
+    assert "does not know" not in unfuse("generate", "a circle on white")[2]
+    code, out, err = unfuse("generate", "a spaceship on white", "--json")
+    assert "test/pictures does not know spaceship: it makes circles" in err.splitlines()
+    assert code == 0 and json.loads(out)["files"]
+
+
+NOTHING_STARTS = "a worker started"
+
+
+@pytest.fixture
+def alone(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command line that has no server, and must not start workers."""
+
+    @contextmanager
+    def start(*_: object) -> Iterator[None]:
+        raise AssertionError(NOTHING_STARTS)
+        yield
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UNFUSE_SERVER", raising=False)
+    monkeypatch.setattr("unfuse.service.local._served", start)
+    return unfuse
+
+
+def test_a_request_that_can_be_made_starts_workers(alone: Run) -> None:
+    with pytest.raises(AssertionError, match=NOTHING_STARTS):
+        alone("generate", "a circle")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--lora", "ink"], 2, "name that by --loras FOLDER"),
+        (["--lora", "ink", "--loras", "loras"], 2, "no lora 'ink' is there; there are empty"),
+        (["--lora", "empty", "--loras", "loras"], 2, "lora 'empty' is empty"),
+        (["--lora-scale", "0.5"], 2, "send the name of one as lora too"),
+        (["--size", "100x100"], 2, "the nearest is 96x96"),
+        (["-o", "out.mp4", "--frames", "18"], 2, "at most 17 frames"),
+    ],
+)
+def test_what_its_own_workers_would_refuse_is_refused_before_they_start(
+    alone: Run, tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    (tmp_path / "loras").mkdir()
+    (tmp_path / "loras" / "empty.safetensors").write_bytes(len(b"{}").to_bytes(8, "little") + b"{}")
+    found, out, err = alone("generate", "a circle", *arguments)
+    assert (found, out) == (code, "")
+    assert said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve"])
+def test_a_library_that_adapters_need_is_missed_before_anything_starts(
+    alone: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr("unfuse.stages.adapters.find_spec", lambda name: None)
+    monkeypatch.setattr("unfuse.cli.serve.Forks", lambda models: ExitStack())
+    arguments = ["a circle"] if verb == "generate" else ["--port", "0"]
+    code, out, err = alone(verb, *arguments, "--loras", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "unfuse: --loras needs the library peft: pip install 'unfuse[lora]'"
+
+
+def test_servers_that_run_here_are_said_where_none_is_named(alone: Run) -> None:
+    with listening(server_socket(load().settings.run_dir, 23456)):
+        code, _, err = alone("generate", "a circle", "--size", "100x100")
+    assert "a server of yours runs here: --server http://127.0.0.1:23456 asks it, instead of starting workers" in err
+    assert code == 2
 
 
 def drawn(*events: Event) -> str:

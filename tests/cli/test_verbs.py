@@ -18,7 +18,7 @@ import unfuse as package
 from tests.cli.conftest import Run
 from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
 from unfuse.cli import show
-from unfuse.cli.main import exit_code
+from unfuse.cli.exit_codes import exit_code
 from unfuse.client import Client, connect
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import (
@@ -151,6 +151,41 @@ def test_help_stands_under_headings_and_is_whole(unfuse: Run, verb: str) -> None
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("group", [[], ["requests"], ["keys"], ["dead"]])
+def test_the_list_of_verbs_is_whole(unfuse: Run, group: list[str]) -> None:
+    text = unfuse(*group, "--help")[1]
+    assert "…" not in text and "..." not in text.replace("[ARGS]...", "").replace("COMMAND [ARGS]...", "")
+    assert max(map(len, text.splitlines())) <= 80
+    if not group:
+        assert "Say what this machine has, what models need, where `serve` would put them, and whether to split" in (
+            " ".join(text.split())
+        )
+
+
+def test_a_verb_by_another_word_is_named(unfuse: Run) -> None:
+    for words, verb in ((["requests", "list"], "requests ls"), (["keys", "remove", "x"], "keys rm")):
+        code, out, err = unfuse(*words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.endswith(f"did you mean `unfuse {verb}`?\n")
+
+
+def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_looked_into(
+    unfuse: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(options: object) -> None:
+        raise AssertionError("it looked into the model")
+
+    monkeypatch.setattr("unfuse.service.service.plan", look)
+    code, _, err = unfuse("serve", "--no-workers", "--host", "0.0.0.0", "--port", "0")
+    assert (code, "set --api-keys FILE or --api-key KEY" in err) == (1, True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = ["serve", "--no-workers", "--port", str(port)]
+        assert unfuse(*command)[2].endswith(f":{port}: Address already in use; choose another --port\n")
+        with listening(server_socket(load().settings.run_dir, port)):
+            assert "Address already in use; a server of yours has it; choose another" in unfuse(*command)[2]
+
+
 def test_a_verb_with_a_typo_names_the_nearest(unfuse: Run) -> None:
     code, out, err = unfuse("genrate", "x")
     assert (code, out) == (2, "")
@@ -267,20 +302,47 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     monkeypatch.setattr("unfuse.service.resources.cpus", lambda group: 2.0)
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
-    assert re.search(
-        r"\nlayout all=2: it fits, and splitting would give \S+× the rate \(a guess: .*\); --workers all=2", out
-    )
+    assert "\nlayout all=2: each worker runs all stages, since models that fit whole keep a machine busiest\n" in out
     assert re.search(r"LAYOUT +RATE +GAVE +REFUSAL\nall=2 +1 +- +-\n", out)
+    assert "\nrates are a guess: nothing was measured here yet\n" in out
     assert "cpu: 592.4 MiB of" in out  # what both map counts once
     out = unfuse("doctor", *arguments, "--memory-limit", "300MiB")[1]
-    assert "taken apart, since a worker with all stages does not fit: it would take 302.4 MiB" in out
+    assert "each stage has workers of its own, since all do not fit in one: it would take 302.4 MiB" in out
     assert re.search(r"all=2 +1 +- +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
     out = unfuse("doctor", *arguments, "--device-memory", "cpu=400MiB")[1]
-    assert re.search(r"\nlayout all=1: it fits, and the split does not; ", out)
+    assert "\nlayout all=1: each worker runs all stages, since" in out
     assert re.search(r"\nall=2 .*the models do not fit: cpu would hold 592.4 MiB .* and has 400.0 MiB free", out)
-    refused = unfuse("doctor", *arguments, "--device-memory", "cuda:7=1GiB")
-    assert (refused[0], "there is no such device; there are cpu" in refused[2]) == (1, True)
+    refused = unfuse("doctor", *arguments, "--device-memory", "gpu=1GiB")
+    assert (refused[0], "devices are called cpu, cuda:0" in refused[2]) == (1, True)
     assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
+
+
+def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.service.machine.gpus", lambda: ())
+    code, out, err = unfuse(
+        "doctor", "unfuse/shapes", "--device-memory", "cuda:0=24GiB", "--device-memory", "cuda:1=24GiB"
+    )
+    assert (code, err) == (0, "")
+    assert re.search(
+        r"^planned for  another machine: cpu \S+ \w+, cuda:0 24.0 GiB, cuda:1 24.0 GiB$", out, re.MULTILINE
+    )
+    assert "\nlayout all=2: each worker runs all stages" in out
+    assert re.search(r"\ncuda:0: \S+ MiB of 24.0 GiB free, processes and arenas counted", out)
+    assert re.search(r"transformer +bfloat16 ", out)
+    found = json.loads(unfuse("doctor", "unfuse/shapes", "--device-memory", "cuda:0=300MiB", "--json")[1])
+    assert (found["planned_for"]["cuda:0"], found["is_this_machine"]) == (300 << 20, False)
+    assert "cuda:0 would hold" in found["refusal"] and "300.0 MiB free" in found["refusal"]
+    out = unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0")[1]
+    assert "there is no device cuda:0 for the denoiser" in out
+    assert "say how large it is, as by --device-memory cuda:0=24GiB" in out
+    assert unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0", "--device-memory", "cuda:0=2GiB")[0] == 0
+
+
+def test_doctor_says_what_the_machine_has_though_a_model_cannot_be_found(unfuse: Run) -> None:
+    code, out, err = unfuse("doctor", "unfuse/shape")
+    assert code == 1
+    assert {"system", "processors", "servers", "transfers"} <= {line.split()[0] for line in out.splitlines()}
+    assert err.endswith("; did you mean unfuse/shapes?\n")
 
 
 def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +371,7 @@ def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(u
 def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
     arguments = ["unfuse/shapes", "--device", "cpu", "--arena", "100TiB"]
     text = unfuse("doctor", *arguments)[1]
-    refused = unfuse("serve", *arguments)
+    refused = unfuse("serve", *arguments, "--port", "0")
     assert "serve would refuse: the models do not fit: cpu would hold 300.0 TiB (encoder 100.0 TiB + " in text
     assert text.endswith("nothing to split: serve would refuse this\n")
     assert refused[0] == 1
@@ -356,9 +418,9 @@ def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch
 @pytest.mark.slow
 def test_models_lists_what_is_served(asking: Run) -> None:
     rows = json.loads(asking("models", "--json")[1])
-    assert [model["id"] for model in rows if model["state"] == "served"] == ["unfuse/shapes"]
+    assert [model["id"] for model in rows if model["state"] == "loading"] == ["unfuse/shapes"]
     assert [model["id"] for model in rows].count("unfuse/shapes") == 1
-    assert re.search("^unfuse/shapes +served", asking("models")[1], re.MULTILINE)
+    assert re.search("^unfuse/shapes +loading +yes", asking("models")[1], re.MULTILINE)
 
 
 def test_models_lists_what_could_be_served_where_no_server_is_asked(

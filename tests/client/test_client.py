@@ -16,11 +16,12 @@ import pytest
 from PIL import Image
 
 from tests.server.served import BROKEN, EVIDENCE, IDLE, MOVING, POISON, Served, film, picture, serve
-from unfuse.client import Client, Request, Result, aconnect, connect
+from unfuse.client import Client, Request, Result, aconnect, calls, connect
 from unfuse.client.errors import error_of
 from unfuse.core.errors import (
     ConfigError,
     InvalidParameter,
+    KeyUnavailable,
     NotFound,
     Overloaded,
     PermanentError,
@@ -272,3 +273,22 @@ def breaking_proxy(url: str, after: int) -> Iterator[tuple[str, list[int]]]:
         threading.Thread(target=listen, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_chat_draws_other_keys_only_until_one_may_have_been_accepted() -> None:
+    """Given a part of the server's queue that is away, then a key that nobody has used is replaced, at once; after a
+    connection that broke the key stays, because the chat may be there."""
+    conversation = calls.Conversation()
+    first = conversation.headers["idempotency-key"]
+    assert conversation.break_off(KeyUnavailable("away")) == 0
+    second = conversation.headers["idempotency-key"]
+    assert (second != first, conversation.headers["unfuse-new-key"]) == (True, "true")
+
+    assert conversation.break_off(TransientError("the connection broke")) > 0
+    assert conversation.break_off(KeyUnavailable("away")) > 0
+    assert conversation.headers == {"idempotency-key": second}
+
+    for _ in range(calls.RECONNECTS - 2):
+        conversation.break_off(KeyUnavailable("away"))
+    with pytest.raises(KeyUnavailable):
+        conversation.break_off(KeyUnavailable("away"))

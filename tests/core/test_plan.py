@@ -12,7 +12,18 @@ from msgspec import structs
 from tests.core.graphs import pipelines
 from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.media import Room, Work, Workload
-from unfuse.core.plan import Choice, Params, Pipeline, StageSpec, compile_plan, pool_name, roles_of, slots_of
+from unfuse.core.plan import (
+    Choice,
+    ExecutionPlan,
+    Params,
+    Pipeline,
+    StageSpec,
+    compile_plan,
+    pool_name,
+    prefix_key,
+    roles_of,
+    slots_of,
+)
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -42,6 +53,10 @@ PICTURE = Pipeline(
         ([stage("a", outputs="x")], "none writes results"),
         ([], "none writes results"),
         ([stage("a.0")], "no dot"),
+        (
+            [stage("a", outputs="x y"), structs.replace(stage("b", "x"), extends="y")],
+            "stage b extends y, which is not one of its inputs",
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_run_is_refused(stages: list[StageSpec], reason: str) -> None:
@@ -153,6 +168,45 @@ class TestCacheKeys:
     def test_what_is_no_text_has_no_key(self) -> None:
         with pytest.raises(ProtocolError):
             self.keys({"prompt": "\ud800"})
+
+
+class TestExtending:
+    STAGES = Pipeline(
+        (
+            structs.replace(stage("prefill", outputs="kv"), goes_on=True),
+            structs.replace(stage("decode", "kv", per_sample=True), extends="kv"),
+        )
+    )
+    POOLS = {"prefill": "prefill:1@aa", "decode": "decode:1@aa"}
+
+    def plan(self, shared_by: tuple[str, ...] | None = ("tenant",), **pools: str) -> ExecutionPlan:
+        return compile_plan(self.STAGES, self.POOLS | pools, {}, [{"seed": 1}, {"seed": 2}], shared_by, ["a", "ab"])
+
+    def test_what_a_stage_adds_has_the_keys_of_the_one_that_goes_on(self) -> None:
+        plan = self.plan()
+        decodes = [plan.stage(f"decode.{index}") for index in (0, 1)]
+        for decode in decodes:
+            keys = tuple(prefix_key(decode.extends, digest) for digest in ("a", "ab"))
+            assert keys == plan.stage("prefill").prefixes
+            assert decode.prefixes == ()
+        assert plan.stage("prefill").extends == ""
+
+    def test_tenants_and_pools_have_spaces_of_their_own(self) -> None:
+        others = [self.plan(("another",)), self.plan(prefill="prefill:2@aa")]
+        assert len({plan.stage("decode.0").extends for plan in [self.plan(), *others]}) == 3
+
+    @pytest.mark.parametrize(
+        "other", [{"shared_by": None}, {"decode": "decode:1@bb"}, {"decode": "decode:1"}, {"prefill": "prefill:1"}]
+    )
+    def test_where_nobody_shares_it_or_bytes_are_others_nothing_is_added(self, other: dict[str, Any]) -> None:
+        assert self.plan(**other).stage("decode.0").extends == ""
+
+    @pytest.mark.parametrize("moved", ["prefill", "decode.0"])
+    def test_a_plan_that_is_moved_adds_nothing(self, moved: str) -> None:
+        plan = self.plan().moved({moved: "another:1@bb"})
+        assert (plan.stage("decode.0").extends, plan.stage(moved).pool) == ("", "another:1@bb")
+        assert bool(plan.stage("decode.1").extends) == (moved == "decode.0")
+        assert self.plan().moved({moved: self.POOLS[moved.partition(".")[0]]}) == self.plan()
 
 
 @settings(deadline=None)

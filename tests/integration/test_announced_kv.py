@@ -119,14 +119,20 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("spread", ["prefill=tensor:2", "language=tensor:2"])
+@pytest.mark.parametrize(("spread", "tokens"), [
+    ("prefill=tensor:2", "8192"), ("language=tensor:2", "8192"), ("language=tensor:2", "512"),
+])  # fmt: skip
 def test_ranks_hand_on_chunk_by_chunk_and_take_what_is_theirs(
-    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], spread: str
+    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], spread: str, tokens: str
 ) -> None:
-    """Given prefill of two ranks, and a decoder of one or of two that maps nobody's memory, when prefill is halted amid
-    a prompt, then some of it is there; the text is that of a single worker of one."""
+    """Given prefill of two ranks, and a decoder of one or of two that maps nobody's memory, also one whose arena is
+    smaller than what comes, when prefill is halted amid a prompt, then some of it is there; the text is that of a
+    single worker of one."""
     how = "--parallel", spread
-    with far_decoder(folder, tmp_path, keys, *how) as server, ThreadPoolExecutor() as pool:
+    with (
+        far_decoder(folder, tmp_path, keys, *how, UNFUSE_BUFFER__TOKENS=tokens) as server,
+        ThreadPoolExecutor() as pool,
+    ):
         prefill = server.worker("prefill", *keys, *KV, *how)
         answer = pool.submit(asked, server.ready())
         assert len(computes_of(prefill.pid)) == 2

@@ -12,9 +12,11 @@ import openai
 import pytest
 
 from tools.server import Server, computes_of, serving, until
-from tools.tiny_language import make_language_model
+from tools.tiny_language import KINDS, TEXT, make_language_model
 from unfuse.client import connect
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.text import CHUNK
+from unfuse.models.tokenizer import ChatTokenizer
 
 ASKED = [{"role": "user", "content": "what is the capital of France"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
@@ -51,13 +53,25 @@ def ai(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> str:
-    """The likeliest answer, by transformers alone."""
+    """The likeliest answer."""
+    return generated(folder, ASKED)
+
+
+def generated(folder: Path, messages: list[dict[str, str]]) -> str:
+    """The likeliest answer to these messages, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    ids = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     made = model.generate(ids["input_ids"], do_sample=False, max_new_tokens=12)
     return str(tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def whole_words(folder: Path) -> dict[str, int]:
+    """Biases towards tokens that are words, of which the chat template makes the same tokens again."""
+    tokenizer = ChatTokenizer.read(folder)
+    spelled = (tokenizer.ids(f" {word}") for word in TEXT.split())
+    return {str(ids[0]): 100 for ids in spelled if len(ids) == 1}
 
 
 def chat(ai: openai.OpenAI, **asked: Any) -> Any:
@@ -70,6 +84,14 @@ def test_a_chat_has_the_text_that_generate_makes(ai: openai.OpenAI, expected: st
     assert made.choices[0].finish_reason in ("stop", "length")
     assert made.usage.completion_tokens <= 12
     assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+
+
+def test_a_mixture_of_experts_says_what_generate_makes(tmp_path: Path) -> None:
+    mixture = make_language_model(tmp_path / "mixture", KINDS[3], positions=512)
+    flags = "--workers", "prefill=1,decode=1", "--kv", "8MiB", "--threads", "1"
+    with serving(tmp_path, str(mixture), *flags) as server:
+        made = server.ready().post("/v1/chat/completions", {"messages": ASKED, **GREEDY})
+    assert made["choices"][0]["message"]["content"] == generated(mixture, ASKED)
 
 
 def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) -> None:
@@ -89,6 +111,25 @@ def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) ->
             assert token.logprob == pytest.approx(same.logprob, abs=1e-3)  # its mates in a forward are others
             assert len(token.top_logprobs) == 2
     assert whole.choices[0].message.content != whole.choices[1].message.content
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_before_it(ai: openai.OpenAI, folder: Path) -> None:
+    """Given an answer of some hundred tokens, when the chat goes on, then the whole chunks of prompt and answer are
+    found, and the next answer is the one that is made without; where the first turn shares nothing, nothing is."""
+    long = {"logit_bias": whole_words(folder), "max_tokens": 300, "temperature": 1}
+    assert len(long["logit_bias"]) > 5
+    for seed, shares in ((5, True), (6, False)):
+        first = chat(ai, **long, seed=seed, extra_body={"cache": shares})
+        said = first.choices[0].message.content
+        talk = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "and the lazy dog"}]
+        alone, then = (
+            ai.chat.completions.create(model="tiny", messages=talk, **GREEDY, extra_body={"cache": cache})
+            for cache in (False, True)
+        )
+        cached = [made.usage.prompt_tokens_details.cached_tokens for made in (first, alone, then)]
+        assert cached == [0, 0, (first.usage.total_tokens - 1) // CHUNK * CHUNK if shares else 0]
+        texts = {made.choices[0].message.content for made in (alone, then)}
+        assert texts == {generated(folder, talk)} if shares else len(texts) == 1
 
 
 def test_equal_seeds_draw_equal_texts(ai: openai.OpenAI) -> None:

@@ -105,7 +105,7 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     folder: Path, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     done = subprocess.run(
-        unfuse("serve", str(folder), *flags), capture_output=True, text=True, env=environment(tmp_path)
+        unfuse("serve", str(folder), "--port", "0", *flags), capture_output=True, text=True, env=environment(tmp_path)
     )
     assert done.returncode != 0
     assert says in " ".join((done.stdout + done.stderr).split())

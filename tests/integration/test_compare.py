@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,13 @@ def test_both_sides_are_measured_and_make_the_same(tmp_path: Path, more: tuple[s
     assert (found["requests"], found["equal"]) == (2, 2)
     measures = {row["measure"]: row for row in found["figures"]}
     assert {"latency of one, s", "requests a second, 2 at once", "largest process", "all processes"} <= measures.keys()
-    assert all(row["diffusers"] > 0 and row["unfuse"] > 0 and row["ratio"] > 0 for row in found["figures"])
+    assert all(row["diffusers"] > 0 and row["unfuse"] > 0 and row["gain"] > 0 for row in found["figures"])
+    for name, row in measures.items():  # above 1, unfuse is better
+        assert (row["gain"] > 1) == ((row["unfuse"] > row["diffusers"]) == name.startswith("requests a second"))
+    assert "faster" in found["verdict"] or "equally fast" in found["verdict"]
+    first = next(line for line in ran.stderr.splitlines() if "requests" in line)
+    assert re.match(r"1[02] requests with diffusers, then 8 requests with unfuse: ", first)
+    assert re.search(r"^estimate: about \S+ \w+, at \S+ s a request$", ran.stderr, re.MULTILINE)
 
 
 def said(folder: Path, *command: str) -> Any:
@@ -53,6 +60,6 @@ def test_what_layouts_gave_is_kept_and_decides_how_many_workers_serve_starts(tmp
     with serving(tmp_path, "unfuse/shapes", "--threads", "1") as server:
         server.ready()
         assert [worker["role"] for worker in server.get("/v1/workers")["data"]] == ["all"]
-        assert "layout all=1: measured here, 1e+03 requests a second" in server.log()
+        assert "which gave most when measured here: 1e+03 requests a second" in server.log()
     others = said(tmp_path, "doctor", "unfuse/shapes", "--threads", "2", "--json")["layouts"]
     assert not any(one["gave"] for one in others), "with other threads"

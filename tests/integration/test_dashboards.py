@@ -121,6 +121,12 @@ def test_all_queries_are_of_what_a_server_has(server: Server) -> None:
     assert len(shares) == 3 and all(sample.value == busy.value for sample in shares)
 
 
+def test_units_are_some_of_grafanas() -> None:
+    """It shows any other one as a word behind the number."""
+    known = {"none", "short", "s", "bytes", "Bps", "percentunit"}
+    assert {panel["fieldConfig"]["defaults"]["unit"] for panel in BOARD["panels"]} <= known
+
+
 def test_a_query_that_is_wrong_is_noticed() -> None:
     known = {"a_total": {"pool"}, "b": {"role"}}
     assert wrong_in("sum by (pool) (rate(a_total[5m]))", "{{pool}}", known) == ""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -17,9 +20,11 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.integration.pictures import SHAPES
 from tests.once import once
 from tools.server import Server, all_gone, computes_of, family_of, serving, until
 from tools.tiny import build
+from unfuse.service.load_progress import PHASES
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +44,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server.ready()
 
 
+def shifted(folder: Path, shift: float = 3.0) -> Path:
+    """A copy of the built-in model with a noise scheduler of its own."""
+    shutil.copytree(SHAPES, folder)
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": shift}))
+    return folder
+
+
 def model(server: Server, name: str) -> Any:
     return server.get(f"/v1/models/{quote(name)}")
 
 
-def add(server: Server, name: object, **more: Any) -> dict[str, Any]:
-    return dict(server.post("/v1/models", {"model": name, **more}))
+def add(server: Server, source: object, **more: Any) -> dict[str, Any]:
+    return dict(server.post("/v1/models", {"model": source, **more}))
 
 
 def remove(server: Server, name: str) -> dict[str, Any]:
@@ -78,7 +91,7 @@ def asked_of(server: Server, **more: Any) -> str:
 def test_a_model_is_added_and_removed_while_clients_load_another(server: Server, flux: Path) -> None:
     """Given 16 clients of one model, when another is added, asked at once, and removed while it draws, then every
     request of both is completed, no answer is an error, and its processes are gone with what they held."""
-    name, over, made = str(flux), threading.Event(), list[dict[str, Any]]()
+    name, over, made = "tiny", threading.Event(), list[dict[str, Any]]()
 
     def client(number: int) -> None:
         while not over.is_set():
@@ -89,11 +102,13 @@ def test_a_model_is_added_and_removed_while_clients_load_another(server: Server,
         clients = [pool.submit(client, number) for number in range(CLIENTS)]
         try:
             until(lambda: len(made) >= SOME, "the clients to be at work")
-            added = add(server, name)
-            assert added["id"] == name and added["state"] == "loading"
-            assert server.get("/ready"), "the model that was there is"
+            added = add(server, str(flux), name=name)
+            assert added["id"] == name and added["state"] == "loading" and added["progress"]["phase"] in PHASES
+            assert server.get("/ready")["loading"] == [name], "the model that was there is ready"
             early = asked_of(server, model=name)
+            assert asked_of(server) and server.finished(early)["model"] == name
             assert server.finished(early)["status"] == "completed"
+            assert [one["id"] for one in server.get("/v1/models")["data"] if one["default"]] == ["unfuse/shapes"]
             assert model(server, name)["state"] == "ready"
             assert {name, "unfuse/shapes"} == {one["id"] for one in server.get("/v1/models")["data"]}
             workers = [one for one in server.get("/v1/workers")["data"] if name in one["models"]]
@@ -125,11 +140,12 @@ def test_what_is_no_model_is_refused_and_nothing_changes(server: Server, flux: P
     (tmp_path / "closed").mkdir(mode=0)
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "model_index.json").write_text("[" * 10_000)
-    for name in ("nowhere", "empty", "pickled", "strange", "closed/within", "n" * 300, "\U0001f600"):
-        assert name in refused(400, add, server, str(tmp_path / name)) or name == "strange", name
+    for name in ("nowhere", "empty", "pickled", "strange", "closed/within", "n" * 128, "\U0001f600"):
+        said = refused(400, add, server, str(tmp_path / name), name="new")
+        assert str(tmp_path) not in said and ("new" in said or name == "strange"), said
     for name in ("", "~root", "-x", "a\nb", "x" * 1025, "\x00", None, 7, ["a"], {}):
-        assert "send only model, a folder of the server" in refused(400, add, server, name)
-    assert "send only model" in refused(400, add, server, str(flux), extra=1)
+        assert "send model, a folder of the server" in refused(400, add, server, name)
+    assert "send model" in refused(400, add, server, str(flux), extra=1)
     assert "is served already" in refused(409, add, server, "unfuse/shapes")
     assert "is served: one of unfuse/shapes" in refused(404, remove, server, str(flux))
     assert {"unfuse/shapes"} == {one["id"] for one in server.get("/v1/models")["data"]}
@@ -146,22 +162,20 @@ def test_a_model_that_cannot_be_loaded_is_served_no_more_and_says_so(
     shutil.copytree(flux, folder)
     config = json.loads((flux / "transformer" / "config.json").read_text())
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 5}))
-    name = str(folder)
-    assert add(server, name)["state"] == "loading"
-    request = asked_of(server, model=name)
-    assert server.finished(request)["status"] == "cancelled"
-    assert "it was added, and a worker could not start" in refused(404, model_or_error, server, name)
+    assert add(server, str(folder))["id"] == "damaged"
+    request = asked_of(server, model="damaged")
+    over = server.finished(request)
+    assert (over["status"], over["error"]["code"]) == ("failed", "model_failed")
+    failed = model(server, "damaged")
+    assert failed["state"] == "failed" and failed["reason"] in over["error"]["message"]
+    assert "transformer" in failed["reason"] and str(tmp_path) not in failed["reason"]
+    assert failed["reason"] in refused(503, asked_of, server, model="damaged")
     assert server.process.poll() is None
     shutil.copy(flux / "transformer" / "config.json", folder / "transformer" / "config.json")
-    add(server, name)
-    assert server.finished(asked_of(server, model=name))["status"] == "completed"
-    remove(server, name)
-    gone(server, name)
-
-
-def model_or_error(server: Server, name: str) -> Any:
-    with urllib.request.urlopen(f"{server.url}/v1/models/{quote(name)}", timeout=60) as answer:
-        return json.loads(answer.read())
+    add(server, str(folder))
+    assert server.finished(asked_of(server, model="damaged"))["status"] == "completed"
+    remove(server, "damaged")
+    gone(server, "damaged")
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +251,6 @@ def test_over_redis_each_gateway_tells_what_comes_and_goes_at_the_other(
     remove(other, name)
     for gateway in both:
         assert "is served: one of unfuse/shapes" in refused(404, asked_of, gateway, model=name)
-    assert "is leaving" in refused(409, add, one, name)
     while shared & {worker["pid"] for worker in live(one)}:
         assert one.finished(asked_of(other, model="unfuse/shapes"))["status"] == "completed"
     assert one.finished(asked_of(one, model="unfuse/shapes"))["status"] == "completed"
@@ -246,12 +259,96 @@ def test_over_redis_each_gateway_tells_what_comes_and_goes_at_the_other(
     shutil.copytree(flux, again)
     add(one, str(again))
     assert "is served already" in refused(409, add, other, str(again))
-    assert other.finished(asked_of(other, model=str(again)))["status"] == "completed"
-    remove(other, str(again))
-    gone(one, str(again))
+    assert other.finished(asked_of(other, model="again"))["status"] == "completed"
+    remove(other, "again")
+    gone(one, "again")
     assert all(len(gateway.get("/v1/models")["data"]) == 1 for gateway in both)
     add(one, str(again))
     assert len(other.get("/v1/models")["data"]) == 2
     one.process.terminate()
     assert one.process.wait(600) == 0, "also while what was added still loads"
-    assert len(other.get("/v1/models")["data"]) == 1, "it went with the server that it was added at"
+    waiting = asked_of(other, model="again")
+    one.killed_and_started_again().ready()
+    assert other.finished(waiting)["status"] == "completed", "its server serves it again"
+    remove(other, "again")
+
+
+SERVE = ["--workers", "all=1", "--arena", "64MiB"]
+
+
+@pytest.fixture
+def queued(request: pytest.FixtureRequest) -> list[str]:
+    """The arguments of a server that keeps its queue there."""
+    if request.param == "sqlite":
+        return SERVE
+    return [*SERVE, "--queue", request.getfixturevalue("redis_server").url]
+
+
+@pytest.mark.parametrize("queued", ["sqlite", pytest.param("redis", marks=pytest.mark.nightly)], indirect=True)
+def test_requests_of_an_added_model_complete_after_the_server_was_killed(queued: list[str], tmp_path: Path) -> None:
+    """Given requests of a model that was added, when the server is killed with -9 and started again, then the model is
+    served again and all of them complete under their ids. Where its folder is gone meanwhile, `/ready` names the model,
+    and they fail with the reason; added again, it is served."""
+    folder = shifted(tmp_path / "shifted")
+    (tmp_path / "data").mkdir()
+    with serving(tmp_path / "data", *queued) as server:
+        server.ready()
+        add(server, str(folder), name="added")
+        requests = [asked_of(server, model="added", seed=seed, num_inference_steps=20) for seed in range(3)]
+        keyed = PICTURE | {"model": "added", "seed": 9}
+        call = partial(server.post, "/v1/images/generations", keyed, prefer="respond-async", idempotency_key="k")
+        requests.append(call()["id"])
+        server.killed_and_started_again().ready()
+        assert call()["id"] == requests[-1]
+        assert [server.finished(request)["status"] for request in requests] == ["completed"] * 4
+        until(lambda: model(server, "added")["state"] == "ready", "it to be ready", server.process)
+        assert server.get("/ready").keys() == {"ready", "models"}
+
+        waiting = [asked_of(server, model="added", seed=seed, num_inference_steps=100) for seed in range(8)]
+        away = folder.rename(tmp_path / "away")
+        server.killed_and_started_again().ready()
+        overs = [server.finished(request) for request in waiting]
+        lost = [over for over in overs if over["status"] != "completed"]
+        reason = until(lambda: (server.get("/ready") or {}).get("failed"), "it to be named", server.process)["added"]
+        assert lost and {(over["status"], over["error"]["code"]) for over in lost} == {("failed", "model_failed")}
+        assert all(reason in over["error"]["message"] for over in lost)
+        assert (model(server, "added")["state"], model(server, "added")["reason"]) == ("failed", reason)
+        assert reason in refused(503, asked_of, server, model="added") and str(tmp_path) not in reason
+
+        away.rename(folder)
+        add(server, str(folder), name="added")
+        assert server.finished(asked_of(server, model="added"))["status"] == "completed"
+        remove(server, "added")
+        server.killed_and_started_again().ready()
+        assert [one["id"] for one in server.get("/v1/models")["data"]] == ["unfuse/shapes"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("queued", ["sqlite", "redis"], indirect=True)
+def test_no_request_of_an_added_model_is_lost_whenever_the_server_is_killed(queued: list[str], tmp_path: Path) -> None:
+    """Given a server that is killed again and again while added models load, run and are removed, then each request
+    that was accepted is completed once, and no worker of a model that was removed stays."""
+    rng = random.Random(40)
+    folders = {name: str(shifted(tmp_path / name, shift)) for name, shift in (("a", 2.0), ("b", 4.0), ("c", 6.0))}
+    accepted = dict[str, bytes]()
+    (tmp_path / "data").mkdir()
+    with serving(tmp_path / "data", *queued) as server:
+        server.ready()
+        for seed in range(6):
+            served = {one["id"] for one in server.get("/v1/models")["data"]}
+            for name in folders.keys() - served:
+                with suppress(HTTPError):  # it is leaving
+                    add(server, folders[name], name=name)
+            served = {one["id"] for one in server.get("/v1/models")["data"]} - {"unfuse/shapes"}
+            for name in served:
+                accepted |= {asked_of(server, model=name, seed=seed * 10 + n): b"" for n in range(3)}
+            if seed % 2:
+                remove(server, rng.choice(sorted(served)))
+            time.sleep(rng.random() * 4)
+            server.killed_and_started_again()
+            until(lambda: server.get("/health"), "it to answer", server.process)
+        assert {server.finished(request)["status"] for request in accepted} == {"completed"}
+        assert all(server.result(request) for request in accepted) and len(accepted) > 30
+        for name in {one["id"] for one in server.get("/v1/models")["data"]} - {"unfuse/shapes"}:
+            remove(server, name)
+        until(lambda: [one["models"] for one in live(server)] == [["unfuse/shapes"]], "the others to leave")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.integration.seen import draw, said, shown
 from tools.server import serving
+from tools.tiny_vision import KINDS, make_vision_model
 
 
 @pytest.mark.nightly
@@ -22,3 +24,23 @@ def test_captions_in_four_bits_are_still_drawn_and_are_part_of_what_bytes_depend
     assert [outcome["encode-text_encode"] for outcome in outcomes] == ["int4"] * 3
     (red, green, blue), corner = picture.getpixel((64, 64)), picture.getpixel((1, 1))
     assert red > 150 > max(green, blue) and min(corner) > 200
+
+
+@pytest.mark.nightly
+def test_pictures_and_keys_and_values_in_four_bits_are_read_by_chats(tmp_path: Path) -> None:
+    """Given a chat that shows a picture, when both edges are narrowed, then it is answered; every worker says so."""
+    folder = make_vision_model(tmp_path / "tiny", KINDS[1])
+    picture = draw(tmp_path / "one.png", 128, 128)
+    encode = "--encode", "vision_encode=int4", "--encode", "prefill=int4"
+    flags = "--workers", "vision=1,prefill=1,decode=1", "--threads", "1", "--arena", "64MiB", "--kv", "16MiB"
+    body = {
+        "messages": [{"role": "user", "content": [shown(picture), said("what is the fox")]}],
+        "max_tokens": 8, "temperature": 0, "logit_bias": {"2": -100},
+    }  # fmt: skip
+    with serving(tmp_path, str(folder), *flags, *encode) as server:
+        made = server.ready().post("/v1/chat/completions", body)
+        outcomes = [worker["outcome"] for worker in server.get("/v1/workers")["data"]]
+
+    assert made["usage"]["completion_tokens"] == 8
+    told = [(outcome["encode-vision_encode"], outcome["encode-prefill"]) for outcome in outcomes]
+    assert told == [("int4", "int4")] * 3

@@ -36,7 +36,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, sibling: Path) -> Iterator[Se
     arguments = [
         "unfuse/shapes", str(sibling), "--arena", "64MiB",
         "--place", "encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu",
-        "--served-model-name", "plain", "--served-model-name", "shifted",
+        "--served-model-name", "plain", "--served-model-name", "shifted", "--log-level", "debug",
     ]  # fmt: skip
     with serving(tmp_path_factory.mktemp("both"), *arguments) as server:
         server.ready()
@@ -68,7 +68,7 @@ def test_a_device_named_twice_is_two_workers(both: Server) -> None:
     assert roles == ["decoder", "denoiser", "denoiser", "encoder"]
 
 
-def test_serve_says_where_everything_goes_before_it_loads_and_each_worker_what_it_loaded(both: Server) -> None:
+def test_the_debug_log_has_where_each_component_goes_and_what_was_loaded(both: Server) -> None:
     text = both.log()
     table, _, rest = text.partition("activations come on top")
     assert table.count("transformer") == 4  # two denoisers of two models

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_chat import whole_words
 from tests.integration.test_nodes import keys, moved, other_host
 from tests.netns import SecondHost
 from tools.redis_server import RedisServer
@@ -83,6 +84,18 @@ def test_two_tenants_share_nothing(server: Server) -> None:
     assert chat(server, said)[2] > 0
     assert chat(server, said, "2222") == mine
     assert chat(server, said, "2222")[2] > 0
+
+
+def test_what_one_tenant_was_answered_no_other_finds(server: Server, folder: Path) -> None:
+    """Given a chat of two turns, when a tenant has had the first one answered, then that tenant alone finds the answer
+    in the second, and what is written is the same."""
+    asked = {"role": "user", "content": "what does the fox say"}
+    said, tokens, _ = chat(server, asked["content"], logit_bias=whole_words(folder), max_tokens=300)
+    talk = [asked, {"role": "assistant", "content": said}, {"role": "user", "content": "and the dog"}]
+    theirs, mine = (chat(server, "", key, messages=talk) for key in ("2222", "1111"))
+    assert (theirs[2], mine[2]) == (0, (tokens + 300 - 1) // CHUNK * CHUNK)
+    assert theirs[:2] == mine[:2]
+    assert chat(server, "", messages=talk, cache=False) == theirs
 
 
 def test_what_was_found_is_counted(server: Server) -> None:

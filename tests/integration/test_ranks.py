@@ -36,7 +36,8 @@ ROUNDING = 2
 @contextmanager
 def ranks(folder: Path, spread: str, *arguments: str) -> Iterator[Server]:
     spread_so = ("--parallel", f"denoiser={spread}", "--collective-s", WAIT_S) if spread else ()
-    with serving(folder, "--workers", "split", "--threads", "1", *spread_so, *arguments) as server:
+    shown = ("--log-level", "debug")
+    with serving(folder, "--workers", "split", "--threads", "1", *shown, *spread_so, *arguments) as server:
         yield server.ready()
 
 
@@ -244,7 +245,7 @@ def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded() -> None:
-    command = unfuse("serve", "unfuse/shapes", "--parallel", "denoiser=ulysses:5")
+    command = unfuse("serve", "unfuse/shapes", "--port", "0", "--parallel", "denoiser=ulysses:5")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "ulysses:5 does not divide 4: use ulysses:4" in done.stderr

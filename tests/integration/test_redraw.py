@@ -155,7 +155,8 @@ def test_unfuse_generate_redraws(server: Server, folder: Path, tmp_path: Path, e
         command = [
             *unfuse("generate"), "a red circle", "--model", "flux", "--seed", "3", "--steps", "6", "--strength", "0.6",
             "--guidance", "3",
-            "--image", str(folder / "sky.png"), "--size", "32x32", *more, "-o", "out.png", "--server", server.url,
+            "--image", str(folder / "sky.png"), "--size", "32x32", *more, "-o", "out.png", "--overwrite",
+            "--server", server.url,
         ]  # fmt: skip
         subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True)
         assert digest((tmp_path / "out.png").read_bytes()) == expected[number][0]

@@ -88,7 +88,7 @@ def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_lef
     tmp_path: Path, home: dict[str, str]
 ) -> None:
     out = tmp_path / "out.png"
-    code, written = on_terminal(["--log-level", "info", "generate", PROMPT, "-o", str(out), "--steps", "5"], home)
+    code, written = on_terminal(["--log-level", "debug", "generate", PROMPT, "-o", str(out), "--steps", "5"], home)
     lines = screen(written)
 
     assert code == 0

@@ -119,7 +119,7 @@ def test_who_has_no_tiles_is_refused_before_anything_is_loaded() -> None:
         ("encoder=tiles:2", "it cannot be spread by tiles, only by tensor"),
         ("decoder=ulysses:2", "it cannot be spread by ulysses, only by tiles"),
     ):
-        command = unfuse("serve", "unfuse/shapes", "--parallel", said)
+        command = unfuse("serve", "unfuse/shapes", "--port", "0", "--parallel", said)
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode != 0
         assert reason in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -32,8 +33,8 @@ class Deaf(LocalLauncher):
 class Rude(LocalLauncher):
     """Ends workers without asking."""
 
-    async def stop(self, drain_timeout: float) -> None:
-        del drain_timeout
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+        del drain_timeout, hurry
         self._signal(signal.SIGKILL)
         await super().stop(0)
 

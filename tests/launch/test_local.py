@@ -121,3 +121,18 @@ async def test_a_second_stop_at_once_is_by_force(nobody: str) -> None:
     process.suspend()  # it cannot hear a signal that asks
     await workers.stop(0)
     assert not process.is_running()
+
+
+async def test_a_stop_is_over_soon_once_it_is_hurried(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a worker that hears nothing, and a stop with much time, when it is hurried, then the worker is killed."""
+    monkeypatch.setattr("unfuse.launch.local.HURRIED_S", 0.1)
+    workers, hurry = LocalLauncher([spec(nobody)]), asyncio.Event()
+    workers.start()
+    await until(lambda: len(children()) == 1)
+    (process,) = children()
+    process.suspend()
+    stopping = asyncio.create_task(workers.stop(3600, hurry))
+    await asyncio.sleep(0)
+    hurry.set()
+    await stopping
+    assert not process.is_running()

@@ -1,6 +1,7 @@
 """GGUF files of models that transformers saved, written by the `gguf` package as llama.cpp's converter does."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2ForCausalLM": ("qwen2", gguf.MODEL_ARCH.QWEN2),
     "Qwen3ForCausalLM": ("qwen3", gguf.MODEL_ARCH.QWEN3),
+    "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
 }
 QUANTISED = gguf.GGMLQuantizationType
 
@@ -36,16 +38,21 @@ def write_gguf(file: Path, folder: Path, kind: QUANTISED = QUANTISED.F32, **said
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if name == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     add_tokenizer(writer, folder)
     for key, value in said.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(key if key.startswith("split.") else f"{name}.{key}", value)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for theirs, tensor in model.state_dict().items():
+    for theirs, tensor in apart(model.state_dict()):
         if theirs == "lm_head.weight" and config.tie_word_embeddings:
             continue
         own = names.get_name(theirs, (".weight", ".bias"))
         assert own is not None
+        own += "" if own.endswith((".weight", ".bias")) else ".weight"
         array = tensor.float().numpy()
         if name == "llama" and theirs.split(".")[-2] in ("q_proj", "k_proj"):
             array = permuted(array, heads if "q_proj" in theirs else kept)
@@ -57,6 +64,17 @@ def write_gguf(file: Path, folder: Path, kind: QUANTISED = QUANTISED.F32, **said
         step()
     writer.close()
     return file
+
+
+def apart(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, those of experts as llama.cpp has them: one tensor for what gates, and one for what is gated."""
+    for name, tensor in weights.items():
+        if name.endswith(".experts.gate_up_proj"):
+            gates, gated = tensor.chunk(2, 1)
+            yield name.replace("gate_up", "gate"), gates
+            yield name.replace("gate_up", "up"), gated
+        else:
+            yield name, tensor
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from unfuse import models
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, nearest_size
 from unfuse.core.registry import resolve
@@ -76,3 +78,22 @@ def test_fitted_defaults_are_always_within(width: int, height: int, frames: int)
     assert nearest_size(LIMITS, int(fitted["width"]), int(fitted["height"])) == (fitted["width"], fitted["height"])
     assert fitted["num_frames"] in (1, 5, 9)
     assert fit(LIMITS, fitted) == fitted
+
+
+def test_the_built_in_model_knows_the_words_of_its_tokenizer() -> None:
+    """And those that its normaliser writes as others."""
+    folder = Path(models.__file__).parent / "shapes"
+    tokens = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = Serving.read(folder).vocabulary
+    assert vocabulary
+    assert {*vocabulary.words} == {word for word in tokens if not word.startswith("<")} | {"an", "grey", "colour"}
+    assert vocabulary.hint("it", "An orange ring left of a blue star, on a GREY background") == ""
+    assert vocabulary.hint("it", "a spaceship over a city").startswith("it does not know spaceship, city: it makes one")
+    for example in re.findall(r'"([^"]+)"', vocabulary.makes):
+        assert vocabulary.hint("it", example) == ""
+
+
+def test_a_vocabulary_with_an_unknown_field_is_no_serving_json(tmp_path: Path) -> None:
+    (tmp_path / "serving.json").write_text('{"vocabulary": {"words": ["a"], "makes": "all", "hint": ""}}')
+    with pytest.raises(ConfigError, match="serving.json is not valid"):
+        Serving.read(tmp_path)

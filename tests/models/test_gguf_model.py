@@ -61,6 +61,13 @@ def file(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("file") / "a.gguf", llama)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a mixture of experts."""
+    folder = make_language_model(tmp_path_factory.mktemp("mixture"), KINDS[3])
+    return write_gguf(tmp_path_factory.mktemp("file") / "mixture.gguf", folder)
+
+
 def test_a_file_of_whole_numbers_has_the_weights_and_logits_of_the_folder_it_was_made_of(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -300,7 +307,7 @@ def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(("metadata", "says"), [
-    ({"expert_count": 8}, "cannot be served: it is a mixture of experts"),
+    ({"expert_count": 8}, "cannot be served: it is a mixture of experts, which is served of qwen3moe alone"),
     ({"attention.value_length": 8}, "4 heads, 2 of them with keys"),
     ({"rope.dimension_count": 8}, "cannot be served: its rotary positions turn a part of each head"),
     ({"rope.scaling.type": "yarn"}, "cannot be served: its rotary positions are scaled by yarn: linear is served"),
@@ -315,6 +322,22 @@ def test_models_of_other_kinds_are_refused_in_a_sentence(
     with pytest.raises(ConfigError, match=rf"{tmp_path}/a\.gguf.*{says}"):
         card_of("m", file)
         files_of(file).tensors("model")
+
+
+@pytest.mark.parametrize(("key", "value", "says"), [
+    ("expert_count", 0, "expert_count is 0"),
+    ("expert_count", 3, r"ffn_gate_inp\.weight has the shape \(4, 64\), and \(3, 64\)"),
+    ("expert_count", 1, "2 of 1 experts for each token"),
+    ("expert_used_count", 5, "5 of 4 experts for each token"),
+    ("expert_feed_forward_length", 2_000_000_000, "by the configuration"),
+])  # fmt: skip
+def test_a_mixture_that_contradicts_itself_is_refused(
+    key: str, value: int, says: str, mixture: Path, tmp_path: Path
+) -> None:
+    other = said(mixture, f"qwen3moe.{key}", value, tmp_path / "a.gguf")
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/a\.gguf.*{says}"):
+        card_of("m", other)
+        files_of(other).tensors("model")
 
 
 def test_another_architecture_and_one_of_several_files_are_refused(file: Path, llama: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from msgspec.structs import replace
 
-from tests.models.test_language import Model, task, to_the_end
+from tests.models.test_language import Model, prefilled, task, to_the_end
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import encode
 from unfuse.core.errors import PermanentError
@@ -167,3 +167,29 @@ def test_texts_that_wait_for_their_grammar_are_counted(model: Model) -> None:
     assert all(jsonable(model, made) for made in to_the_end(decode, states[:2]))
     assert decode._sequences.load().grammars == 0
     decode.let_go(states[2])
+
+
+@pytest.mark.parametrize("fails", ["take", "put", "open"])
+def test_what_cannot_begin_leaves_nothing(model: Model, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Given a prompt for whose prefix memory runs out, a text for whose keys and values it does, and one whose grammar
+    cannot be opened, then no block, no prompt and no grammar is left."""
+
+    def fail(*of: Any) -> None:
+        if fails != "open":
+            of[0].grow(32)
+        raise RuntimeError("out of memory")
+
+    prefill, decode = model.stages()
+    given = held(model, 3)
+    given = replace(given, tensors=prefilled(prefill, task(model.card, model.ids(3))))
+    texts = decode._sequences
+    if fails == "open":
+        decode._grammars = Even(model.tokenizer.size)
+        monkeypatch.setattr(decode._grammars, "open", fail)
+    else:
+        monkeypatch.setattr(texts, fails, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        (prefill if fails == "take" else decode).start(given)
+    load = texts.load()
+    assert (load.used, load.prompts, load.grammars, texts.leftovers()) == (0, 0, 0, {})
+    assert not texts.constraints

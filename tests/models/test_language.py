@@ -28,6 +28,8 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import TextLoad, packed
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
+from unfuse.models.folder import WHOLE
+from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
@@ -107,10 +109,18 @@ def answered(model: Model, prompts: list[list[int]], together: bool, most: int =
     return to_the_end(decode, states) if together else [to_the_end(decode, [state])[0] for state in states]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS[:3], pytest.param(KINDS[3], marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
     yield Model(make_language_model(tmp_path_factory.mktemp("language"), request.param, positions=2048))
+
+
+@pytest.mark.parametrize(("kind", "routes"), [(KINDS[2], False), (KINDS[3], True)])
+def test_files_are_mapped_unless_experts_are_joined(tmp_path: Path, kind: str, routes: bool) -> None:
+    """The files of a mixture have each expert by itself, and the model has those of a layer in one tensor."""
+    files = files_of(make_language_model(tmp_path, kind))
+    assert any(".experts.3." in name for name in files.tensors(WHOLE)) == routes
+    assert files.has(WHOLE, "float32") != routes
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one a forward", "batched"])

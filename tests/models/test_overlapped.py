@@ -1,8 +1,10 @@
-"""Texts of a real model in both kinds of step loop: the same pieces, and the same answers."""
+"""Prompts and texts of a real model in both kinds of step loop: the same keys and values, pieces, and answers."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,29 @@ from tools.tiny_language import make_language_model
 from unfuse.core.codec import decode
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done
-from unfuse.core.text import Piece
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.task import Lease
+from unfuse.core.text import CHUNK, Piece
+from unfuse.stages.language import Prefill
+from unfuse.worker.compute_messages import Kept
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
+
+WAIT_S = 20.0
+KEYS = ("a", "b", "c", "d")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     torch.set_num_threads(1)
     return Model(make_language_model(tmp_path_factory.mktemp("language") / "tiny", positions=300))
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The same for prompts of several chunks."""
+    torch.set_num_threads(1)
+    return Model(make_language_model(tmp_path_factory.mktemp("language") / "long", positions=2048))
 
 
 def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tuple[list[Piece], bytes]]:
@@ -66,3 +82,120 @@ def test_overlapped_texts_are_those_of_the_normal_loop(model: Model, tmp_path: P
     assert [[(piece.id, piece.text) for piece in own] for own, _ in normal] == [
         [(piece.id, piece.text) for piece in own] for own, _ in overlapped
     ]
+
+
+def prompts_in(
+    model: Model, folder: Path, batching: str, overlapped: bool, lengths: list[int]
+) -> tuple[Bench, Prefill, list[Lease]]:
+    """A loop that was given prompts of so many tokens, of which whole chunks are kept."""
+    prefill, _ = model.stages(4096, batching)
+    bench = Bench(folder, {"fill": prefill}, 4, overlapped)
+    own = bench.store, bench.results, bench.inbox, bench.sent.append
+    if batching == "exact":
+        bench.loop = StepLoop({"fill": prefill}, *own, 4, exactness=Exactness(None), overlapped=overlapped)
+    else:
+        bench.loop._batches.sizes = Large(4)
+    leases = []
+    for length in lengths:
+        given = task(model.card, [3 + (7 * length + place) % 190 for place in range(length)])
+        leases.append(bench.run("fill", prefixes=KEYS, **given.params))
+        bench.results.attach(leases[-1].task.request, "prompt", given.uploads["prompt"])
+    return bench, prefill, leases
+
+
+def tensors_of(bench: Bench, ref: ObjectRef | None) -> Mapping[str, torch.Tensor]:
+    assert ref
+    return {name: tensor.clone() for name, tensor in bench.store.get(ref, as_torch=True).items()}
+
+
+def computed(bench: Bench, leases: list[Lease]) -> list[Mapping[str, torch.Tensor]]:
+    """What prompts have become, and then what was kept of them, by prompt and in order."""
+    found = []
+    for lease in leases:
+        done = bench.outcome(lease)
+        assert isinstance(done, Done)
+        found.append(tensors_of(bench, done.output))
+    for lease in leases:
+        kept = [m for m in bench.sent if isinstance(m, Kept) and m.claim == lease.claim]
+        assert [m.key for m in kept] == [*KEYS[: len(kept)]]
+        found += [tensors_of(bench, m.output) for m in kept]
+    return found
+
+
+@pytest.mark.parametrize("batching", ["exact", "batched"])
+def test_overlapped_prompts_have_the_keys_and_values_of_the_normal_loop(
+    long: Model, tmp_path: Path, batching: str
+) -> None:
+    """Given prompts of one to four chunks, when both loops prefill them, then what they hand on, and what they keep for
+    others, has the same bits."""
+    both = [prompts_in(long, tmp_path / str(kind), batching, kind, [40, 300, 600, 1000]) for kind in (False, True)]
+    normal, overlapped = (computed(bench, leases) for bench, _, leases in both)
+    assert len(normal) == len(overlapped) > 8
+    for one, other in zip(normal, overlapped, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(prefill._sequences.usage().used == 0 for _, prefill, _ in both)
+
+
+def watched(
+    bench: Bench,
+    prefill: Prefill,
+    monkeypatch: pytest.MonkeyPatch,
+    forward: Callable[[int], object],
+    store: Callable[[int], object],
+) -> None:
+    """Call `forward` with the number of each forward before it, and `store` with that of each portion before it is
+    stored."""
+    forwards, portions = [0], [0]
+    compute, put = prefill._sequences._model.forward, bench.store.put
+
+    def counted(*how: Any) -> Any:
+        forwards[0] += 1
+        forward(forwards[0])
+        return compute(*how)
+
+    def stored(tensors: Any, **how: Any) -> ObjectRef:
+        if "kv" in tensors:
+            portions[0] += 1
+            store(portions[0])
+        return put(tensors, **how)
+
+    monkeypatch.setattr(prefill._sequences._model, "forward", counted)
+    monkeypatch.setattr(bench.store, "put", stored)
+
+
+def test_a_chunk_is_computed_while_the_one_before_is_stored(
+    long: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given forwards that begin only when the chunk before is being stored, and chunks that are stored only when the
+    next forward has begun, then an overlapped loop comes to the end of a prompt."""
+    bench, prefill, leases = prompts_in(long, tmp_path, "batched", True, [1000])
+    both = threading.Barrier(2)
+    watched(
+        bench, prefill, monkeypatch,
+        lambda number: both.wait(WAIT_S) if number > 1 else None,
+        lambda number: both.wait(WAIT_S),
+    )  # fmt: skip
+    assert len(computed(bench, leases)) > 3
+
+
+def test_what_is_stored_late_is_what_was_computed(long: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a chunk that is stored only when its place in the KV has other values, as those of a prompt that has taken
+    its room, then others find what was computed."""
+    calm, _, leases = prompts_in(long, tmp_path / "calm", "batched", False, [1000])
+    expected = computed(calm, leases)
+    bench, prefill, (lease,) = prompts_in(long, tmp_path / "late", "batched", True, [1000])
+    second = threading.Event()
+
+    def overwrite(number: int) -> None:
+        if number == 2:
+            for values in (*prefill._sequences._kv.keys, *prefill._sequences._kv.values):
+                kept = values[:, CHUNK:].clone()
+                values.zero_()
+                values[:, CHUNK:] = kept
+            second.set()
+
+    watched(bench, prefill, monkeypatch, overwrite, lambda number: second.wait(WAIT_S))
+    bench.outcome(lease)
+    first = next(m for m in bench.sent if isinstance(m, Kept))
+    assert torch.equal(tensors_of(bench, first.output)["kv"], expected[1]["kv"])

@@ -13,6 +13,7 @@ from tests.models import conftest as c
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.folder import ModelFolder
+from unfuse.models.single import is_of
 from unfuse.stages.base import StageInput, SteppedStage
 
 JOBS = {job.name: job for job in c.FILES[:3]}
@@ -89,16 +90,50 @@ def test_the_file_of_another_model_names_what_it_lacks(single: Path, undivided: 
         stages(single)
 
 
-def test_a_gguf_file_of_another_architecture_says_what_to_give(
-    copied: Callable[[str], Path], undivided: c.Undivided, stages: c.Load
+def test_a_file_of_another_model_is_refused_before_anything_is_loaded(
+    copied: Callable[[str], Path], undivided: c.Undivided
 ) -> None:
-    """diffusers stumbles on it in its own way, which is no sentence."""
-    folder = copied("flux")
-    (own,), (other,) = (
-        undivided.folder(kind).glob(f"transformer/*.{suffix}")
-        for kind, suffix in (("flux", "safetensors"), ("wan-gguf", "gguf"))
-    )
-    (folder / "transformer" / own.name).unlink()
-    shutil.copy(other, folder / "transformer")
-    with pytest.raises(ConfigError, match=rf"{other.name} is of another model, .*give one of a FluxTransformer2DModel"):
-        stages(folder)
+    """So it is by `doctor` and `POST /v1/models`, which read headers alone."""
+    for kind in ("wan-gguf", "wan-single"):
+        folder = copied("flux")
+        (own,) = folder.glob("transformer/*.safetensors")
+        own.unlink()
+        (other,) = undivided.folder(kind).glob("transformer/tuned*")
+        shutil.copy(other, folder / "transformer")
+        with pytest.raises(
+            ConfigError, match=rf"{other.name} is of another model, .*give one of a FluxTransformer2DModel"
+        ):
+            find(folder).card("m", folder)
+        shutil.rmtree(folder)
+
+
+REFINER = "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "architecture", "fits"),
+    [
+        ("FluxTransformer2DModel", (), "flux", True),
+        ("FluxTransformer2DModel", (), "wan", False),
+        ("FluxTransformer2DModel", (), "llama", False),
+        ("FluxTransformer2DModel", (), "of-tomorrow", True),
+        ("FluxTransformer2DModel", ("head.modulation",), "", False),
+        ("FluxTransformer2DModel", ("model.diffusion_model.head.modulation",), "", False),
+        ("FluxTransformer2DModel", ("double_blocks.0.img_attn.norm.key_norm.scale",), "", True),
+        ("Flux2Transformer2DModel", ("double_blocks.0.img_attn.norm.key_norm.scale",), "flux", True),
+        ("WanTransformer3DModel", ("head.modulation",), "wan", True),
+        (
+            "HunyuanVideoTransformer3DModel",
+            ("txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias",),
+            "",
+            True,
+        ),
+        ("UNet2DConditionModel", ("input_blocks.0.0.weight",), "sdxl", True),
+        ("UNet2DConditionModel", ("joint_blocks.0.context_block.adaLN_modulation.1.bias",), "", False),
+        ("AutoencoderKL", ("head.modulation",), "wan", True),
+    ],
+)
+def test_files_are_told_apart_by_architecture_and_names(
+    kind: str, names: tuple[str, ...], architecture: str, fits: bool
+) -> None:
+    assert is_of(kind, names, architecture) is fits

@@ -297,6 +297,33 @@ def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed
     assert decoded(stages["decode"], goes_on.task(made | shared)) == decoded(stages["decode"], task)
 
 
+def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path, pictures: list[Path]) -> None:
+    """Given a prompt whose last picture ends in the chunk that its answer completes, when the next turn begins with
+    both, then it finds that chunk, with the bits that it has when it is computed."""
+    length = len(Chat(folder, messages(pictures)).ids)
+    special = {str(id): -100 for id in range(7)}
+    chat = Chat(folder, messages(pictures), max_tokens=CHUNK - length % CHUNK + 1, logit_bias=special)
+    stages = chat.stages("exact")
+    prefill, decode, made = stages["prefill"], stages["decode"], chat.encoded(stages["vision_encode"])
+    portions, added = portions_of(prefill, chat.task(made)), dict[str, Any]()
+    state = decode.start(msgspec.structs.replace(chat.task(made), extends=True))
+    while len({*decode.progress(state)}) > 1:
+        (state,) = decode.step([state])
+        decode.grown(state)
+        added |= {decode.digest(state, number): decode.portion(state, number) for number in decode.kept(state)}
+    decode.let_go(state)
+
+    assert chat.card.vision
+    ids, prefix = [*chat.ids, *state.answer, *range(20, 60)], (*portions, *added.values())
+    digests = beginnings(ids, places_of(chat.card.vision, ids, chat.shown))
+    assert added and [*added] == [*digests[len(portions) : len(prefix)]]
+    task = StageInput(chat.params | {"prompt_tokens": len(ids)}, made, {"prompt": packed(ids)})
+    found = msgspec.structs.replace(task, prefix=prefix)
+    assert prefill.start(found).done == CHUNK * len(prefix)
+    whole, shared = (prefilled(prefill, one) for one in (task, found))
+    assert all(whole[name].equal(shared[name]) for name in whole)
+
+
 def test_each_worker_has_the_weights_of_its_part_alone(folder: Path, pictures: list[Path]) -> None:
     stages = Chat(folder, messages(pictures)).stages()
     whole = getattr(transformers, card_kind(folder)).from_pretrained(folder).state_dict()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import load, save
 
@@ -19,12 +20,14 @@ from tests.models.test_language import Model, task, to_the_end
 from tests.models.test_vision_language import Chat, decoded, messages
 from tools.tiny_language import KINDS
 from unfuse.core.spread import Spread
+from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput
+from unfuse.stages.handed_kv import CHUNKS, REST
 
 LIMIT_S = 60.0
 MOST = 12
@@ -56,6 +59,18 @@ class Ranks:
         prefill.let_go(state)
         return made, portions
 
+    def answered(self, given: StageInput) -> dict[str, Any]:
+        """Keys and values of the chunks that an answer leaves, by digest, as the first rank has them."""
+        decode, found = self.stages["decode"], dict[str, Any]()
+        state = decode.start(msgspec.structs.replace(given, extends=True))
+        while len({*decode.progress(state)}) > 1:
+            (state,) = decode.step([state])
+            decode.grown(state)
+            for number in decode.kept(state):
+                found[decode.digest(state, number)] = self._of_first(dict(decode.portion(state, number)))["kv"]
+        decode.let_go(state)
+        return found
+
     def deafen(self) -> None:
         """Have all ranks but the first one compute that all words are as likely."""
         assert self._group
@@ -86,6 +101,10 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
         last, _ = alone.prefilled(StageInput(given.params, {}, given.uploads, prefix=tuple(portions)))
         distances += [apart(ours, own), apart(again, own), apart(last, own)]
         asked += [StageInput(given.params, tensors, given.uploads) for tensors in (ours, own, {})]
+    said = task(model.card, [3 + place % 190 for place in range(CHUNK)], max_tokens=MOST)
+    kept = ranks.answered(said)
+    assert len(kept) == 1
+    distances.append(apart(kept, alone.answered(said)))
     decode, by_one = ranks.stages["decode"], alone.stages["decode"]
     ranks.deafen()
     found = {
@@ -98,10 +117,21 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
     if (folder.name, dtype) == (KINDS[0], "float32"):
         block, lengths = decode._sequences._kv.block, [len(model.ids(words)) for words in LENGTHS]
         full = 3 * block * sum(-(-length // block) for length in lengths)  # and nothing for answers
+        found["received"] = to_the_end(decode, [received(decode, given) for given in asked[::3]])
         close = Ranks(folder, dtype, group, full).stages["decode"]
         found["close"] = to_the_end(close, [close.start(given) for given in asked])
         found["left"] += [close._sequences.usage().used, close._sequences.retracted]
     return found
+
+
+def received(decode: Any, given: StageInput) -> Any:
+    """The state of a text whose keys and values came in pieces of odd lengths."""
+    taking = decode.receive(given.params, given.priority, given.tensors)
+    parts = [given.tensors[name].contiguous().flatten().view(torch.uint8) for name in (CHUNKS, REST)]
+    for piece in torch.cat(parts).split(9_999):
+        taking.take(piece)
+    assert taking.tokens == given.params["prompt_tokens"] - 1
+    return decode.start(StageInput(given.params, {}, given.uploads, received=taking))
 
 
 def sees(folder: Path, dtype: str, group: Group) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,19 @@ import apsw
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from structlog.testing import capture_logs
 
 from tests.disks import fill, small_disk
 from tests.examples import examples
 from tests.queues.disk import failing_disk
 from unfuse import queues
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
+from unfuse.core.plan import Pipeline
 from unfuse.core.request import StageState
 from unfuse.queues import journal, writer
-from unfuse.queues.base import MOST_RETURNS, Filter, Limits, PoolStats, Stats
+from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.row import StoredTask
 from unfuse.queues.sqlite import SqliteQueue
@@ -80,6 +84,17 @@ async def again(queue: SqliteQueue, clock: ManualClock) -> SqliteQueue:
     return SqliteQueue(queue._journal.path, clock)
 
 
+@contextmanager
+def sqlite_copy(queue: SqliteQueue) -> Iterator[Path]:
+    """The file of a queue as it is on the disk now, as if its process were killed."""
+    path = queue._journal.path
+    with tempfile.TemporaryDirectory() as folder:
+        for file in path.parent.glob(f"{path.name}*"):
+            if not file.name.endswith(".lock"):
+                shutil.copy(file, folder)
+        yield Path(folder, path.name)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock, path: Path) -> None:
     await check_rule(rule, SqliteQueue.at(f"sqlite:{path}", clock), clock)
@@ -121,6 +136,31 @@ class TestARestart:
         await raised(Overloaded, queue.submit(request("d"), [task("d")], [], tight))
         await queue.submit(request("d", cost=4.0), [], [], tight)
         await raised(Overloaded, queue.submit(request("e"), [], [], tight))
+        await queue.close()
+
+    async def test_keeps_what_is_declared(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given a process that is killed, then what was declared is there at the next start, as it was last."""
+        card = ModelCard("m", "/m", "f", Pipeline(()), {"max": 1.5}, {}, {"a": "1"}, {})
+        admitted = Declaration((card,), {"p": 3}, source="admin", server="here")
+        await queue.declare("model m", Declaration((card,)))
+        assert await queue.declare("model m", admitted) and await queue.declare("serve", Declaration((card,)))
+        await queue.declare("serve", Declaration(()))
+        with sqlite_copy(queue) as path:
+            killed = SqliteQueue(path, clock)
+            assert await killed.declared() == {"model m": admitted, "serve": Declaration(())}
+            assert not await killed.declare("model m", admitted, new=True)
+            await killed.close()
+
+    async def test_leaves_out_a_declaration_that_cannot_be_read(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        await queue.declare("model m", Declaration(()))
+        await queue.declare("serve", Declaration(()))
+        queue._journal._file.execute("UPDATE declarations SET body = x'ff' WHERE name = 'model m'")
+        with capture_logs() as logs:
+            queue = await again(queue, clock)
+        assert await queue.declared() == {"serve": Declaration(())}
+        assert [line["name"] for line in logs if "cannot be read" in line["event"]] == ["model m"]
+        await queue.declare("model m", Declaration((), gone=("m",)))
+        assert len(await queue.declared()) == 2
         await queue.close()
 
     async def test_keeps_what_is_over_from_running_again(self, queue: SqliteQueue, clock: ManualClock) -> None:
@@ -384,6 +424,20 @@ class TestADiskThatIsFull:
             assert event is not None and event.step == 3
             assert await queue.append(claim, 1, [b"b", b"c"])
             assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
+            await queue.close()
+
+    async def test_refuses_a_declaration_and_keeps_the_one_before(self, path: Path, clock: ManualClock) -> None:
+        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+            queue = SqliteQueue(path, clock)
+            await queue.declare("model m", Declaration(()))
+            disk.full = True
+            gone = Declaration((), gone=("m",))
+            assert "full" in str(await raised(TransientError, queue.declare("model m", gone)))
+            assert await queue.declared() == {"model m": Declaration(())}
+            disk.full = False
+            assert await queue.declare("model m", gone)
+            queue = await again(queue, clock)
+            assert await queue.declared() == {"model m": gone}
             await queue.close()
 
     async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:

@@ -99,6 +99,28 @@ async def test_an_ask_waits_for_work_and_never_gets_more_than_the_worker_s_slots
 
 
 @in_virtual_time
+async def test_a_scheduler_that_stops_gives_nobody_a_task_and_says_so() -> None:
+    """Given workers that wait for work and for news, when their scheduler is about to stop, then both are answered,
+    no Ask gets anything from then on, nor does an outcome, and none is answered so soon that it would come at once."""
+    async with dispatching() as (dispatcher, _):
+        loop = asyncio.get_running_loop()
+        await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        waiting = asyncio.create_task(granted(dispatcher, wait=20.0))
+        beating = asyncio.create_task(dispatcher.answer(PEER, Beat((), wait=1.0)))
+        await settle()
+        before = loop.time()
+        dispatcher.withhold()
+        assert await waiting == []
+        assert isinstance(pulse := await beating, Pulse) and pulse.stops
+        assert loop.time() == before
+        await submit(dispatcher)
+        with_ask = msgspec.structs.replace(done(lease), ask=Ask(5, None, 20.0))
+        assert await dispatcher.answer(PEER, with_ask) == Granted((), {})
+        assert (await granted(dispatcher, wait=20.0), loop.time() - before) == ([], pytest.approx(20.0))
+
+
+@in_virtual_time
 async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
     async with dispatching() as (dispatcher, _):
         older = asyncio.create_task(granted(dispatcher, wait=20.0))

@@ -756,6 +756,19 @@ class TestCheckpoints:
             context = change.context if change else context
         assert context.stages["denoise.0"].checkpoint_step == 20
 
+    def test_that_of_an_attempt_that_began_again_replaces_a_later_one(
+        self, denoising: tuple[RequestContext, Claim]
+    ) -> None:
+        """Given a checkpoint that could not be read, when the next attempt has come less far, then its own counts."""
+        context, claim = denoising
+        change = lifecycle.saved(context, Saved(claim, object_for(claim, "lost"), 50), "w")
+        assert change is not None
+        again = msgspec.structs.replace(claim, attempt=2)
+        change = lifecycle.saved(change.context, Saved(again, object_for(again, "kept"), 20), "w")
+        assert change is not None
+        state = change.context.stages["denoise.0"]
+        assert (state.checkpoint, state.checkpoint_step) == (object_for(again, "kept"), 20)
+
     @pytest.mark.parametrize("wrong", ["worker", "attempt", "over", "object", "done"])
     def test_who_does_not_run_the_stage_cannot_record_one(
         self, wrong: str, denoising: tuple[RequestContext, Claim]

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
-from tests.scheduler.test_scheduler import info
+from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import Keep
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Pipeline
+from unfuse.core.plan import Pipeline, prefix_key
 from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
@@ -22,7 +22,14 @@ from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import handle, wanted
 
 GOES_ON = msgspec.structs.replace(
-    CARD, pipeline=Pipeline((msgspec.structs.replace(PIPELINE.stages[0], goes_on=True), *PIPELINE.stages[1:]))
+    CARD,
+    pipeline=Pipeline(
+        (
+            msgspec.structs.replace(PIPELINE.stages[0], goes_on=True),
+            msgspec.structs.replace(PIPELINE.stages[1], extends="embeds"),
+            *PIPELINE.stages[2:],
+        )
+    ),
 )
 ONE, TWO, ROOM = "worker-1", "worker-2", 100
 
@@ -52,6 +59,19 @@ async def leased(
 
 def made(id: str, worker: str = ONE, nbytes: int = 10) -> ObjectRef:
     return msgspec.structs.replace(handle(id, nbytes), owner=worker)
+
+
+async def extending(scheduler: Scheduler, begins: Sequence[str], tenant: str = "default", cache: bool = True) -> Lease:
+    """The lease of the stage that goes on behind the encoder of a new request."""
+    encode = await leased(scheduler, begins, ONE, tenant, cache)
+    await scheduler.complete(done(encode), ONE)
+    (lease,) = await scheduler.queue.lease(ONE, wanted(DENOISE), scheduler.lease_ttl)
+    return await scheduler.resumed(lease)
+
+
+def added(lease: Lease, digest: str, ref: ObjectRef) -> Keep:
+    """What a stage says of a portion that it adds."""
+    return Keep(lease.claim, prefix_key(lease.task.extends, digest), ref, digest)
 
 
 async def keep(scheduler: Scheduler, lease: Lease, number: int, ref: ObjectRef) -> None:
@@ -127,3 +147,43 @@ async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
             with pytest.raises(LeaseLost):
                 await scheduler.keep(message, worker)
         assert (await leased(scheduler, ["a"])).prefix == ()
+
+
+async def test_what_a_later_stage_adds_is_found_by_who_goes_on_from_there() -> None:
+    """Given a portion of the encoder and one that the stage behind it adds, when others begin with both, then they find
+    both, and other tenants, or who shares nothing, neither."""
+    async with scheduling() as scheduler:
+        lease = await extending(scheduler, ["a"])
+        first = await leased(scheduler, ["a"])
+        await keep(scheduler, first, 0, made("x"))
+        await scheduler.keep(added(lease, "ab", made("y")), ONE)
+        assert [ref.id for ref in (await leased(scheduler, ["a", "ab", "abc"], TWO)).prefix] == ["x", "y"]
+        assert [ref.id for ref in (await leased(scheduler, ["a", "ac"], TWO)).prefix] == ["x"]
+        assert (await leased(scheduler, ["a", "ab"], tenant="another")).prefix == ()
+        assert (await leased(scheduler, ["a", "ab"], cache=False)).prefix == ()
+        assert (await extending(scheduler, ["b"], cache=False)).task.extends == ""
+
+
+async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_runs() -> None:
+    """Given a running stage, when something is kept under another tenant's key, under one of another digest, without a
+    digest, by another worker, or once the stage has ended, then that is refused, and nobody finds it."""
+    async with scheduling() as scheduler:
+        lease, other = await extending(scheduler, ["a"]), await extending(scheduler, ["a"], "another")
+        right = added(lease, "ab", made("y"))
+        theirs = prefix_key(other.task.extends, "ab")
+        for worker, message in (
+            (ONE, msgspec.structs.replace(right, key=theirs)),
+            (ONE, msgspec.structs.replace(right, digest="ac")),
+            (ONE, msgspec.structs.replace(right, digest="")),
+            (ONE, msgspec.structs.replace(right, output=made("y", TWO))),
+            (TWO, right),
+        ):
+            with pytest.raises(LeaseLost):
+                await scheduler.keep(message, worker)
+        await scheduler.complete(done(lease), ONE)
+        with pytest.raises(LeaseLost):
+            await scheduler.keep(right, ONE)
+        await scheduler.cancel(other.task.request)
+        with pytest.raises(LeaseLost):
+            await scheduler.keep(added(other, "ab", made("y")), ONE)
+        assert await scheduler.queue.cached([right.key, theirs]) == {}

@@ -19,6 +19,7 @@ from tests.core.graphs import object_for
 from tests.scheduler.model import CARD, params
 from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, until
 from tools.asking import asking
+from tools.cards import MOVING
 from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
 from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent
@@ -43,12 +44,13 @@ async def cut_short(tmp_path: Path, draining: bool) -> BaseException | None:
     record = await scheduler.submit(*asking(CARD, params()))
     waiting = asyncio.create_task(gateway.completed(record.context.id))
     await asyncio.sleep(0)
-    assert gateway.waiting == 1
+    assert gateway.awaited == {record.context.id: 1}
+    assert await gateway.awaited_within(60.0)  # of a model of which nothing is known
     scheduler.draining = draining
     waiting.cancel()
     await asyncio.wait({waiting})
     await scheduler.close()
-    assert gateway.waiting == 0
+    assert not gateway.awaited
     return None if waiting.cancelled() else waiting.exception()
 
 
@@ -215,6 +217,39 @@ def test_a_model_may_be_served_under_another_name_and_left_out_when_alone(rename
         assert shown["model"] == "pictures"
 
 
+def test_requests_without_a_model_go_to_the_first_that_the_server_was_started_with(
+    http: httpx2.Client, tmp_path: Path
+) -> None:
+    """Given one model of the server and one that a worker brings, then the first is the default; of two that workers
+    bring none is."""
+    assert [one["id"] for one in http.get("/v1/models").json()["data"] if one["default"]] == [IDLE.name]
+    assert http.post(URL, json={"prompt": "a"}, headers=ASYNC).json()["model"] == IDLE.name
+    with serve(tmp_path, idle=False, cards=(PICTURES, MOVING)) as served, as_(served) as other:
+        served.run(served.queue.hello(WORKER, (PICTURES, MOVING)))
+        assert not any(one["default"] for one in other.get("/v1/models").json()["data"])
+        error = other.post(URL, json={"prompt": "a"}).json()["error"]
+        assert error["param"] == "model"
+        assert error["message"] == "model is missing: send one of test/moving, test/pictures"
+
+
+def test_a_model_that_is_a_folder_is_called_by_its_last_part(tmp_path: Path) -> None:
+    """Given models of two folders that have one name, then each has a name of its own, and no answer has a path."""
+    first, second = (replace(PICTURES, name=f"/secret/{one}/flux") for one in ("a", "b"))
+    with serve(tmp_path, idle=False, cards=(first, second)) as served, as_(served) as http:
+        served.run(served.queue.hello(WORKER, (first, second)))
+        names = [one["id"] for one in http.get("/v1/models").json()["data"]]
+        assert names[0] == "flux" and re.fullmatch("flux-[0-9a-f]{6}", names[1])
+        for name, own in zip(names, (first.name, second.name), strict=True):
+            for asked in (name, own):
+                answer = http.post(URL, json={"prompt": "a", "model": asked}, headers=ASYNC)
+                assert answer.json()["model"] == name
+                assert served.run(served.queue.load(answer.json()["id"])).context.model == own
+            assert http.get(f"/v1/models/{own}").json()["id"] == name
+        pages = ["/v1/models", "/v1/workers", "/v1/pools", "/v1/requests", "/ready", "/metrics"]
+        assert not [page for page in pages if "secret" in http.get(page).text]
+        assert http.get("/ready").json()["models"] == sorted(names)
+
+
 def test_workers_and_pools_are_told(http: httpx2.Client) -> None:
     (worker,) = http.get("/v1/workers").json()["data"]
     assert (worker["id"], worker["slots"], worker["models"]) == ("worker-1", 4, ["test/pictures"])
@@ -276,8 +311,8 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
         f'unfuse_queue_size{{outcome="",pool="{encode}"}} 0.0',
         f'unfuse_worker_idle{{outcome="",pool="{encode}"}} 1.0',
         f"{node} 0.0",
-        'unfuse_request_latency_seconds_count{model="test/pictures"} 2.0',
-        'unfuse_stage_latency_seconds_count{model="test/pictures",stage="denoise"} 2.0',
+        'unfuse_request_latency_seconds_count{model="pictures"} 2.0',
+        'unfuse_stage_latency_seconds_count{model="pictures",stage="denoise"} 2.0',
         f'unfuse_step_latency_seconds_sum{{outcome="",pool="{encode}"}} 0.1',
         f'unfuse_batch_size_sum{{outcome="",pool="{encode}"}} 4.0',
     } <= lines
@@ -401,6 +436,20 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
         assert sample(http, f'unfuse_rank_seconds{{of="compute",rank="1",role="{WORKER.role}"}}') == 1.0
         assert shown["ranks"] == [{"compute_s": 3.0, "exchange_s": 0.25}, {"compute_s": 1.0, "exchange_s": 0.0}]
         assert (shown["high_water"], shown["fragmentation"], shown["engines"]) == (3072, 0.125, {})
+
+
+def test_memory_that_workers_leak_is_summed_by_role(tmp_path: Path) -> None:
+    """Given beats of two workers of a role, then bytes are summed by what memory they are of, and 0 before any."""
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        name = 'unfuse_leaked_bytes_total{memory="%s",role="' + WORKER.role + '"}'
+        for worker in (b"v", b"w"):
+            served.run(dispatcher.answer(worker, Hello(replace(WORKER, id=worker.decode()), (PICTURES,))))
+        assert [sample(http, name % memory) for memory in ("kv", "arena")] == [0, 0]
+        served.run(dispatcher.answer(b"v", Beat(leaked={"kv": 1 << 40})))
+        served.run(dispatcher.answer(b"w", Beat(leaked={"kv": 512, "arena": 4096})))
+        served.run(dispatcher.answer(b"w", Beat()))
+        assert [sample(http, name % memory) for memory in ("kv", "arena")] == [(1 << 40) + 512, 4096]
 
 
 def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,10 +13,12 @@ import httpx2
 import pytest
 
 from tests.server.served import PICTURES, Served
+from tools.snippets import PAGES
 
 VIDEO = {"model": PICTURES.name, "prompt": "a red circle", "num_frames": 5}
 PICTURE = {"model": PICTURES.name, "prompt": "a red circle", "seed": 3}
 PER_CALL = ("x-request-id", "date")
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,26 @@ def test_head_of_a_stream_returns_at_once_while_it_is_made(served: Served, http:
         assert http.get(f"/v1/videos/{video}").json()["status"] in ("queued", "in_progress")
         assert http.head(stream.format(id=video, video=video)).status_code == 200
     served.next_event(video, "completed")
+
+
+def test_every_path_is_asked_for_by_some_test(http: httpx2.Client) -> None:
+    """Named with any value for its parameters, in another file than this one, which goes through all."""
+    text = "".join(file.read_text() for file in TESTS.rglob("test_*.py") if file != Path(__file__))
+    for path in paths(http):
+        named = re.sub(r"\\{[^}]*\\}", r"[^\\s\"'?/]+", re.escape(path)) + r"[\"'?\s]"
+        assert re.search(named, text), path
+
+
+def test_every_call_that_a_page_names_is_described(http: httpx2.Client) -> None:
+    """As in `GET /v1/requests/{id}`, or `/v1/pools`; a parameter may have any name."""
+    described = {
+        re.sub(r"{[^}]*}", "[^ ]+", path): {name.upper() for name in methods} for path, methods in paths(http).items()
+    }
+    call = re.compile(r"(?:\b(GET|POST|PUT|PATCH|DELETE) |`)(/v1/[\w/{}.:-]*[\w}])(?=[`?\s,;)|])")
+    for page in PAGES:
+        for method, path in call.findall(page.read_text()):
+            allowed = [methods for pattern, methods in described.items() if re.fullmatch(pattern, path)]
+            assert any(not method or method in methods for methods in allowed), f"{page.name}: {method} {path}"
 
 
 def test_head_of_what_has_no_get_is_405(http: httpx2.Client) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import struct
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,7 +31,7 @@ from unfuse.service.service import Service, plan
 from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
 from unfuse.supervision.clock import SystemClock
-from unfuse.worker.registration import decide_served
+from unfuse.worker.registration import _source_here, decide_served
 
 SHAPES = Path(unfuse.models.__file__).parent / "shapes"
 
@@ -43,6 +45,14 @@ def folder(tmp_path: Path) -> Path:
 def client(port: int, key: str = "") -> httpx2.Client:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx2.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=60, trust_env=False, headers=headers)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something to hold."""
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def error(answer: httpx2.Response) -> tuple[int, str]:
@@ -69,7 +79,7 @@ def keyed(tmp_path: Path) -> Iterator[int]:
 
 def test_only_admins_add_and_remove_and_only_what_they_may_use(keyed: int, folder: Path) -> None:
     """Given keys, when others than an admin's add or remove a model, then each is refused, and nothing has changed."""
-    path, given = f"models/{quote(str(folder))}", {"model": str(folder)}
+    path, given = "models/more", {"model": str(folder), "name": "more"}
     for key, code in (("anyone", "admin_only"), ("only", "read_only"), ("half", ""), ("some", "not_yours")):
         with client(keyed, key) as http:
             answer = http.post("models", json=given)
@@ -79,23 +89,149 @@ def test_only_admins_add_and_remove_and_only_what_they_may_use(keyed: int, folde
     with client(keyed, "boss") as boss, client(keyed, "some") as some:
         assert boss.post("models", json=given).status_code == 202
         assert error(some.delete(path)) == (404, "model_not_found")
-        assert listed(boss) == {"unfuse/shapes", str(folder)}
+        assert listed(boss) == {"unfuse/shapes", "more"}
         assert listed(some) == {"unfuse/shapes"}
         assert boss.delete(path).status_code == 200
         assert listed(boss) == {"unfuse/shapes"}
 
 
-def test_without_workers_an_added_model_waits_for_some_and_is_not_remembered(tmp_path: Path, folder: Path) -> None:
+def test_without_workers_an_added_model_waits_for_some_and_is_served_again_after_a_start(
+    tmp_path: Path, folder: Path
+) -> None:
     """Given a server that starts no workers, when a model is added, then it is listed as loading, a name twice is
-    refused, and the server that is started again does not know it."""
+    refused, and the server that is started again still serves it; one that was removed it does not."""
     where = {"queue": f"sqlite:{tmp_path}/queue.db"}
     with composed(tmp_path, **where) as port, client(port) as http:
         added = http.post("models", json={"model": str(folder)})
-        assert added.status_code == 202 and added.json()["state"] == "loading"
+        assert added.status_code == 202
+        assert (added.json()["id"], added.json()["state"]) == ("shapes", "loading")
         assert error(http.post("models", json={"model": str(folder)})) == (409, "model_exists")
-        assert http.get(f"models/{quote(str(folder))}").json() == added.json()
+        assert http.post("models", json={"model": str(folder), "name": "other"}).status_code == 202
+        assert http.get("models/shapes").json() == added.json()
+        assert http.delete("models/other").json()["deleted"]
     with composed(tmp_path, **where) as port, client(port) as http:
+        assert listed(http) == {"unfuse/shapes", "shapes"}
+        assert http.get("models/shapes").json() == added.json()
+
+
+PATHS = [
+    "",
+    "/models/flux",
+    "./flux",
+    "../flux",
+    "~/flux",
+    "a/b/c",
+    "a//b",
+    "-x",
+    "a b",
+    "a\nb",
+    "x" * 129,
+    7,
+    ["a"],
+    {},
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_name_that_is_a_path_is_refused(name: object, port: int, folder: Path) -> None:
+    with client(port) as http:
+        answer = http.post("models", json={"model": str(folder), "name": name})
+        assert error(answer) == (400, "invalid_parameter")
+        assert answer.json()["error"]["param"] == "name" and "and no path" in answer.json()["error"]["message"]
         assert listed(http) == {"unfuse/shapes"}
+
+
+def test_a_folder_whose_name_clients_cannot_use_needs_another_one(port: int, folder: Path) -> None:
+    strange = folder.rename(folder.with_name("my model (v2)"))
+    with client(port) as http:
+        answer = http.post("models", json={"model": str(strange)})
+        assert error(answer) == (400, "invalid_parameter") and "send a name too" in answer.text
+
+
+def test_a_model_that_is_added_twice_at_once_is_added_once(tmp_path: Path, folder: Path) -> None:
+    with composed(tmp_path) as port, client(port) as http, ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(http.post, "models", json={"model": str(folder), "name": "x"}) for _ in range(4)]
+        assert sorted(call.result().status_code for call in calls) == [202, 409, 409, 409]
+        assert listed(http) == {"unfuse/shapes", "x"}
+
+
+SECRET = "behind-the-server"
+
+
+def test_no_answer_tells_where_models_are(tmp_path: Path) -> None:
+    """Given models in folders, when anything is asked of the server, then no answer has the path of one."""
+    place = tmp_path / SECRET
+    for name in ("flux", "other", "more", "broken"):
+        shutil.copytree(SHAPES, place / name)
+    (place / "broken/vae/config.json").unlink()
+    with composed(tmp_path / "data", models=(f"{place}/flux", f"{place}/other")) as port, client(port) as http:
+        told = [http.post("models", json={"model": f"{place}/{name}"}) for name in ("more", "broken", "nowhere")]
+        assert [one.status_code for one in told] == [202, 400, 400]
+        for model in (None, "flux", f"{place}/flux", "more", "nowhere"):
+            body = {"prompt": "a red circle", **({"model": model} if model else {})}
+            told.append(http.post("images/generations", json=body, headers={"prefer": "respond-async"}))
+        assert [one.status_code for one in told[3:]] == [202, 202, 202, 202, 404]
+        assert [one.json()["model"] for one in told[3:7]] == ["flux", "flux", "flux", "more"]
+        base = f"http://127.0.0.1:{port}"
+        for path in ("/ready", "/metrics", "/v1/models", "/v1/pools", "/v1/workers", "/v1/requests", "/v1/dead"):
+            told.append(http.get(base + path))
+        for path in ("models/flux", f"models/{quote(str(place))}/flux", "models/nowhere"):
+            told.append(http.get(path))
+        told.append(http.delete("models/other"))
+        assert listed(http) == {"flux", "more"}
+    for answer in told:
+        text = answer.text.replace(f"no model '{place}", "")  # what a client sent itself
+        assert SECRET not in text and str(tmp_path) not in text, answer.text
+
+
+def test_requests_without_a_model_go_to_the_first_one_that_the_server_was_started_with(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Given two models, when others are added, then those who name none still get the first, which is marked."""
+    started = {"models": ("unfuse/shapes", str(folder)), "served_model_name": ("one", "two")}
+    asked, later = {"prompt": "a"}, {"prefer": "respond-async"}
+    with composed(tmp_path, **started) as port, client(port) as http:
+        assert http.post("models", json={"model": str(folder), "name": "another"}).status_code == 202
+        marked = [one["id"] for one in http.get("models").json()["data"] if one["default"]]
+        assert (marked, http.post("images/generations", json=asked, headers=later).json()["model"]) == (["one"], "one")
+        http.delete("models/one")
+        assert http.get("models/two").json()["default"]
+        http.delete("models/two")
+        answer = http.post("images/generations", json=asked, headers=later)
+        assert answer.json()["model"] == "another", "it is the only one"
+
+
+def test_one_that_cannot_be_served_says_why_and_can_be_added_again_or_removed(tmp_path: Path, folder: Path) -> None:
+    """Given a server whose model is gone after it was killed, then all who ask for it are told the reason."""
+    where = {"queue": f"sqlite:{tmp_path}/queue.db"}
+    with composed(tmp_path, **where) as port, client(port) as http:
+        for name in ("again", "removed"):
+            assert http.post("models", json={"model": str(folder), "name": name}).status_code == 202
+        asked = {"prompt": "a", "model": "again"}
+        request = http.post("images/generations", json=asked, headers={"prefer": "respond-async"}).json()["id"]
+    away = folder.rename(folder.with_name("away"))
+    with composed(tmp_path, **where) as port, client(port) as http:
+        until(lambda: http.get("models/removed").json()["state"] == "failed")
+        failed = http.get("models/again").json()
+        assert (failed["state"], failed["default"], failed["progress"]) == ("failed", False, None)
+        assert "is no folder" in failed["reason"] and str(tmp_path) not in failed["reason"]
+        assert {one["id"]: one["state"] for one in http.get("models").json()["data"]} == {
+            "unfuse/shapes": "loading", "again": "failed", "removed": "failed",
+        }  # fmt: skip
+        answer = http.get(f"http://127.0.0.1:{port}/ready").json()
+        assert answer["failed"].keys() == {"again", "removed"} and answer["failed"]["again"] == failed["reason"]
+        answer = http.post("images/generations", json=asked)
+        assert error(answer) == (503, "model_failed") and failed["reason"] in answer.text
+        over = http.get(f"requests/{request}").json()
+        assert (over["status"], over["error"]["code"]) == ("failed", "model_failed")
+        assert failed["reason"] in over["error"]["message"]
+        assert error(http.post(f"dead/{request}/retry")) == (503, "model_failed")
+        assert http.delete("models/removed").json()["deleted"]
+        assert error(http.get("models/removed")) == (404, "model_not_found")
+        away.rename(folder)
+        assert http.post("models", json={"model": str(folder), "name": "again"}).json()["state"] == "loading"
+        assert http.get("models/again").json()["reason"] is None
+        assert http.post(f"dead/{request}/retry").json()["status"] == "queued"
 
 
 def text(said: bytes) -> bytes:
@@ -170,7 +306,8 @@ def test_one_model_goes_by_all_its_names_and_may_be_added_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b'{"model": "\\ud800"}', b'{"model": 1e999}', b'{"model": "a/b", "x": 1}']
+    "body",
+    [b"", b"[]", b"{", b'{"model": "\\ud800"}', b'{"model": 1e999}', b'{"model": "a/b", "x": 1}', b'{"name": "a"}'],
 )
 def test_a_body_that_names_no_model_is_refused(keyed: int, body: bytes) -> None:
     with client(keyed, "boss") as http:
@@ -184,11 +321,12 @@ def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
     sentence with which a server would not start; what is still to be loaded counts, too, where nothing is capped."""
     chosen = options(load({"serve.workers": "all=1", "serve.device_memory": ("cpu=3GiB",)}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
-    assert service._planned(["unfuse/shapes"], Counter(), Counter()).workers
-    assert service._planned(["unfuse/shapes"], Counter({"cpu": 1 << 30}), Counter()).workers
+    named = {"unfuse/shapes": "unfuse/shapes"}
+    assert service._planned(named, Counter(), Counter()).workers
+    assert service._planned(named, Counter({"cpu": 1 << 30}), Counter()).workers
     for taken, coming in ((Counter({"cpu": 3 << 30}), Counter[str]()), (Counter[str](), Counter({"cpu": 1 << 50}))):
         with pytest.raises(ConfigError, match="the models do not fit: cpu would hold"):
-            service._planned(["unfuse/shapes"], taken, coming)
+            service._planned(named, taken, coming)
 
 
 def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> None:
@@ -196,10 +334,11 @@ def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> No
     then that is refused, since one plan has one revision; alone each has its own."""
     chosen = options(load({"serve.workers": "swap", "serve.revision": "main"}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
-    for names in (["unfuse/shapes"], [str(folder)]):
-        assert service._planned(names, Counter(), Counter()).workers
+    first, added = {"unfuse/shapes": "unfuse/shapes"}, {"added": str(folder)}
+    for named in (first, added):
+        assert service._planned(named, Counter(), Counter()).workers
     with pytest.raises(ConfigError, match="--revision main is of the models that were named there"):
-        service._planned(["unfuse/shapes", str(folder)], Counter(), Counter())
+        service._planned({**added, **first}, Counter(), Counter())
 
 
 async def test_what_is_dismissed_is_served_by_nobody_until_it_is_named_again() -> None:
@@ -241,6 +380,22 @@ def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(n
     asked = worker_options(settings.settings)
     served = decide_served(Welcome(offered, Places("disk:/tmp"), 15.0, 1.0), asked, Choice(frozenset({"denoiser"})))
     assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.cards] == [name]
+
+
+def test_a_worker_does_not_take_a_folder_that_has_the_name_of_an_offered_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a model that an admin called like a folder where a worker was started, then the worker has that model."""
+    (tmp_path / "flux").mkdir()
+    monkeypatch.chdir(tmp_path)
+    own = {"worker.model": ("flux",), "worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True}
+    asked = worker_options(load(own, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
+    welcome = Welcome((("flux", str(SHAPES), "float32"),), Places("disk:/tmp"), 15.0, 1.0)
+    served = decide_served(welcome, asked, Choice(frozenset({"denoiser"})))
+    assert served.models == (("flux", str(SHAPES), "float32"),)
+    assert _source_here("flux", "owner/model@1") == "owner/model@1", "one of a hub that is not here either"
+    assert _source_here("flux", "/elsewhere/flux") == "flux", "a copy of what another machine has"
+    assert _source_here(str(tmp_path / "flux"), "/elsewhere/flux") == str(tmp_path / "flux")
 
 
 OFFERED = "unfuse/shapes"

@@ -39,6 +39,7 @@ def test_what_is_read_follows_from_tools_and_reasoning() -> None:
     )
     assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n") == Reading(reasoning=QWEN3, opened=True)
     assert reading_of(None, HERMES, QWEN3, lambda: "assistant\n") == Reading(reasoning=QWEN3)
+    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n\n</think>\n\n") == Reading(reasoning=QWEN3, reasoned=True)
 
 
 @pytest.mark.row("C5:continue_final_message", "C5:reasoning_content")
@@ -48,4 +49,5 @@ def test_what_is_read_follows_from_tools_and_reasoning() -> None:
 def test_an_answer_that_continues_a_text_reasons_only_where_that_does(text: str, opened: bool) -> None:
     """Given a model that always begins with reasoning, then what follows a beginning of its answer is content."""
     always = REASONING_FORMATS["deepseek_r1"]
-    assert reading_of(None, HERMES, always, lambda: text, continues=True) == Reading(reasoning=always, opened=opened)
+    reading = Reading(reasoning=always, opened=opened, reasoned="</think>" in text)
+    assert reading_of(None, HERMES, always, lambda: text, continues=True) == reading

@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx2
 import pytest
+from msgspec.structs import replace
 
-from tests.server.served import IDLE, Served, picture, serve
+from tests.server.served import IDLE, PICTURES, Served, picture, serve
 from unfuse.core.errors import TransientError
 from unfuse.core.event import Event
+from unfuse.core.vocabulary import Vocabulary
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.waking import USUAL_S
 from unfuse.server.requests import written
@@ -49,6 +51,24 @@ def test_a_finished_request_tells_what_every_stage_did(served: Served, http: htt
     assert [one["content_type"] for one in view["result"]] == ["image/png", "image/png"]
     assert view["result"][1]["url"] == f"{served.url}/v1/requests/{view['id']}/result/1"
     assert view["result"][1]["bytes"] == len(picture(6))
+
+
+def test_words_that_a_model_does_not_know_are_a_hint_in_every_answer(tmp_path: Path) -> None:
+    knowing = replace(PICTURES, vocabulary=Vocabulary(("a", "red", "circle"), "circles"))
+    hint = "art does not know spaceship: it makes circles"
+    asked = {"model": "art", "prompt": "a spaceship"}
+    with (
+        serve(tmp_path, cards=[knowing], names={"art": PICTURES.name}) as served,
+        httpx2.Client(base_url=served.url, trust_env=False) as http,
+    ):
+        view = finished(served, http, **asked)
+        assert view["hint"] == hint
+        assert http.get("/v1/requests?limit=1").json()["data"][0]["hint"] == hint
+        answer = http.post(URL, json=asked).json()
+        assert (answer["hint"], len(answer["data"])) == (hint, 1)
+        assert http.post("/v1/videos", json=asked).json()["hint"] == hint
+        assert finished(served, http, model="art", prompt="A red circle!")["hint"] is None
+        assert "hint" not in http.post(URL, json={"model": "art", "prompt": "a circle"}).json()
 
 
 def test_a_request_that_runs_tells_where_it_is(served: Served, http: httpx2.Client) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -76,6 +77,22 @@ def test_every_parameter_is_documented(document: dict[str, Any], path: str, medi
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     documented = {one.name for one in medium.parameters if one.use != "refused"}
     assert documented <= body["properties"].keys()
+
+
+def test_every_body_has_an_example_that_is_accepted(document: dict[str, Any], address: str) -> None:
+    """The page at /docs sends it as it is."""
+    bodies = {
+        path: operations["post"]["requestBody"]["content"]["application/json"]
+        for path, operations in document["paths"].items()
+        if "requestBody" in operations.get("post", {})
+    }
+    assert {"/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/chat/completions"} < bodies.keys()
+    for body in bodies.values():
+        jsonschema_rs.validate(body["schema"], body["example"])
+
+    with httpx2.Client(base_url=address, timeout=60, trust_env=False) as http:
+        for path in ("/v1/images/generations", "/v1/videos", "/v1/videos/generations"):
+            assert http.post(path, json=bodies[path]["example"]).status_code == 200, path
 
 
 def test_a_stream_of_pictures_keeps_its_promise(api: schemathesis.BaseSchema) -> None:

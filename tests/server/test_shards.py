@@ -6,6 +6,7 @@ import httpx2
 
 from tests.queues.sharded import CutShards
 from tests.server.served import PICTURES, serve, until
+from unfuse.client import AsyncClient, Client
 
 MADE = "/v1/images/generations"
 
@@ -40,3 +41,43 @@ def test_what_is_away_is_told_and_stops_its_own_requests_alone(tmp_path: Path) -
             shards[0].gone = False  # type: ignore[attr-defined]
             until(lambda: not queue.away())
             assert http.get(f"/v1/requests/{ids[0]}").status_code == 200
+
+
+def test_no_call_of_the_client_fails_that_another_part_could_answer(tmp_path: Path) -> None:
+    """Given three shards of which any one is away, when the client asks for new requests, lists, pages of them and the
+    state of what lives elsewhere, then it is answered; and a key that was used before is not taken anew elsewhere."""
+    with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
+        queue = served.queue
+        assert isinstance(queue, CutShards)
+        shards = queue._answering.shards
+        with Client(served.url) as client, httpx2.Client(base_url=served.url, timeout=60, trust_env=False) as http:
+            known = list[str]()
+            while {queue.home(id) for id in known} != {0, 1, 2}:
+                known.append(client.submit("a red circle", model=PICTURES.name).id)
+            for away, shard in enumerate(shards):
+                last = next(one["id"] for one in client.requests() if queue.home(one["id"]) == away)
+                client.requests(limit=[one["id"] for one in client.requests()].index(last) + 1)
+                shard.gone = True  # type: ignore[attr-defined]
+                made = [client.submit("a red circle", model=PICTURES.name).id for _ in range(8)]
+                assert away not in {queue.home(id) for id in made}
+                assert {one["id"] for one in client.requests()} >= {*made}
+                assert all(queue.home(one["id"]) != away for one in client.requests(after=last, limit=2))
+                assert all(client.request(id).view["id"] == id for id in known if queue.home(id) != away)
+                assert client.models() and client.workers() and client.pools() and client.dead() == []
+                refused = [
+                    http.post(MADE, json={"model": PICTURES.name, "prompt": "a"}, headers={"idempotency-key": f"{key}"})
+                    for key in range(12)
+                ]
+                codes = {one.json()["error"]["code"] for one in refused if one.status_code != 200}
+                assert codes == {"key_unavailable"}
+                shard.gone = False  # type: ignore[attr-defined]
+                until(lambda: not queue.away())
+
+
+async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> None:
+    with serve(tmp_path, idle=False, cards=(PICTURES,), queue="tests.queues.sharded:CutShards") as served:
+        assert isinstance(queue := served.queue, CutShards)
+        queue._answering.shards[1].gone = True  # type: ignore[attr-defined]
+        async with AsyncClient(served.url) as client:
+            made = [(await client.submit("a red circle", model=PICTURES.name)).id for _ in range(8)]
+        assert 1 not in {queue.home(id) for id in made}

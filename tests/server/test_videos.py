@@ -46,6 +46,25 @@ def frames_of(data: bytes) -> list[np.ndarray[Any, Any]]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
+def test_the_path_for_generations_makes_the_same_video(served: Served, http: httpx2.Client) -> None:
+    """By JSON and by a form, as `POST /v1/videos` does."""
+    made = [
+        http.post("/v1/videos", json={**ASKED, "seconds": "1"}),
+        http.post("/v1/videos/generations", json={**ASKED, "seconds": "1"}),
+        http.post("/v1/videos/generations", files={name: (None, str(value)) for name, value in ASKED.items()} | {
+            "seconds": (None, "1")
+        }),
+    ]  # fmt: skip
+    assert [answer.status_code for answer in made] == [200] * 3
+    ids = [answer.json()["id"] for answer in made]
+    for id in ids:
+        served.next_event(id, "completed")
+
+    first, *others = [http.get(f"/v1/videos/{id}/content").content for id in ids]
+    assert first and others == [first, first]
+    assert refused(http.post("/v1/videos/generations", json={"model": "test/pictures"}))["param"] == "prompt"
+
+
 def test_a_video_is_made_and_told_as_it_will_be(served: Served, http: httpx2.Client) -> None:
     with served.held():
         response = http.post(URL, json={**ASKED, "seconds": "1", "metadata": {"job": "7"}})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from unfuse.cli.main import exit_code
+from unfuse.cli.exit_codes import exit_code
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service import addresses
 from unfuse.service.addresses import await_scheduler, invitations, listens, schedulers, trust, worker_trust
@@ -173,11 +173,12 @@ def test_keys_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", [Keys("s" * 40, "p" * 40), INSECURE, None])
-def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust) -> None:
-    lines = invitations(trusted, "/d/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])])
+def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust, tmp_path: Path) -> None:
+    make(tmp_path / "keys")
+    lines = invitations(trusted, f"{tmp_path}/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])])
     if isinstance(trusted, Keys):
         (line,) = lines
-        assert "/d/keys/worker.key" in line
+        assert f"{tmp_path}/keys/worker.key" in line
         assert "scheduler.key" not in line
         assert line.endswith("unfuse worker --workers auto --keys FOLDER --scheduler tcp://127.0.0.1:5")
     elif trusted:
@@ -185,3 +186,20 @@ def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(tru
         assert line.startswith("WARNING: tcp://127.0.0.1:5 is open: whoever reaches it may be a worker")
     else:
         assert lines == []
+
+
+@pytest.mark.parametrize(("files", "named"), [
+    (["scheduler.key"], "copy the worker.key that was made together with this server's scheduler.key, a secret,"),
+    (["shared.key"], "copy FOLDER/shared.key, a secret,"),
+    (["scheduler.key", "worker.key", "shared.key"], "copy FOLDER/worker.key, a secret,"),
+])  # fmt: skip
+def test_a_key_to_be_copied_is_a_file_that_is_there(files: list[str], named: str, tmp_path: Path) -> None:
+    """Given a server's machine that has the scheduler's half of a pair alone, then no path is named."""
+    for name in files:
+        (tmp_path / name).touch()
+
+    (line,) = invitations(Keys("s" * 40, "p" * 40), str(tmp_path), ["tcp://10.0.0.1:8001"])
+    (bare,) = invitations(Keys("s" * 40, "p" * 40), "", ["tcp://10.0.0.1:8001"])
+
+    assert line.startswith(f"workers elsewhere: {named.replace('FOLDER', str(tmp_path))} there")
+    assert bare.startswith("workers elsewhere: copy the worker.key that was made together")

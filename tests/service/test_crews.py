@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ class Staff(Launcher):
         await self.queue.hello(WorkerInfo(self.ids[place], "node", "all", pools, 1, "", 0), self.cards)
 
     @override
-    async def stop(self, drain_timeout: float) -> None:
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         self.failed.cancel()
         self.has_ended = True
         for id in self.ids:
@@ -60,10 +60,10 @@ class House:
 
     async def begin(self, *models: str) -> None:
         await self.scheduler.registry.declare([CARDS[name] for name in models])
-        self._all.begin(self._plan(models, Counter(), Counter()))
+        self._all.begin(self._plan({name: name for name in models}, Counter(), Counter()))
         await self.all_come()
 
-    def _plan(self, models: Sequence[str], taken: Counter[str], coming: Counter[str]) -> Plan:
+    def _plan(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> Plan:
         there = sum(len(crew.ids) for crew in self.crews if not crew.has_ended)
         if not (free := min(2, self.room - there)):
             raise ConfigError("there is no room")

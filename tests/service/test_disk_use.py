@@ -49,6 +49,14 @@ def test_each_byte_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }  # fmt: skip
 
 
+def test_what_a_stop_saved_is_a_row_of_its_own(tmp_path: Path) -> None:
+    """Given results on a disk, then what workers save there when they stop is neither results nor other data."""
+    open_results(f"disk:{tmp_path}/copies").put(id_of(1), 0, "image/png", bytes(50))
+    rows = by_what({"data_dir": str(tmp_path)})
+    assert rows["running requests of the last stop"]["bytes"] == 50
+    assert rows["results"]["bytes"] == rows["other data"]["bytes"] == 0
+
+
 def test_what_lies_elsewhere_has_no_bytes_here_and_tells_no_password(tmp_path: Path) -> None:
     there = {"serve.queue": "redis://user:secret@h/0", "serve.results": "s3://bucket/x", "data_dir": str(tmp_path)}
     rows = by_what(there | {"serve.store": f"spill:shared_memory+disk:{tmp_path}/spill"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,9 +87,8 @@ def test_what_fits_no_gpu_at_all_is_refused_as_a_split_is() -> None:
         place(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
 
 
-def test_a_guess_is_called_so_and_what_was_measured_is_used(tmp_path: Path) -> None:
-    guessed = found(2)
-    assert "a guess: nothing was measured here yet" in guessed.why
+def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) -> None:
+    assert not found(2).measured
     shares, measured = parts([CARD], None)
     assert not measured
     assert max(shares, key=lambda role: shares[role]) == "denoiser"
@@ -105,16 +105,24 @@ def test_a_guess_is_called_so_and_what_was_measured_is_used(tmp_path: Path) -> N
     shares, measured = parts([CARD], tmp_path / "costs.json")
     assert measured
     assert shares == pytest.approx({"encoder": 1 / 8, "denoiser": 3 / 8, "decoder": 4 / 8})
-    assert "splitting would give 1× the rate (measured)" in found(2, costs=tmp_path / "costs.json").why
+    known = found(2, costs=tmp_path / "costs.json")
+    split = next(layout for layout in known.found if layout.workers == "split")
+    assert known.measured and split.rate / known.chosen.rate == pytest.approx(1.0)
 
 
-def test_where_all_stages_have_one_role_no_gain_of_a_split_is_told() -> None:
+def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
     needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted({}, {}, auto=True, first=frozenset({"whole"}))
     chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), Means(2))
-    assert chosen.why == (
-        "layout all=2: it fits, and there is nothing to split: all stages have one role, whole; "
-        "--workers all=2 keeps it so"
-    )
+    assert chosen.why == "layout all=2: each worker runs all stages, since these have one role, whole"
+
+
+def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> None:
+    chosen = [found(2), found(16, 24 * GIB, 16 * GIB), found(16, 16 * GIB, 16 * GIB), found(2, limit=13 * GIB)]
+    for one in chosen:
+        assert one.why.startswith(f"layout {one.chosen.workers}: ")
+        assert not re.search("×|rate|guess|--workers|;", one.why)
+    assert chosen[1].why.endswith("workers run all stages on the GPUs where these fit, and denoiser on the others")
+    assert "since all do not fit in one: the models do not fit: cuda:0 would hold" in chosen[2].why
 
 
 def _model() -> object:
@@ -185,7 +193,7 @@ def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device()
     assert of_two(80 * GIB, 80 * GIB).chosen.workers == "all=2"
     found = of_two(24 * GIB, 24 * GIB)
     assert found.chosen.workers == "swap"
-    assert "one, by what waits, and loads others for it; --workers swap keeps it so" in found.why
+    assert found.why == "layout swap: each worker has one model at a time, since all do not fit together"
     workers = place(TWO, found.chosen.of(Wanted({}, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS))
     assert [(worker.role, worker.device, worker.swaps) for worker in workers] == [
         ("all", "cuda:0", True), ("all", "cuda:1", True)

@@ -51,3 +51,24 @@ def test_who_starts_no_worker_has_nothing_to_wait_for() -> None:
     ready: list[bool] = []
     Loading(["one"]).expect([], lambda: ready.append(True))
     assert ready
+
+
+def test_workers_that_are_equally_far_are_one_part_of_the_line() -> None:
+    loading = Loading(["one"])
+    loading.expect(["all", "all", "encoder"])
+    for worker in range(3):
+        loading.hear(worker, {"event": "importing"})
+    assert str(loading) == "loading one: all importing (×2), encoder importing"
+
+
+def test_only_the_first_start_is_shown_in_the_line_and_it_is_ready_once() -> None:
+    ready: list[bool] = []
+    loading = Loading(["one"])
+    loading.expect(["all"], lambda: ready.append(True))
+    assert loading.hear(0, {"event": "importing"})
+    assert not loading.hear(0, {"event": "task failed"})
+    assert loading.hear(0, {"event": "ready"}), "the line has shown it until then"
+    assert not loading.hear(1, {"event": "importing"}), "of a model that was added"
+    assert not loading.hear(0, {"event": "importing"}), "a worker that is started again is news for the log"
+    assert not loading.hear(0, {"event": "ready"})
+    assert ready == [True]

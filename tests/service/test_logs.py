@@ -12,7 +12,7 @@ import structlog
 
 from unfuse.service.groups import Log
 from unfuse.service.logs import Logs
-from unfuse.worker.records import read_record, relog
+from unfuse.worker.records import Record, read_record, relog
 
 INFO = b'{"event": "ready", "level": "info", "role": "encoder", "timestamp": "2026-01-01T00:00:00Z"}\n'
 WARNING = b'{"event": "task failed", "level": "warning", "reason": "a\\u001b[2Jb\\nunfuse: all is well"}\n'
@@ -56,11 +56,33 @@ def test_where_records_are_expected_a_plain_line_becomes_one(capsys: pytest.Capt
 def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     logs = Logs(Log("error"))
     heard: list[tuple[int, str]] = []
-    logs.heard = lambda worker, record: heard.append((worker, record["event"]))
+
+    def hear(worker: int, record: Record) -> bool:
+        heard.append((worker, record["event"]))
+        return False
+
+    logs.heard = hear
     logs.relay(2, INFO)
     logs.relay(2, b"no record")
     assert heard == [(2, "ready")]
     assert "ready" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", 0), ("debug", 1)])
+def test_what_progress_shows_is_a_detail_of_the_log(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
+    logs = Logs(Log(level, "json"))
+    logs.heard = lambda worker, record: record["event"] == "ready"
+    logs.relay(0, INFO)
+    logs.relay(0, WARNING)
+    events = [json.loads(line)["event"] for line in capsys.readouterr().err.splitlines()]
+    assert events == ["ready", "task failed"][1 - shown :]
+
+
+def test_seconds_have_two_digits_in_text(capsys: pytest.CaptureFixture[str]) -> None:
+    logs = Logs(Log("info", "text"))
+    logs.relay(0, b'{"event": "loaded", "level": "info", "seconds": 0.019943501999932778, "bytes": 3158}')
+    line = capsys.readouterr().err
+    assert "seconds=0.02" in line and "bytes=3158" in line and "0.0199" not in line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from unfuse.core.errors import ConfigError
 from unfuse.service import machine
 from unfuse.service.machine import Gpu
 
@@ -80,6 +81,27 @@ def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
     host, *gpus = machine.devices()
     assert (host.name, host.free > 0) == ("cpu", True)
     assert [gpu.name for gpu in gpus] == [f"cuda:{number}" for number in range(count)]
+
+
+@pytest.mark.slow
+def test_a_machine_is_sized_by_what_is_named_if_this_one_has_less(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first GPU here has 80,000 MiB free, the second 1,000."""
+    monkeypatch.setattr(machine, "version", lambda library: "2.13.0")
+
+    def sized(**caps: int) -> tuple[dict[str, int], bool]:
+        found, is_here = machine.devices_to_size({name.replace("_", ":"): size << 20 for name, size in caps.items()})
+        return {device.name: device.free >> 20 for device in found if device.name != "cpu" or "cpu" in caps}, is_here
+
+    assert sized() == ({"cuda:0": 80000, "cuda:1": 1000}, True)
+    assert sized(cuda_0=500) == ({"cuda:0": 500, "cuda:1": 1000}, True), "of this machine, as `serve` takes it"
+    assert sized(cuda_1=24576) == ({"cuda:1": 24576}, False), "another machine has what is named, and no more"
+    assert sized(cuda_0=500, xpu_0=16384) == ({"cuda:0": 500, "xpu:0": 16384}, False)
+    assert sized(cpu=1 << 40, cuda_3=24576) == ({"cpu": 1 << 40, "cuda:3": 24576}, False)
+    for wrong in ("gpu:0", "cuda", "cuda:x", "cuda:0+cuda:1", ""):
+        with pytest.raises(ConfigError, match="devices are called cpu, cuda:0"):
+            machine.devices_to_size({wrong: 1})
 
 
 @pytest.mark.slow

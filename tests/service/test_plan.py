@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.models.hub import serve
@@ -18,16 +19,17 @@ from tools.tiny_vision import make_vision_model
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
-from unfuse.launch.placement import CONTEXT, CPU, Device, Wanted, parse_place
+from unfuse.launch.placement import CONTEXT, CPU, Device, Part, Placed, Wanted, parse_place
 from unfuse.models import resolve_source
 from unfuse.service.options import options
-from unfuse.service.plan import Model, explicit_dtypes, look_into, needs, plan_for
+from unfuse.service.plan import Model, Plan, explicit_dtypes, look_into, needs, plan_for
 from unfuse.service.service import plan
 from unfuse.service.settings import load
 
 GIB = 1 << 30
 SHAPES = "unfuse/shapes"
 HOST = (Device(CPU, 64 * GIB),)
+VAE, TEXT = Part("vae", "float32", GIB), Part("text_encoder", "float32", GIB)
 GPUS = (*HOST, Device("cuda:0", 80 * GIB), Device("cuda:1", 80 * GIB))
 
 
@@ -251,3 +253,12 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
     ranks = {"parallel": "language=tensor:2", "device": "cpu+cpu"}
     (worker,) = plan_for([str(tmp_path)], "", Wanted({}, {}, ComputeOptions(**ranks)), HOST).workers
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])
+
+
+def test_a_component_that_several_stages_of_a_worker_load_is_known_as_such() -> None:
+    both, once = (Placed("all", CPU, parts) for parts in ((VAE, TEXT, VAE), (VAE,)))
+    assert Plan((), {}, Wanted(), HOST, (once, both)).repeats() == {"vae": 2}
+    assert Plan((), {}, Wanted(), HOST, (once, once)).repeats() == {}
+    others = Placed("all", CPU, tuple(msgspec.structs.replace(VAE, models=(name,)) for name in ("one", "two")))
+    assert Plan((), {}, Wanted(), HOST, (others,)).repeats() == {}, "of two models"
+    assert Plan((), {}, Wanted(), HOST, ()).repeats() == {}

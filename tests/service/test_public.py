@@ -54,5 +54,5 @@ def test_a_model_that_is_not_there_is_refused_in_the_caller_s_process() -> None:
 
 def test_answers_are_not_held_back_until_their_first_half_is_acknowledged() -> None:
     """asyncio turns Nagle's algorithm off for sockets that name their protocol: 40 ms a reply, otherwise."""
-    with listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0, "") as listener:
         assert listener.proto == socket.IPPROTO_TCP

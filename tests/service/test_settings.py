@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from msgspec.structs import asdict
 
 from tools.settings_page import PAGE, page
+from tools.snippets import PAGES, blocks
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Settings
 from unfuse.service.service import ServeOptions
@@ -188,13 +189,20 @@ def test_the_page_of_settings_is_that_of_the_groups() -> None:
     assert PAGE.read_text() == page(), "run: python -m tools.settings_page"
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
-)
+def test_the_file_of_the_page_of_settings_can_be_read(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks(PAGE) if block.startswith("[serve]")]
+    (file := tmp_path / "unfuse.toml").write_text(block)
+
+    loaded = load({}, file, {})
+
+    assert (loaded.settings.serve.retention_s, loaded.settings.serve.results_limit) == (7 * 86_400, 50 << 30)
+    assert (loaded.settings.compute.threads, loaded.settings.arena.bytes) == (2, 1 << 30)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "deploy").glob("*/*.*"))], ids=lambda path: path.name)
 def test_a_variable_that_the_docs_name_can_be_set(path: Path) -> None:
-    if path.name != "log.md":  # it tells of what was
-        named = set(re.findall(r"UNFUSE_[A-Z_]*[A-Z]", path.read_text()))
-        assert named - {field.variable for field in FIELDS.values()} == set()
+    named = set(re.findall(r"UNFUSE_[A-Z_]*[A-Z]", path.read_text()))
+    assert named - {field.variable for field in FIELDS.values()} == set()
 
 
 def test_every_field_says_what_it_is_for() -> None:

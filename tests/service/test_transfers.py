@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from unfuse.core.errors import ConfigError
+from unfuse.service.options import options
 from unfuse.service.settings import load
-from unfuse.service.transfers import engines, transfers
+from unfuse.service.transfers import engines, require_engines, transfers
 from unfuse.testing import Faults, FaultyEngine
 from unfuse.transfer.base import TransferOptions
 
@@ -52,3 +54,25 @@ def test_the_engine_that_is_named_is_listed() -> None:
     listed = transfers(load({}, None, {"UNFUSE_TRANSFER__ENGINE": FAULTY_TCP}).settings.transfer)
     assert listed[FAULTY_TCP].startswith("listens")
     assert listed["tcp"].startswith("not used")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nixl", r"the transfer engine nixl needs its library: pip install 'unfuse\[nixl\]'"),
+        ("mooncake", r"the transfer engine mooncake needs its library: pip install 'unfuse\[mooncake\]'"),
+        ("zmp", "unknown transfer engine 'zmp': did you mean zmq"),
+    ],
+)
+def test_an_engine_that_cannot_run_ends_a_start_before_workers_open_it(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"unfuse.service": object()}
+    monkeypatch.setattr("unfuse.service.transfers.find_spec", there.get)
+    variables = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_TRANSFER__ENGINE": f"tcp,{name}"}
+    flags = {"serve.listen": ["tcp://127.0.0.1:0"]}
+    with pytest.raises(ConfigError, match=said):
+        options(load(flags, None, variables))
+    options(load(flags | {"serve.workers": "none"}, None, variables))  # those that are started elsewhere may have it
+    options(load({}, None, variables | {"UNFUSE_DATA_DIR": str(tmp_path / "other")}))  # nobody pulls here
+    require_engines(["tcp", "zmq", FAULTY_TCP])

@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.models.conftest import SHAPES
-from tools.asking import asking
+from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Places
-from unfuse.launch.base import Launcher
 from unfuse.launch.placement import PROCESS
-from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service import crews as module
-from unfuse.service.crews import Crews
-from unfuse.service.logs import Logs
-from unfuse.service.options import options as options_of
 from unfuse.service.plan import Plan
-from unfuse.service.service import Service, plan as plan_of
-from unfuse.service.settings import load
-from unfuse.supervision.clock import SystemClock
-
-ONE = 64 + 18
-"""MiB for an arena and one of the models, which take 15, and no second denoiser of 8."""
-
-
-class Started(Launcher):
-    """Workers of a plan that exist on paper. Those of a model in `broken` cannot start."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.models, self.stopped = [model.card.name for model in plan.models], False
-        self.swaps = [worker.swaps for worker in plan.workers]
-        self.failed = asyncio.get_running_loop().create_future()
-
-    def start(self) -> None:
-        """Nothing is to be started."""
-
-    async def stop(self, drain_timeout: float) -> None:
-        self.stopped = True
-        if not self.failed.done():
-            self.failed.cancel()
-
-
-class Machine:
-    """A scheduler, its crews, all launchers of workers that were started, in order, and what plans were asked with."""
-
-    def __init__(self, mib: int) -> None:
-        self.scheduler = Scheduler(MemoryQueue(SystemClock()))
-        dispatcher = Dispatcher(self.scheduler, [], Places("memory:"))
-        room = f"cpu={PROCESS + (mib << 20)}"
-        given = {"serve.device_memory": (room,), "arena.bytes": 64 << 20, "compute.device": "cpu"}
-        self.service = Service(options := options_of(load(given, None, {})), plan_of(options), Logs())
-        self.launchers, self.offered, self.asked = list[Started](), list[list[str]](), list[list[int]]()
-        self.crews = Crews(self.scheduler, dispatcher, self.plan, self.start, self.changed, 1.0)
-
-    def plan(self, models: Sequence[str], others: Counter[str], coming: Counter[str]) -> Plan:
-        self.asked.append([others["cpu"], coming["cpu"]])
-        return self.service._planned(models, others, coming)
-
-    def start(self, plan: Plan, first: int) -> Started:
-        self.launchers.append(Started(plan))
-        return self.launchers[-1]
-
-    def changed(self, plans: Sequence[Plan]) -> None:
-        self.offered.append(sorted(model.card.name for plan in plans for model in plan.models))
-
-    @property
-    def live(self) -> list[list[str]]:
-        return [launcher.models for launcher in self.launchers if not launcher.stopped]
-
-    async def served(self) -> set[str]:
-        return {*await self.scheduler.registry.cards()}
 
 
 @pytest.fixture
@@ -87,9 +23,7 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
     """A server of the built-in model, whose workers have loaded it, with room for one such model."""
     monkeypatch.setattr(module, "LOOK_S", 0.0)
     found = Machine(ONE)
-    first = found.plan(["unfuse/shapes"], Counter(), Counter())
-    await found.scheduler.registry.declare([model.card for model in first.models])
-    found.crews.begin(first)
+    await found.begin()
 
     async def nothing() -> dict[str, list[str]]:
         return {}
@@ -106,20 +40,13 @@ def siblings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [shifted(tmp_path_factory.mktemp("model") / f"shift-{shift}", shift) for shift in (3.0, 6.0)]
 
 
-def shifted(folder: Path, shift: float) -> str:
-    shutil.copytree(SHAPES, folder)
-    file = folder / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": shift}))
-    return str(folder)
-
-
 async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded_first(
     machine: Machine, siblings: list[str]
 ) -> None:
     """Given a model that fills its device, when two are added, then one worker for all three is started once the one
     before has ended, and says which of them it has; and when one is removed, the others get a worker of their own."""
     for name in siblings:
-        await machine.crews.add(name)
+        await machine.crews.add(name, name)
     assert await machine.served() == {"unfuse/shapes", *siblings}, "requests are accepted from now on"
     assert machine.live == [["unfuse/shapes"]], "no call waits until workers have ended"
     await machine.crews.look()
@@ -140,7 +67,7 @@ async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded
 
 async def test_where_there_is_room_a_model_has_workers_of_its_own(machine: Machine, siblings: list[str]) -> None:
     machine.service = Machine(2 * ONE + PROCESS // (1 << 20)).service
-    await machine.crews.add(siblings[0])
+    await machine.crews.add(siblings[0], siblings[0])
     assert machine.live == [["unfuse/shapes"], [siblings[0]]]
     await machine.crews.look()
     assert len(machine.live) == 2
@@ -162,7 +89,7 @@ def heavy(name: str) -> str:
 async def test_what_fits_by_no_turns_is_refused_and_nothing_changes(machine: Machine, siblings: list[str]) -> None:
     for name, said in ((heavy(siblings[0]), "the models do not fit"), ("/nowhere", "nowhere")):
         with pytest.raises(ConfigError, match=said):
-            await machine.crews.add(name)
+            await machine.crews.add(name, name)
     await machine.crews.look()
     assert (machine.live, await machine.served()) == ([["unfuse/shapes"]], {"unfuse/shapes"})
 
@@ -174,14 +101,14 @@ async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_wo
     says what to do first: nobody's workers end for a download."""
     folder, planned = Path(shutil.copytree(siblings[0], tmp_path / "away")), machine.service._planned
 
-    def vanish(models: Sequence[str], others: Counter[str], coming: Counter[str]) -> Plan:
+    def vanish(models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> Plan:
         found = planned(models, others, coming)
         next(folder.glob("transformer/*.safetensors")).unlink()
         return found
 
     monkeypatch.setattr(machine.service, "_planned", vanish)
     with pytest.raises(ConfigError, match="do not fit.* once its files are here: unfuse pull"):
-        await machine.crews.add(str(folder))
+        await machine.crews.add(str(folder), str(folder))
     await machine.crews.look()
     assert machine.live == [["unfuse/shapes"]]
 
@@ -189,7 +116,7 @@ async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_wo
 async def test_what_the_workers_hold_in_whose_place_others_come_is_counted_as_free(
     machine: Machine, siblings: list[str]
 ) -> None:
-    await machine.crews.add(siblings[0])
+    await machine.crews.add(siblings[0], siblings[0])
     (plan, beside, together) = machine.asked
     held = PROCESS + (ONE << 20)
     assert plan == [0, 0]
@@ -199,33 +126,37 @@ async def test_what_the_workers_hold_in_whose_place_others_come_is_counted_as_fr
 
 async def test_one_that_cannot_be_loaded_leaves_those_that_were_there(machine: Machine, siblings: list[str]) -> None:
     """Given three models in turns of which the last one added cannot be loaded, when its worker ends, then it is served
-    no more, its request is cancelled, and the others are served again; so is each other that turns out to be broken."""
+    no more, its request fails with the reason, and the others are served again; so is each other one that is broken."""
     for name in siblings:
-        await machine.crews.add(name)
+        await machine.crews.add(name, name)
     await machine.crews.look()
-    cards = await machine.scheduler.registry.cards()
-    params = cards["unfuse/shapes"].defaults | {"prompt": "a red circle", "seed": 1, "num_frames": 1}
-    asked = [await machine.scheduler.submit(*asking(cards[name], params)) for name in (*siblings, "unfuse/shapes")]
+    asked = [await machine.ask(name) for name in (*siblings, "unfuse/shapes")]
     machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
     await machine.crews.look()
     assert machine.live == [sorted([siblings[0], "unfuse/shapes"])]
-    assert machine.crews.refused == {siblings[1]: "a worker could not start"}
+    await machine.served()
+    assert {name: one.failed for name, one in machine.scheduler.registry.failed.items()} == {
+        siblings[1]: "a worker could not start"
+    }
     machine.launchers[-1].failed.set_exception(ConfigError("that one neither"))
     await machine.crews.look()
     assert machine.live == [["unfuse/shapes"]]
     assert await machine.served() == {"unfuse/shapes"}
-    records = [await machine.scheduler.queue.load(record.context.id) for record in asked]
-    assert [record.status for record in records] == ["cancelled", "cancelled", "queued"]
+    records = [await machine.scheduler.queue.load(request) for request in asked]
+    assert [record.status for record in records] == ["failed", "failed", "queued"]
+    (error,) = {record.context.error for record in records[1:2]}
+    assert error and (error.code, error.message) == (
+        "model_failed",
+        "the model cannot be served: a worker could not start",
+    )
 
 
 async def test_one_that_is_removed_before_its_workers_come_leaves_by_the_same_way(
     machine: Machine, siblings: list[str]
 ) -> None:
     """Given a model that was added and removed at once, with a request between, then workers still come for that."""
-    await machine.crews.add(siblings[0])
-    card = (await machine.scheduler.registry.cards())[siblings[0]]
-    params = card.defaults | {"prompt": "a red circle", "seed": 1, "num_frames": 1}
-    request = (await machine.scheduler.submit(*asking(card, params))).context.id
+    await machine.crews.add(siblings[0], siblings[0])
+    request = await machine.ask(siblings[0])
     await machine.scheduler.registry.dismiss(siblings[0])
     for _ in range(module.QUIET + 1):
         await machine.crews.look()

@@ -93,6 +93,23 @@ def test_what_is_written_as_it_comes_is_what_is_written_at_the_end_and_what_was_
             assert torch.equal(other.read(layer)[0], keys) and torch.equal(other.read(layer)[1], values)
 
 
+@pytest.mark.parametrize("tokens", [255, 600])
+def test_a_rank_takes_its_heads_of_what_comes(tokens: int) -> None:
+    """Given a sequence that has one of the heads, then a reader puts that in place, and nothing of the others."""
+    output, made = written(tokens)
+    layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, tokens)
+    for head in range(HEADS):
+        heads = slice(head, head + 1)
+        kv = PagedKv(LAYERS, 1, WIDTH, 4 * CHUNK).sequence()
+        kv.grow(tokens)
+        reader = KvReader(kv, layout, heads)
+        for piece in output.bytes.view(torch.uint8).split(1000):
+            reader.take(piece)
+        assert reader.whole
+        for layer, (keys, values) in enumerate(made):
+            assert torch.equal(kv.read(layer)[0], keys[heads]) and torch.equal(kv.read(layer)[1], values[heads])
+
+
 def test_layers_are_told_within_a_chunk_where_that_completes_what_others_can_read() -> None:
     """Given a layer that is as much as others can read at a time, then each is told; given more, chunks are."""
     unit = 2 * HEADS * WIDTH * CHUNK

@@ -23,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from unfuse.core.errors import ConfigError
@@ -41,7 +43,11 @@ FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**{**SIZES, "hidden_size": 64}, head_dim=WIDTH)),
-}
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **{**SIZES, "hidden_size": 64}, head_dim=WIDTH, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48,
+        mlp_only_layers=[1],
+    )),
+}  # fmt: skip
 NEW = 20
 NEAR = 5e-4
 """How far logits, whose standard deviation is 2 to 3, may be from those that are computed in another order."""

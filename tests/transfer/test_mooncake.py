@@ -16,17 +16,26 @@ from structlog.testing import capture_logs
 
 from unfuse import transfer
 from unfuse.core.errors import ConfigError
-from unfuse.transfer.base import TransferEngine, TransferOptions
+from unfuse.transfer.base import LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.onesided import OneSidedEngine, Range
 
 OPTIONS = TransferOptions(secret="s" * 40, trusted_network=True)
 Started = Callable[..., TransferEngine]
 
 
 class Library:
-    """Of the library what is used to start it. `codes` says what starting by a protocol returns, else 0."""
+    """What is used of the library. `codes` says what starting by a protocol returns, else 0."""
 
     starts: list[tuple[str, str, bool]] = []
     codes: dict[str, int] = {}
+    reads: list[tuple[str, list[tuple[int, int, int]]]] = []
+    """The owner of each call that reads, and the places, addresses and counts of its ranges."""
+    fails_at = 0
+    """The number of the call that fails, from 1 on."""
+
+    def batch_transfer_sync_read(self, owner: str, places: list[int], addresses: list[int], counts: list[int]) -> int:
+        self.reads.append((owner, [*zip(places, addresses, counts, strict=True)]))
+        return -1 if len(self.reads) == self.fails_at else 0
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
         assert (host, metadata) == ("127.0.0.1", "P2PHANDSHAKE")
@@ -48,6 +57,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
 
     def started(*there: str, codes: dict[str, int] | None = None, **options: Any) -> TransferEngine:
         monkeypatch.setattr(Library, "starts", [])
+        monkeypatch.setattr(Library, "reads", [])
         monkeypatch.setattr(Library, "codes", codes or {})
         for name in there:
             (tmp_path / "infiniband" / name).mkdir(parents=True)
@@ -102,3 +112,43 @@ def test_rdma_that_does_not_start_is_followed_by_tcp(start: Started) -> None:
 def test_a_library_that_does_not_start_at_all_is_an_error(start: Started) -> None:
     with pytest.raises(ConfigError, match="Mooncake could not start"):
         start("mlx5_0", codes={"rdma": 1, "tcp": 1}, mooncake_protocol="rdma")
+
+
+RANGES = [Range(1000, 5, 16), Range(1016, 21, 16), Range(1032, 37, 3)]
+PLACES = [(5, 1000, 16), (21, 1016, 16), (37, 1032, 3)]
+
+
+def reading(start: Started) -> OneSidedEngine:
+    engine = start()
+    assert isinstance(engine, OneSidedEngine)
+    return engine
+
+
+def test_many_ranges_are_one_call(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = reading(start)
+    engine.read(b"10.0.0.1:1", RANGES)
+    assert Library.reads == [("10.0.0.1:1", PLACES)]
+    monkeypatch.setattr(Library, "fails_at", 2)
+    with pytest.raises(LinkBroken, match=r"could not read from 10\.0\.0\.1:1: code -1"):
+        engine.read(b"10.0.0.1:1", RANGES)
+    assert len(Library.reads) == 2
+
+
+def test_a_library_without_that_call_reads_one_range_after_the_other(
+    start: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops at the first one that fails."""
+
+    def read(self: Library, owner: str, place: int, address: int, count: int) -> int:
+        return batch(self, owner, [place], [address], [count])
+
+    batch = Library.batch_transfer_sync_read
+    monkeypatch.delattr(Library, "batch_transfer_sync_read")
+    monkeypatch.setattr(Library, "transfer_sync_read", read, raising=False)
+    engine = reading(start)
+    engine.read(b"o", RANGES)
+    assert Library.reads == [("o", [place]) for place in PLACES]
+    monkeypatch.setattr(Library, "fails_at", 5)
+    with pytest.raises(LinkBroken, match="code -1"):
+        engine.read(b"o", RANGES)
+    assert len(Library.reads) == 5

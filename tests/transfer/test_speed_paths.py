@@ -1,9 +1,9 @@
-"""How long an owner holds what is pulled: over tcp until it is sent, by one-sided reads until the reader has it; and
-that its word waits for the bytes, where it sends any."""
+"""How long an owner holds what is pulled: over tcp until it is sent, by one-sided reads until the reader has it; that
+its word waits for the bytes, where it sends any; and how much a call of a one-sided library reads."""
 
 import ctypes
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import msgspec
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from tests.transfer.conftest import OPTIONS
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
-from unfuse.transfer import open_engine
-from unfuse.transfer.base import TransferEngine
-from unfuse.transfer.onesided import OneSidedEngine
+from unfuse.transfer import onesided, open_engine
+from unfuse.transfer.base import LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.onesided import AT_ONCE, OneSidedEngine, Range
 from unfuse.transfer.owner_messages import Coming, Ping, Pong, Pull
+from unfuse.transfer.session import MAX_PULL
 from unfuse.transfer.tcp_connection import Connection, Owner as TcpOwner, send
 
 MUCH = 40 << 20
@@ -25,9 +26,14 @@ MUCH = 40 << 20
 
 
 class OwnMemory(OneSidedEngine):
-    """Reads from this process: what a library does over a network."""
+    """Reads from this process: what a library does over a network. Calls of these numbers fail."""
 
     name = "own"
+    fails: Sequence[int] = ()
+
+    def __init__(self, options: TransferOptions) -> None:
+        super().__init__(options)
+        self.calls: list[list[int]] = []
 
     def publish(self) -> bytes:
         return b"here"
@@ -35,9 +41,13 @@ class OwnMemory(OneSidedEngine):
     def register(self, memory: NDArray[np.uint8]) -> None:
         del memory
 
-    def read(self, name: bytes, address: int, to: int, count: int) -> None:
+    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
         assert name == b"here"
-        ctypes.memmove(to, address, count)
+        self.calls.append([one.nbytes for one in ranges])
+        if len(self.calls) in self.fails:
+            raise LinkBroken("the library failed")
+        for one in ranges:
+            ctypes.memmove(one.to, one.address, one.nbytes)
 
 
 def started(engine: TransferEngine) -> Iterator[tuple[ArenaOwner, str]]:
@@ -136,3 +146,26 @@ def test_a_reader_that_gives_a_pull_up_ends_its_hold(one_sided: tuple[ArenaOwner
             assert next(pull) == 1000
         owner.delete(ref)
         soon(lambda: owner.used() == 0, "it is held for nobody")
+
+
+def test_many_ranges_are_read_in_one_call_and_one_after_a_call_that_failed(
+    one_sided: tuple[ArenaOwner, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an object of more ranges than a call has, of which the second call fails, then what the first one brought
+    counts, the next pull begins with a single range, and goes on with many."""
+    assert AT_ONCE * onesided.PIECE <= MAX_PULL, "or no pull would have as many"
+    monkeypatch.setattr(onesided, "PIECE", piece := 1 << 16)
+    owner, address = one_sided
+    nbytes, whole = (2 * AT_ONCE + 1) * piece + 5, AT_ONCE * piece
+    ref, memory = owner.put(1, nbytes), np.zeros(nbytes, np.uint8)
+    engine = OwnMemory(OPTIONS)
+    engine.fails = [2]
+    with closing(engine.connect(address)) as link:
+        pull = link.pull(ref, 0, nbytes, memory)
+        assert next(pull) == whole
+        with pytest.raises(LinkBroken):
+            next(pull)
+        rest = nbytes - whole
+        assert [*link.pull(ref, whole, nbytes, memory[whole:])] == [piece, piece + whole, rest]
+    assert engine.calls == [[piece] * AT_ONCE, [piece] * AT_ONCE, [piece], [piece] * AT_ONCE, [5]]
+    assert np.array_equal(memory, pattern(1, nbytes))

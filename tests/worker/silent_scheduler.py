@@ -15,7 +15,7 @@ from unfuse.wire.router import Router
 
 async def main() -> None:
     scheduler = Scheduler(MemoryQueue(SystemClock()))
-    dispatcher = Dispatcher(scheduler, [("none", "none", "auto")], Places("disk:/nowhere"))
+    dispatcher = Dispatcher(scheduler, [("none", "none", "auto")], Places(""))
     router = Router(sys.argv[1], dispatcher.answer, dispatcher.undelivered)
     await scheduler.start()
     sys.stdout.write(router.address + "\n")

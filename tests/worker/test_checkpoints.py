@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.worker.test_step_loop import Bench, Count
-from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.errors import ArenaFull, ConfigError, PermanentError
 from unfuse.core.messages import Done, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
@@ -243,3 +243,46 @@ class Full:
             filler = np.zeros(self._store.usage().free + 1, np.uint8)
             return self._store.put({"filler": filler}, request="req_1", stage="s", attempt=1)
         return self._store.put(tensors, **about)
+
+
+def test_what_can_be_saved_is_dropped_at_its_next_step(tmp_path: Path) -> None:
+    """Given two tasks, one of which has made no step, when they are to be dropped if they can be saved, then both are
+    stopped without another step, and the one that has something to save is saved."""
+    bench, count = loop(tmp_path, "auto")
+    runs = bench.run(steps=5)
+    bench.turn()
+    waits = bench.run(steps=5, tag=1)
+    for lease in (runs, waits):
+        bench.inbox.put(Cancel(lease.claim, save=True, if_saved=True))
+    assert all(isinstance(bench.outcome(lease), Stopped) for lease in (runs, waits))
+    assert (kept(bench), len(count.batches)) == ([1], 1)
+    assert counted(bench, bench.outcome(again(bench, runs, last_kept(bench)))) == 5.0
+
+
+@pytest.mark.parametrize("lacks", ["room", "save", "wish"])
+def test_what_cannot_be_saved_goes_on(tmp_path: Path, lacks: str) -> None:
+    """Given a task whose state cannot be stored, whose stage saves nothing, or whose server never saves, when it is to
+    be dropped if it can be saved, then it makes all its steps; a plain cancel drops it still."""
+    stage = Count() if lacks == "save" else Saving()
+    if lacks == "room":
+        stage.trouble = ArenaFull(1, 0, 1)  # type: ignore[attr-defined]
+    bench, count = loop(tmp_path, "none" if lacks == "wish" else "auto", stage)
+    lease, other = bench.run(steps=5), bench.run(steps=5, tag=1)
+    bench.turn()
+    bench.turn()
+    for one in (lease, other):
+        bench.inbox.put(Cancel(one.claim, save=True, if_saved=True))
+    bench.turn()
+    bench.inbox.put(Cancel(other.claim, save=True))
+    assert isinstance(bench.outcome(other), Stopped)
+    assert counted(bench, bench.outcome(lease)) == 5.0
+
+
+def test_a_task_that_is_unknown_is_not_waited_for(tmp_path: Path) -> None:
+    """Given a task that has ended, when it is to be dropped if it can be saved, then others go on."""
+    bench, _ = loop(tmp_path, "auto")
+    ended = bench.run(steps=1)
+    bench.outcome(ended)
+    lease = bench.run(steps=3)
+    bench.inbox.put(Cancel(ended.claim, save=True, if_saved=True))
+    assert isinstance(bench.outcome(lease), Done)

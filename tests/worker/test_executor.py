@@ -113,6 +113,21 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
         assert again.output.checksums == done.output.checksums
 
 
+async def test_a_task_whose_input_went_with_a_process_is_handed_back(tmp_path: Path) -> None:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    with TensorStore.create("memory", owner="w") as store:
+        executor = Executor([load(store, tmp_path)], heard.put)
+        executor.passing._passed.add((waiting := lease()).claim)
+        executor.passing.lost()
+        for _ in range(2):
+            await executor.run(waiting, {})
+        failed = heard.get_nowait()
+        assert isinstance(failed, Failed)
+        assert (failed.claim, failed.kind, failed.reason) == (waiting.claim, "hand_back", "compute")
+        assert heard.empty() and [*executor._waiting] == [waiting.claim]
+        await executor.close()
+
+
 async def test_stages_have_warmed_up_when_a_process_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside.install(monkeypatch)
     monkeypatch.setenv("OUTSIDE_WARMED", str(warmed := tmp_path / "warmed"))

@@ -12,13 +12,16 @@ from tempfile import TemporaryDirectory
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
+from tests.disks import small_disk
 from tests.transfer.conftest import SECRET
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.messages import Done, Failed, FailureKind, Granted, Moved, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
+from unfuse.stores.keyed import remains_at
 from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
@@ -324,3 +327,71 @@ async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
 
 def files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
+
+
+async def stopped(objects: Objects, *inputs: tuple[str, ObjectRef]) -> None:
+    """Copy what a worker has, and end it."""
+    await objects.copy_all(inputs)
+    await objects.close()
+
+
+def report(ref: ObjectRef) -> Done:
+    return Done(Claim(ref.request, ref.stage, 1, b""), ref, (), Timings())
+
+
+async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
+    folders: Callable[[], str], tmp_path: Path
+) -> None:
+    """Given results on a disk and nothing else that lasts, when a worker stops, then the outputs and checkpoints of
+    requests that are not over can be read, and of a request that reads another one's object that, too."""
+    places = Places(f"disk:{tmp_path}")
+    objects = Objects("w", "n", CAPACITY, places, {}, OPTIONS, folders())
+    output, checkpoint = made(objects, 1), made(objects, 2)
+    over, cached = made(objects, 3, request="req_b"), made(objects, 4, request="req_c")
+    for ref in (output, over, cached):
+        objects.made(report(ref), "text_encode")
+    assert await objects.save_copy(checkpoint)
+    objects.share("key", cached)
+    await objects.release(["req_b", "req_c"])
+    assert objects.needed() == {"req_a"} and not list(tmp_path.rglob("copies/*/*"))
+
+    await stopped(objects, ("req_a", cached))
+
+    async with node("later", folders(), places) as later:
+        assert [read(later, ref) for ref in (output, checkpoint)] == [{1}, {2}]
+        with pytest.raises(ObjectLost):
+            read(later, cached)
+        with later.store.get(cached, reader="req_a") as held:
+            assert set(held["x"].tolist()) == {4}
+        with pytest.raises(ObjectLost):
+            read(later, over)
+        (place,) = remains_at(places.store, places.copies)
+        assert set(place.requests()) == {"req_a"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("durable", ["none", "disk"])
+async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Callable[[], str], tmp_path: Path) -> None:
+    """Given a checkpoint that is larger than the disk, then there is no copy, nothing half-written, and the worker has
+    it still; what fits is copied all the same."""
+    with small_disk(tmp_path, 4 * PIECE >> 10) as disk:
+        places = Places(f"disk:{disk}", durable=f"disk:{disk}" if durable == "disk" else "none")
+        async with node("w", folders(), places) as objects:
+            small, large = made(objects, 1, nbytes=PIECE // 4), made(objects, 2, nbytes=5 * PIECE)
+            with capture_logs() as logs:
+                assert not await objects.save_copy(large, now=True)
+                assert await objects.save_copy(small, now=True)
+            assert [line["event"] for line in logs] == ["no durable copy"]
+            assert (objects.has_copy(small), objects.has_copy(large)) == (True, False)
+            assert read(objects, large) == {2}
+            assert [path.stat().st_size for path in disk.rglob("copies/**/*") if path.is_file()] == [PIECE // 4]
+
+
+async def test_who_cannot_see_the_results_copies_nothing(folders: Callable[[], str], tmp_path: Path) -> None:
+    """Given the folder of another machine, then no folder of that name is made here."""
+    places = Places(f"disk:{tmp_path / 'theirs'}", mark="another")
+    async with node("w", folders(), places) as objects:
+        assert not objects.outlasts
+        await objects.save_copy(made(objects), now=True)
+        await objects.copy_all(())
+    assert not (tmp_path / "theirs").exists()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from threading import Event
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from tests.worker.refs import ref
+from unfuse.arena.arena import Arena
 from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease, Task
+from unfuse.transfer.sinks import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 from unfuse.worker.passing import Passing
 
@@ -57,6 +63,7 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         passing._loop.call_later(0.01, happens)
         with pytest.raises(TransientError, match=says):
             await passing._pass(ARRIVED)
+    assert not passing.begins(ARRIVED.lease.claim)
     passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim, KV.id))
     passing._loop.call_later(0.005, passing.heard, Taken(ARRIVED.lease.claim, "another", "of no matter"))
     await passing._pass(ARRIVED)
@@ -64,3 +71,101 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
     assert process.sent == [ARRIVED] * 3 + [Cancel(ARRIVED.lease.claim)]
     for one in (gone, passing):
         one.close()
+
+
+async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
+    """Also where one of them cannot take it, since the others may still read it; and where they are gone."""
+    process = Process()
+    passing, taken = Passing(50, process.send, 3), Taken(ARRIVED.lease.claim, KV.id)
+    for error in ("", "no memory"):
+        piece = asyncio.create_task(passing._pass(ARRIVED))
+        for answer in (replace(taken, error=error), taken):
+            await asyncio.sleep(0)
+            passing.heard(answer)
+            await asyncio.sleep(0)
+            assert not piece.done()
+        passing.heard(taken)
+        if error:
+            with pytest.raises(TransientError, match=error):
+                await piece
+        else:
+            await piece
+    piece = asyncio.create_task(passing._pass(ARRIVED))
+    await asyncio.sleep(0)
+    passing.heard(taken)
+    passing.lost()
+    with pytest.raises(TransientError, match="ended"):
+        await piece
+    passing.close()
+
+
+async def test_what_processes_had_taken_that_are_gone_no_task_begins_with() -> None:
+    """Given a task of whose input a piece was taken when the process died, then the next process gets no later piece of
+    it, and the task does not begin; its next attempt, and others, do."""
+    process = Process()
+    passing, claim = Passing(50, process.send), ARRIVED.lease.claim
+    other = replace(ARRIVED, lease=replace(ARRIVED.lease, token=b"another"))
+    for arrived in (ARRIVED, other):
+        piece = asyncio.create_task(passing._pass(arrived))
+        await asyncio.sleep(0)
+        passing.heard(Taken(arrived.lease.claim, KV.id))
+        await piece
+    assert passing.begins(other.lease.claim)
+    passing.lost()
+    with pytest.raises(TransientError, match="the compute process ended"):
+        await passing._pass(replace(ARRIVED, start=10, stop=20))
+    assert process.sent == [ARRIVED, other]
+    assert passing.begins(other.lease.claim) and not passing.begins(claim)
+    assert passing.begins(claim)
+    passing.close()
+
+
+class Slow:
+    """A store, and a transfer into it that brings nothing, and ends only when it may."""
+
+    def __init__(self) -> None:
+        self.arena, self.may_end, self.wanted = Arena(1 << 26), Event(), True
+        self.reserve = self.arena.create
+
+    def fetch(self, ref: object, window: Window) -> Slow:
+        self.window = window
+        return self
+
+    def cancel(self) -> None:
+        self.wanted = False
+
+    def wait(self) -> None:
+        self.may_end.wait()
+
+    def end(self) -> None:
+        self.window.fail(TransientError("it was cancelled"))
+        self.may_end.set()
+
+
+async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
+    """Given an input on its way, when its task is cancelled, and again while the transfer still ends, then its room is
+    free when that has ended, and nothing more is passed on."""
+    slow, process = Slow(), Process()
+    passing, store = Passing(50, process.send), slow
+    through: Any = passing.through
+    task = asyncio.create_task(through(ARRIVED.lease, KV, store, slow, 1.0))
+    try:
+        while not passing.extents:
+            await asyncio.sleep(0)
+        (window,) = passing.extents
+        for _ in range(2):
+            task.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert task.cancelled() and not slow.wanted
+        assert slow.arena.unfinished() == [window], "the transfer may still write there"
+        with pytest.raises(TransientError, match="not wanted"):
+            await passing._pass(ARRIVED)
+    finally:
+        slow.end()
+    async with asyncio.timeout(60):
+        while slow.arena.unfinished() or passing.extents:
+            await asyncio.sleep(0)
+    assert process.sent == []
+    passing.close()
+    slow.arena.close()

@@ -15,13 +15,14 @@ from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from tests.worker.test_step_loop import Bench, Count, Large, Shared
+from tools.server import until
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.task import Claim
-from unfuse.stages.base import SteppedStage
+from unfuse.stages.base import StageInput, StageOutput, SteppedStage
 from unfuse.worker.compute import _agree
-from unfuse.worker.compute_messages import Cancel, FromCompute, RankSpent, Run, Turn, Waits
+from unfuse.worker.compute_messages import Arrived, Cancel, FromCompute, RankSpent, Run, Taken, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.ranks import SeveralRanks
 from unfuse.worker.step_loop import StepLoop
@@ -41,7 +42,7 @@ class Rank:
     """One of them."""
 
     def __init__(self, rank: int, table: Table) -> None:
-        self.rank, self._table, self.waited_s = rank, table, 0.0
+        self.rank, self.size, self._table, self.waited_s = rank, len(table.said), table, 0.0
 
     def exchange(self, own: bytes) -> list[bytes]:
         self.waited_s += self.rank + 1  # as if it had taken so long
@@ -119,10 +120,10 @@ class Group:
         self.give(run)
         return run
 
-    def give(self, run: Run) -> None:
-        """As the executor does: the task to all."""
+    def give(self, message: Run | Arrived) -> None:
+        """As the executor does: the task, or a piece of its input, to all."""
         for inbox in reversed(self.inboxes):
-            inbox.put(run)
+            inbox.put(message)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         with self.changed:
@@ -297,7 +298,7 @@ verdicts = st.one_of(st.integers(0, 3), st.builds(Waits, claims), failed)
 @given(st.lists(st.lists(verdicts, min_size=2, max_size=2), min_size=2, max_size=4))
 def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(said: list[list[Any]]) -> None:
     class Heard:
-        rank, waited_s = 0, 0.0
+        size, rank, waited_s = 2, 0, 0.0
 
         def exchange(self, own: bytes) -> list[bytes]:
             return [own, *others]
@@ -338,3 +339,113 @@ def test_ranks_that_would_make_other_bytes_do_not_begin(outcome: dict[str, str],
     with pytest.raises(ConfigError, match="rank 2 of the worker makes other bytes than rank 0"):
         _agree(Others(), {"device": "cpu", "torch": "2"}, ["denoise:a"])  # type: ignore[arg-type]
     _agree(None, outcome, pools)
+
+
+class Taker(Count):
+    """Takes inputs in pieces, and logs what it does. It `fails` at the piece from that offset on."""
+
+    def __init__(self, fails: int = -1, unavailable: int = 0) -> None:
+        super().__init__()
+        self.fails, self.unavailable, self.log = fails, unavailable, list[str]()
+
+    def receive(self, params: Any, priority: int, names: Any) -> Taker:
+        self.log.append(f"receive {sorted(names)}")
+        return self
+
+    def take(self, piece: Any) -> None:
+        self.log.append(f"take {int(piece[0])}")
+        if int(piece[0]) == self.fails:
+            raise RuntimeError("no memory")
+
+    def drop(self) -> None:
+        self.log.append("drop")
+
+    def verify(self, task: StageInput) -> None:
+        if self.unavailable:
+            self.unavailable -= 1
+            raise ResultsUnavailable("gone for a moment")
+
+    def start(self, task: StageInput) -> tuple[StageInput, int]:
+        self.log.append(f"start {'with' if task.received is self else 'without'} what came")
+        return super().start(task)
+
+    def step(self, batch: Any) -> Any:
+        self.log.append(f"step of {len(batch)}")
+        return super().step(batch)
+
+    def finish(self, state: tuple[StageInput, int]) -> StageOutput:
+        return StageOutput({})
+
+
+class Pieces:
+    """A task whose input comes in pieces."""
+
+    def __init__(self, ranks: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ranks.bench.store, "at", lambda offset, nbytes: np.full(nbytes, offset))
+        ranks.bench.run(steps=2)
+        run = ranks.bench.inbox.get()
+        assert isinstance(run, Run)
+        task = run.lease.task
+        (self.ref,) = task.inputs
+        self.ranks, self.claim = ranks, run.lease.claim
+        self.run = replace(run, lease=replace(run.lease, task=replace(task, inputs=())))
+
+    def answers(self, rank: int) -> list[str]:
+        return [message.error for message in self.ranks.sent[rank] if isinstance(message, Taken)]
+
+    def arrive(self, start: int) -> None:
+        before = len(self.answers(0))
+        self.ranks.give(Arrived(self.run.lease, self.ref, start, start, start + 10))
+        for rank in range(2):
+            self.ranks.until(lambda rank=rank: len(self.answers(rank)) > before, "each rank to answer")
+
+
+def test_all_ranks_take_pieces_of_an_input_between_the_same_steps(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a task that runs meanwhile, since what is taken needs room, of which all ranks have equally much."""
+    stages = Taker(), Taker()
+    ranks = group(*stages)
+    long, pieces = ranks.begin(steps=10**9), Pieces(ranks, monkeypatch)
+    ranks.until(lambda: stages[0].batches, "it to run")
+    for start in (0, 10, 20):
+        pieces.arrive(start)
+    ranks.give(pieces.run)
+    assert isinstance(ranks.outcome(pieces.run), Done)
+    ranks.inboxes[0].put(Cancel(long.lease.claim))
+    assert isinstance(ranks.outcome(long), Stopped)
+    until(lambda: stages[0].log == stages[1].log, "both to have done the same")
+    told = [line for line in stages[0].log if "step" not in line]
+    assert told == ["start without what came", "receive ['x']", "take 0", "take 10", "take 20", "start with what came"]
+    assert pieces.answers(0) == pieces.answers(1) == [""] * 3
+    assert not any(loop._intake.receives for loop in ranks.loops)
+
+
+def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that failed keeps what it has until then, or it would have room that others have not."""
+    stages = Taker(), Taker(fails=10)
+    ranks = group(*stages)
+    pieces = Pieces(ranks, monkeypatch)
+    for start in (0, 10):
+        pieces.arrive(start)
+    assert (pieces.answers(0), pieces.answers(1)) == (["", ""], ["", "no memory"])
+    assert "drop" not in stages[0].log + stages[1].log
+    ranks.inboxes[0].put(Cancel(pieces.claim))
+    until(lambda: all("drop" in stage.log for stage in stages), "both to have dropped it")
+    assert isinstance(ranks.outcome(ranks.begin(steps=1)), Done)
+    until(lambda: stages[0].log == stages[1].log, "both to have done the same")
+    assert stages[0].log[3:] == ["drop", "start without what came", "step of 1"]
+
+
+def test_where_a_rank_waits_for_the_results_all_drop_what_they_took(
+    group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a rank that can begin and one that cannot yet, then both begin without it, since the first has given it up
+    with the state that it had made."""
+    stages = Taker(), Taker(unavailable=1)
+    ranks = group(*stages)
+    pieces = Pieces(ranks, monkeypatch)
+    pieces.arrive(0)
+    ranks.give(pieces.run)
+    assert isinstance(ranks.outcome(pieces.run), Done)
+    for stage in stages:
+        until(lambda stage=stage: stage.log[-1] == "step of 1" == stage.log[-2], "both to have made two steps")
+        assert stage.log[-4:] == ["drop", "start without what came", "step of 1", "step of 1"]

@@ -9,10 +9,11 @@ import pytest
 
 from tests.core.graphs import object_for
 from tools.addresses import a_worker, unix_address
-from unfuse.core.messages import Accepted, Failed, Refused, Saved
+from unfuse.core.messages import Accepted, Done, Failed, Keep, Places, Refused, Saved, Welcome
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.worker.compute_messages import StateSaved
+from unfuse.worker.compute_messages import Kept, StateSaved
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.worker import Worker
 
@@ -24,27 +25,45 @@ class Place:
 
     def __init__(self) -> None:
         self.written, self.durable, self.gone = asyncio.Event(), list[str](), list[str]()
+        self.shared: list[str] = []
+        self.full = False
         self.written.set()
 
-    async def save_copy(self, ref: ObjectRef) -> None:
+    def share(self, key: str, ref: ObjectRef) -> None:
+        self.shared.append(key)
+
+    async def save_copy(self, ref: ObjectRef, *, now: bool = False) -> bool:
         await self.written.wait()
-        self.durable.append(ref.id)
+        self.durable += [] if self.full else [ref.id]
+        return not self.full
+
+    def has_copy(self, ref: ObjectRef) -> bool:
+        return ref.id in self.durable or ref.id == "from elsewhere"
 
     async def delete(self, ref: ObjectRef) -> None:
         self.gone.append(ref.id)
 
 
 class Scheduler:
-    """Answers with what it is told to."""
+    """Answers with what it is told to; portions wait until `takes` is set."""
+
+    welcome = Welcome((), Places(""), 0.0, 0.0, keeps=True)
 
     def __init__(self) -> None:
         self.answer: Accepted | Refused = Accepted()
         self.saved: list[int] = []
         self.failed_after: list[list[int]] = []
+        self.kept, self.done_after = list[Keep](), list[int]()
+        self.takes = asyncio.Event()
 
-    async def call(self, message: Saved | Failed) -> Accepted | Refused:
+    async def call(self, message: Saved | Failed | Keep | Done) -> Accepted | Refused:
         if isinstance(message, Failed):
             self.failed_after.append(list(self.saved))
+        elif isinstance(message, Done):
+            self.done_after.append(len(self.kept))
+        elif isinstance(message, Keep):
+            await self.takes.wait()
+            self.kept.append(message)
         else:
             self.saved.append(message.step)
         return self.answer
@@ -68,6 +87,17 @@ async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None
     for step in (10, 20):
         await made.keep(kept(step))
     assert (scheduler.saved, place.durable, place.gone) == ([10, 20], ["at 10", "at 20"], ["from elsewhere", "at 10"])
+
+
+@pytest.mark.parametrize(("before", "recorded", "gone"), [("from elsewhere", [], ["at 10"]), ("", [10], [])])
+async def test_one_that_cannot_be_copied_replaces_none_that_is(
+    before: str, recorded: list[int], gone: list[str]
+) -> None:
+    """Given a full disk, then an older checkpoint on it is worth more than a newer one that ends with its worker."""
+    made, place, scheduler = saving(before)
+    place.full = True
+    await made.keep(kept(10))
+    assert (scheduler.saved, place.gone) == (recorded, gone)
 
 
 async def test_what_is_not_recorded_is_given_up_itself() -> None:
@@ -117,3 +147,28 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
     place.written.set()
     await asyncio.gather(*worker._background._tasks)
     assert scheduler.failed_after == [[10]]
+
+
+@pytest.mark.parametrize("answer", [Accepted(), Refused("not yours any more", lease_lost=True)])
+async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answer: Accepted | Refused) -> None:
+    """Given portions of an answer, when its task ends while the scheduler takes its time with them, then that waits for
+    them, since none would be taken any more; what is not recorded is not held."""
+    made, place, scheduler = saving()
+    scheduler.answer = answer
+    worker: Any = Worker(a_worker(unix_address()))
+    await worker._link.close()
+    worker._saved_states, worker._link = made, scheduler
+    worker._draining.set()
+    task = Task("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
+    worker._holding.take(Lease(task, "w", b"token", 0.0))
+    for key in ("a", "b"):
+        await worker._hear(Kept(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
+    await worker._hear(Done(CLAIM, None, (), Timings()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scheduler.done_after == []
+    scheduler.takes.set()
+    await asyncio.gather(*worker._background._tasks)
+    assert scheduler.done_after == [2]
+    assert [(one.key, one.digest) for one in scheduler.kept] == [("a", "digest of a"), ("b", "digest of b")]
+    assert place.shared == (["a", "b"] if isinstance(answer, Accepted) else [])

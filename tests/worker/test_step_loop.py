@@ -22,7 +22,7 @@ from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, Tr
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Params, Value
+from unfuse.core.plan import Params, Value, prefix_key
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.core.text import TextLoad
@@ -132,6 +132,8 @@ class Print(Stage):
 class Keep(Count):
     """Completes a portion at each step; none can be had of the one numbered `missing`."""
 
+    goes_ahead = True
+
     def __init__(self, missing: int | None = None) -> None:
         super().__init__()
         self.missing = missing
@@ -144,6 +146,9 @@ class Keep(Count):
             raise RuntimeError("no memory for a copy")
         return {"x": np.full(1, number)}
 
+    def digest(self, state: tuple[StageInput, int], number: int) -> str:
+        return f"digest {number}"
+
 
 class Texts:
     """What stages have of texts, which is nothing."""
@@ -152,6 +157,12 @@ class Texts:
 
     def load(self) -> TextLoad:
         return TextLoad()
+
+    def leftovers(self) -> dict[str, int]:
+        return {}
+
+    def end_all(self) -> None:
+        pass
 
 
 class Bench:
@@ -170,7 +181,7 @@ class Bench:
 
     def run(
         self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0,
-        prefixes: tuple[str, ...] = (), **more: Value,
+        prefixes: tuple[str, ...] = (), extends: str = "", **more: Value,
     ) -> Lease:  # fmt: skip
         own: Params = {"steps": steps, "tag": tag, **more}
         task = Task(
@@ -185,6 +196,7 @@ class Bench:
             final=pool == "print",
             priority=priority,
             prefixes=prefixes,
+            extends=extends,
         )
         lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
         self.inbox.put(Run(lease, {}))
@@ -773,6 +785,36 @@ def test_a_task_goes_on_whether_its_portions_are_kept_or_not(
     lease = loop.run(prefixes=("a", "b"))
     assert isinstance(loop.outcome(lease), Done)
     assert [said.key for said in loop.sent if isinstance(said, Kept)] == kept
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_portions_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_path: Path, overlapped: bool) -> None:
+    """Given a task with a key for its first portion, when it may add others, then those have the keys of their digests
+    in its space, and each is there when it is told of."""
+    loop = Bench(tmp_path, {"count": Keep()}, 1, overlapped)
+    lease = loop.run(prefixes=("a",), extends="space")
+    assert isinstance(loop.outcome(lease), Done)
+    kept = [said for said in loop.sent if isinstance(said, Kept)]
+    expected = [("a", ""), *((prefix_key("space", f"digest {number}"), f"digest {number}") for number in (1, 2))]
+    assert [(said.key, said.digest) for said in kept] == expected
+    assert [loop.store.get(said.output)["x"].item() for said in kept] == [0, 1, 2]
+
+
+def test_a_task_knows_whether_what_it_adds_has_the_bytes_of_others(tmp_path: Path) -> None:
+    """Not behind an input that was stored in fewer bits, and not where nobody asks for it."""
+    given = list[bool]()
+
+    class Asked(Keep):
+        def start(self, task: StageInput) -> tuple[StageInput, int]:
+            given.append(task.extends)
+            return super().start(task)
+
+    loop = Bench(tmp_path, {"count": Asked()}, 1)
+    x = {"x": np.zeros(3, "float32")}
+    narrow = loop.store.put(x, request=new_request_id(), stage="before", attempt=1, encoding="fp16")
+    for lease in (loop.run(extends="space"), loop.run("count", narrow, extends="space"), loop.run()):
+        loop.outcome(lease)
+    assert given == [True, False, False]
 
 
 def test_a_step_that_adds_nothing_leaves_no_part(tmp_path: Path) -> None:

@@ -26,3 +26,30 @@ def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], ask
         _loaded="",
     )
     assert (Worker._wanted(worker) is not WITHDRAW) is asks
+
+
+async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() -> None:
+    """Given a worker that is about to load other weights when the inputs of a task are there, then the task is handed
+    back, and its compute process told that it does not come."""
+    done = list[Any]()
+
+    async def note(what: Any) -> None:
+        done.append(what)
+
+    async def found(*_: Any) -> str:
+        return "it"
+
+    lease: Any = SimpleNamespace(claim="claim")
+    worker: Any = SimpleNamespace(
+        _borrowing=SimpleNamespace(bring=found),
+        _growing=SimpleNamespace(recorded=found),
+        _holding=SimpleNamespace(arrived=lambda _: None),
+        _swapping=SimpleNamespace(fits=lambda _: False),
+        _end=note,
+    )
+    executor: Any = SimpleNamespace(ready=True, passing=SimpleNamespace(drop=note))
+    objects: Any = SimpleNamespace(copies=SimpleNamespace(bring=found))
+    await Worker._run(worker, executor, objects, lease, granted=None)  # type: ignore[arg-type]
+    dropped, failed = done
+    assert dropped == "claim"
+    assert (failed.claim, failed.kind) == ("claim", "hand_back")

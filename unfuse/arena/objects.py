@@ -71,6 +71,7 @@ class _Entry:
     whole: bool = False
     shared: list[str] = field(default_factory=list)  # further names that keep it, also after its request is released
     spare: bool = False  # whether its request is released, and only shared names keep it
+    unfinished: bool = True  # whether its writer has not sealed or aborted it, though it may be deleted meanwhile
 
 
 class ObjectTable:
@@ -85,6 +86,7 @@ class ObjectTable:
         self._space = space
         self._lock = FinalizerLock()
         self._entries: dict[str, _Entry] = {}
+        self._restoring = 0  # bytes of room for spilled objects that are being taken back
         self._generation = 0
         self._changed = Condition()
 
@@ -105,6 +107,7 @@ class ObjectTable:
             if not released:
                 self._move(entry, "sealed")
                 entry.whole = True
+            entry.unfinished = False
             self._end_hold(id)
         self._wake_waiters()
         if released:
@@ -116,6 +119,7 @@ class ObjectTable:
             entry = self._entry(id)
             if entry.state != "deleted":
                 self._move(entry, "deleted")
+            entry.unfinished = False
             self._end_hold(id)
         self._wake_waiters()
 
@@ -194,7 +198,9 @@ class ObjectTable:
         Raises, with nothing changed, ArenaFull, what `fill` raises, or ObjectLost if it was deleted meanwhile.
         """
         with self._lock:
-            offset = self._place(self._entry(id).extent.nbytes)
+            nbytes = self._entry(id).extent.nbytes
+            offset = self._place(nbytes)
+            self._restoring += _room(nbytes)
         try:
             fill(offset)
             with self._lock:
@@ -202,10 +208,12 @@ class ObjectTable:
                 self._move(entry, "sealed")
                 entry.holds, entry.extent = 1, msgspec.structs.replace(entry.extent, offset=offset)
                 self._entries[id] = self._entries.pop(id)
+                self._restoring -= _room(nbytes)
                 return entry.extent
         except BaseException:
             with self._lock:
                 self._space.free(offset)
+                self._restoring -= _room(nbytes)
             raise
 
     def delete(self, id: str) -> None:
@@ -253,11 +261,22 @@ class ObjectTable:
             idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
+    def unfinished(self) -> list[Extent]:
+        """The objects that are being written, also those of requests that are over."""
+        with self._lock:
+            return [entry.extent for entry in self._entries.values() if entry.unfinished]
+
+    def unaccounted(self) -> int:
+        """Bytes of room that are taken, and belong to no object."""
+        with self._lock:
+            placed = (entry.extent.nbytes for entry in self._entries.values() if entry.state != "spilled")
+            return self._space.usage().used - sum(map(_room, placed)) - self._restoring
+
     def usage(self) -> Usage:
         """How full the space is. Room of spare objects counts as free, though it may not be contiguous."""
         with self._lock:
             usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]
-        taken, asked = sum(max(1, -(-size // BLOCK)) * BLOCK for size in sizes), sum(sizes)
+        taken, asked = sum(map(_room, sizes)), sum(sizes)
         fields = {"used": usage.used - taken, "requested": usage.requested - asked, "free": usage.free + taken}
         return msgspec.structs.replace(usage, **fields) if sizes else usage
 
@@ -310,6 +329,11 @@ class ObjectTable:
         if entry.state == "deleted" and not entry.holds:
             del self._entries[entry.extent.id]
             self._space.free(entry.extent.offset)
+
+
+def _room(nbytes: int) -> int:
+    """Bytes of whole blocks that an object takes."""
+    return max(1, -(-nbytes // BLOCK)) * BLOCK
 
 
 def _lost(id: str) -> ObjectLost:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import mimetypes
-import sys
+import time
 from base64 import b64encode
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unfuse.cli.connecting import client_of
-from unfuse.cli.files import json_of
+from unfuse.cli.exit_codes import exit_code
+from unfuse.cli.files import argument_of, is_terminal, json_of, lines_of_stdin, require_files
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, takes
 from unfuse.cli.terminal import Progress, Terminal
-from unfuse.core.errors import InvalidParameter, PermanentError
+from unfuse.core.errors import InvalidParameter, Overloaded, PermanentError, UnfuseError, UnknownModel
+from unfuse.service.loading import Loading
 from unfuse.service.settings import load
 
 if TYPE_CHECKING:
+    from unfuse.client import Client
     from unfuse.client.chat import Chat
+
+LOOK_S = 0.2  # seconds between two looks at how far workers have loaded
+
+MAX_IMAGE = 24 << 20
+"""The most bytes of a picture: in base64 it is a third longer, and a server reads 32 MiB."""
 
 
 @takes(*PLACING, *COMPUTE)
@@ -27,7 +34,8 @@ def chat(
     flags: dict[str, Any],
     terminal: Terminal,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to say; without it, lines are read.", metavar="TEXT")
+        str | None,
+        typer.Argument(help="What to say; - reads it from standard input. Without it, each line is.", metavar="TEXT"),
     ] = None,
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.", metavar="TEXT")] = None,
@@ -39,12 +47,18 @@ def chat(
     ] = None,
     schema: Annotated[Path | None, typer.Option(help="JSON schema that answers are to have.", metavar="FILE")] = None,
     server: Annotated[
-        str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this chat alone.")
+        str | None,
+        typer.Option(help="Server to ask, also by UNFUSE_SERVER; without it, workers start for this chat alone."),
     ] = None,
     api_key: ApiKey = None,
     config: Config = None,
 ) -> None:
-    """Talk with a language model. Answers are shown as they come; the end of input ends the conversation."""
+    """Talk with a language model. Answers are shown as they come; the end of input ends the conversation.
+
+    A line that is refused, or is not UTF-8, is left out of the conversation, which goes on. Where lines come from a
+    file or a pipe, the exit code tells of it.
+    """
+    require_files([("--image", file) for file in image or ()])
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     given = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -52,24 +66,47 @@ def chat(
         asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
     said: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     pictures = [_image_part(file) for file in image or ()]
-    goes_on = prompt is None and sys.stdin.isatty()
+    lines = lines_of_stdin() if prompt is None else iter([argument_of(prompt, terminal)])
+    refused: UnfuseError | None = None
     with client_of(load(flags, config), terminal) as (client, progress):
-        for line in [prompt] if prompt is not None else _lines():
-            content = [*pictures, {"type": "text", "text": line}] if pictures else line
-            asks = {"role": "user", "content": content}
+        if prompt is None and is_terminal():
+            _wait_until_loaded(client, progress)
+        for line in lines:
             try:
+                if isinstance(line, InvalidParameter):
+                    raise line
+                content = [*pictures, {"type": "text", "text": line}] if pictures else line
+                asks = {"role": "user", "content": content}
                 answer = _answered(client.chat([*said, asks], **asked), progress, whole=schema is not None)
-            except (InvalidParameter, PermanentError) as error:
-                if not goes_on:
+            except (InvalidParameter, PermanentError, Overloaded) as error:
+                ends = isinstance(error, UnknownModel) or (isinstance(error, Overloaded) and not is_terminal())
+                if prompt is not None or ends:
                     raise
+                progress.close()
                 terminal.write(f"{error}\n")
+                refused = refused or error
                 continue
             said += [asks, answer]
             pictures = []
+    if refused and not is_terminal():
+        raise typer.Exit(exit_code(refused))
+
+
+def _wait_until_loaded(client: Client, progress: Progress) -> None:
+    """Show how far private workers are, and then nothing more, since what is typed would be drawn over.
+
+    Raises TransientError if they cannot start.
+    """
+    while isinstance(progress.status(), Loading) and str(progress.status()):
+        client.get("/health")
+        time.sleep(LOOK_S)
+    progress.close()
 
 
 def _image_part(file: Path) -> dict[str, Any]:
-    """Return the content part with a picture as a data URL. Raises OSError if the file cannot be read."""
+    """Return the content part with a picture as a data URL. Raises InvalidParameter for a large file, and OSError."""
+    if file.stat().st_size > MAX_IMAGE:
+        raise InvalidParameter(f"--image {file} has more than the {MAX_IMAGE} bytes that servers read", "image")
     kind = mimetypes.guess_type(file.name)[0] or "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 
@@ -87,18 +124,3 @@ def _answered(answer: Chat, progress: Progress, *, whole: bool) -> dict[str, Any
     if whole and answer.finish_reason == "length":
         raise PermanentError("the answer ran out of tokens before it matched --schema: raise --max-tokens")
     return answer.message
-
-
-def _lines() -> Iterator[str]:
-    """Yield the user's lines, without empty ones. Raises InvalidParameter for bytes that are not UTF-8."""
-    asks = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            line = input(asks).strip()
-        except EOFError:
-            return
-        except UnicodeDecodeError as error:
-            message = f"standard input is not UTF-8 ({error.reason} at byte {error.start}): convert it, as by iconv"
-            raise InvalidParameter(message) from error
-        if line:
-            yield line

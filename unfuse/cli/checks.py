@@ -44,3 +44,15 @@ def print_machine(machine: Machine) -> None:
     }
     for name, fact in facts.items():
         typer.echo(f"{name:12} {fact}")
+
+
+def print_installation(settings: Settings) -> None:
+    """Print which servers run here, and how workers and tensors come in."""
+    from unfuse.service.addresses import AT_RISK, running
+    from unfuse.service.transfers import transfers
+
+    typer.echo(f"{'servers':12} {', '.join(running(settings.run_dir)) or 'none of this user runs here'}")
+    if settings.insecure_listen:
+        typer.echo(f"{'WARNING':12} workers come in over TCP without keys: {AT_RISK}")
+    for name, state in transfers(settings.transfer).items():
+        typer.echo(f"{'transfers':12} {name}: {state}")

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unfuse.cli import show
+from unfuse.cli.files import require_files
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.parameter_flags import asks
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds
+from unfuse.core.errors import UsageError
 from unfuse.core.media import medium_for
-from unfuse.service.settings import load
+from unfuse.service.groups import Settings
+from unfuse.service.settings import Loaded, load
 from unfuse.service.size import Size
 
 if TYPE_CHECKING:
+    from unfuse.core.card import ModelCard
     from unfuse.service.comparison import Figures
+    from unfuse.service.course import Course
+    from unfuse.service.plan import Plan
+
+MOST_AT_ONCE = 10_000
 
 LAYOUTS = "Measure instead what one worker of all stages gives, two, and so on, for --workers auto to choose by."
 
@@ -41,57 +51,134 @@ def compare(
     """Run diffusers undivided, then unfuse, on this machine: which is faster, which is smaller, and do they agree.
 
     The undivided pipeline gets as many CPU threads as suit it best and takes requests one by one; it ends before
-    unfuse starts. Pictures are made unless --frames are asked for.
+    unfuse starts. Pictures are made unless --frames are asked for. Every gain above 1 is in favour of unfuse.
 
     What --layouts finds is kept in the data folder, and `serve` goes by it. With other threads, bytes may be others.
+
+    Example: unfuse compare unfuse/shapes --levels 1,4 --rounds 3
     """
-    asked["prompt"] = prompt
+    asked["prompt"], counts = prompt, _counts(levels)
     check_bounds(asked, medium_for(asked))
+    require_files([("--image", image)])
     terminal.open_log()
     told = {**flags, **terminal.flags, "serve.models": [model]}
-    loaded = load(told, config)
-    from unfuse.service.comparison import Pipeline, Pools, measure, measure_layouts, most_at_once, sized
-    from unfuse.service.local import own_pools
+    from unfuse.service.comparison import sized
     from unfuse.service.options import options
-    from unfuse.service.resources import means
     from unfuse.service.service import plan
 
-    planned = plan(options(loaded))
-    card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]
-    asked = sized(card, asked, image)
+    planned = plan(options(load(told, config)))
+    wanted = _Wanted(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
 
-    def most_with(workers: str) -> float:
-        with (
-            progress_on(terminal, lambda: f"measuring {workers}"),
-            own_pools(load({**told, "serve.workers": workers}, config), terminal) as client,
-        ):
-            return most_at_once(Pools(client, image), card, asked, rounds, max(counts))
+    def settings(**more: str) -> Loaded:
+        return load({**told, **{f"serve.{name}": value for name, value in more.items()}}, config)
 
     if layouts:
-        rates = measure_layouts(planned, means(loaded.settings), most_with)
-        rows = [{"layout": workers, "requests a second": rate} for workers, rate in rates.items()]
-        show.listing(rows, ["layout", "requests a second"], "nothing was measured", json)
-        return
-    with (
-        progress_on(terminal, lambda: "measuring diffusers, undivided"),
-        Pipeline(planned, image, terminal.relay) as pipeline,
-    ):
-        whole = measure(pipeline, card, asked, rounds, counts)
-    with progress_on(terminal, lambda: "measuring unfuse"), own_pools(loaded, terminal) as client:
-        split = measure(Pools(client, image), card, asked, rounds, counts)
-    _report(whole, split, json)
+        _report_layouts(_measure_layouts(wanted, settings, terminal), json)
+    else:
+        whole, split = _measure_both(wanted, settings(), terminal)
+        _report(whole, split, len(planned.workers), json)
 
 
-def _report(whole: Figures, split: Figures, json: bool) -> None:
+@dataclass(frozen=True)
+class _Wanted:
+    """What is measured: requests that ask for this, in so many rounds, and so many of them at once."""
+
+    plan: Plan
+    asked: dict[str, Any]
+    image: Path | None
+    rounds: int
+    counts: list[int]
+
+    @property
+    def card(self) -> ModelCard:
+        return self.plan.models[0].card
+
+    def course(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> Course:
+        """Count requests, and say how long they will take."""
+        from unfuse.service.comparison import predicted_s
+        from unfuse.service.course import Course
+        from unfuse.service.resources import means
+
+        return Course(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
+
+
+def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
+    """Measure diffusers, and then unfuse."""
+    from unfuse.service.comparison import Pipeline, Pools, measure, requests_of, threads_to_try
+    from unfuse.service.local import own_pools
+
+    number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
+    course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
+    repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
+    with progress_on(terminal, lambda: course):
+        with Pipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
+            course.begin("diffusers")
+            whole = measure(pipeline, *repeats)
+        with own_pools(loaded, terminal) as client:
+            course.begin("unfuse")
+            return whole, measure(Pools(client, wanted.image, course.made), *repeats)
+
+
+def _measure_layouts(wanted: _Wanted, settings: Callable[..., Loaded], terminal: Terminal) -> dict[str, float]:
+    """Measure the requests a second that each layout of whole workers gives, and keep that for `serve`."""
+    from unfuse.service.comparison import Pools, layouts_of, measure_layouts, most_at_once
+    from unfuse.service.local import own_pools
+    from unfuse.service.resources import means
+
+    most, own = max(wanted.counts), settings().settings
+    totals = dict.fromkeys(layouts_of(wanted.plan), (wanted.rounds + 1) * most)
+    course = wanted.course(totals, own, terminal)
+
+    def most_with(workers: str) -> float:
+        with own_pools(settings(workers=workers), terminal) as client:
+            course.begin(workers)
+            return most_at_once(
+                Pools(client, wanted.image, course.made), wanted.card, wanted.asked, wanted.rounds, most
+            )
+
+    with progress_on(terminal, lambda: course):
+        return measure_layouts(wanted.plan, means(own), most_with)
+
+
+def _counts(levels: str) -> list[int]:
+    """The numbers of requests at once. Raises UsageError for what are none."""
+    found = [level.strip() for level in levels.split(",")]
+    for level in found:
+        if not (level.isdecimal() and 0 < int(level) <= MOST_AT_ONCE):
+            raise UsageError(
+                f"--levels {levels}: {level!r} is no number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
+            )
+    return [int(level) for level in found]
+
+
+def _report_layouts(rates: Mapping[str, float], json: bool) -> None:
+    rows = [{"layout": workers, "requests a second": rate} for workers, rate in rates.items()]
+    show.listing(rows, ["layout", "requests a second"], "nothing was measured", json)
+    if rates and not json:
+        best = max(rates, key=lambda workers: rates[workers])
+        typer.echo(f"{best} made most; serve goes by this from now on, on this machine and with these settings")
+
+
+def _report(whole: Figures, split: Figures, workers: int, json: bool) -> None:
+    from unfuse.service.course import verdict
+
     same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
-    figures = [("latency of one, s", whole.latency, split.latency)]
-    figures += [(f"requests a second, {n} at once", whole.throughput[n], split.throughput[n]) for n in whole.throughput]
+    rows = [_row("latency of one, s", whole.latency, split.latency)]
+    for count, rate in whole.throughput.items():
+        rows.append(_row(f"requests a second, {count} at once", rate, split.throughput[count], more_is_better=True))
     memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]
     memory += [("GPU memory", whole.gpu, split.gpu)] if whole.gpu else []
-    rows = [{"measure": name, "diffusers": a, "unfuse": b, "ratio": b / a} for name, a, b in figures]
-    rows += [{"measure": name, "diffusers": Size(a), "unfuse": Size(b), "ratio": b / a} for name, a, b in memory]
+    rows += [_row(name, Size(a), Size(b)) for name, a, b in memory]
+    said = verdict(whole, split, workers)
     if json:
-        show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same})
+        show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same, "verdict": said})
         return
-    show.as_table(rows, ["measure", "diffusers", "unfuse", "ratio"], "nothing was measured")
-    typer.echo(f"{same} of {len(whole.digests)} requests equal, byte for byte")
+    show.as_table(rows, ["measure", "diffusers", "unfuse", "gain"], "nothing was measured")
+    typer.echo(f"gain above 1: unfuse is better; {same} of {len(whole.digests)} requests are equal, byte for byte")
+    typer.echo(said)
+
+
+def _row(name: str, whole: float, split: float, *, more_is_better: bool = False) -> dict[str, Any]:
+    """A line of the table: its gain is above 1 where unfuse is better."""
+    better, worse = (split, whole) if more_is_better else (whole, split)
+    return {"measure": name, "diffusers": whole, "unfuse": split, "gain": better / worse if worse else None}

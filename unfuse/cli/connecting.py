@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Progress, Terminal
+from unfuse.core.errors import ConfigError
 from unfuse.service.installed import require_server
 from unfuse.service.loading import Loading
 from unfuse.service.settings import DEFAULT, Loaded, load
 
 if TYPE_CHECKING:
     from unfuse.client import Client
+    from unfuse.service.plan import Plan
 
 
 def client(server: str | None, api_key: str | None, config: Path | None) -> Client:
@@ -26,8 +28,14 @@ def client(server: str | None, api_key: str | None, config: Path | None) -> Clie
 
 
 @contextmanager
-def client_of(loaded: Loaded, terminal: Terminal) -> Iterator[tuple[Client, Progress]]:
-    """A client of the server that was named, or of private workers that end with the block; and its progress."""
+def client_of(
+    loaded: Loaded, terminal: Terminal, check: Callable[[Plan], object] | None = None
+) -> Iterator[tuple[Client, Progress]]:
+    """A client of the server that was named, or of private workers that end with the block; and its progress.
+
+    None of these workers starts if `check` raises for their plan. Servers of this machine that could be asked instead
+    are said.
+    """
     server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
     if not server:
         require_server("working without --server URL")
@@ -44,5 +52,17 @@ def client_of(loaded: Loaded, terminal: Terminal) -> Iterator[tuple[Client, Prog
             return
         from unfuse.service.local import own_pools
 
-        with own_pools(loaded, terminal, loading) as client:
+        for url in servers_here(loaded.settings.run_dir):
+            terminal.say(f"a server of yours runs here: --server {url} asks it, instead of starting workers")
+        with own_pools(loaded, terminal, loading, check) as client:
             yield client, progress
+
+
+def servers_here(run_dir: str) -> list[str]:
+    """The addresses of this user's servers on this machine."""
+    from unfuse.wire.unix_socket import servers
+
+    try:
+        return [f"http://127.0.0.1:{port}" for port in servers(run_dir)]
+    except ConfigError:  # others can enter the folder, which is said when workers meet there
+        return []

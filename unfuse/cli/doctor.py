@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.checks import print_machine, show_checks
+from unfuse.cli.checks import print_installation, print_machine, show_checks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
+from unfuse.launch.placement import NO_DEVICE
 from unfuse.service.settings import load
 from unfuse.service.size import Size
 
 if TYPE_CHECKING:
     from unfuse.service.plan import Model, Plan
+    from unfuse.service.spreading import Found
 
 Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
 
@@ -37,15 +40,16 @@ def doctor(
 
     Reads files and headers only, no weights, unless --parallel says how to spread stages over ranks: then the first
     model is served with one rank and with those, to measure what each gives. With --scheduler it says instead whether
-    workers of this machine could work for that.
+    workers of this machine could work for that. --device-memory may name devices that this machine does not have: then
+    all is planned for a machine that has exactly these.
     """
     from unfuse.models.fingerprints import FINGERPRINTS
     from unfuse.service import leftovers
-    from unfuse.service.addresses import AT_RISK, running
-    from unfuse.service.machine import devices, look
+    from unfuse.service.addresses import running
+    from unfuse.service.machine import devices_to_size, look
     from unfuse.service.plan import plan_for, wanted
     from unfuse.service.resources import device_memory, means
-    from unfuse.service.spreading import advised, measure, rows_of
+    from unfuse.service.spreading import measure, rows_of
     from unfuse.service.transfers import transfers
 
     terminal.open_log()
@@ -54,39 +58,38 @@ def doctor(
     if "worker.scheduler" in flags:
         show_checks(loaded.settings, json)
     machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))
-    found = None
-    if models:
-        given = wanted(loaded.settings), devices(device_memory(loaded.settings)), means(loaded.settings)
-        found = plan_for(models, serve.revision, *given)
-    spreads = measure(found, told, config, terminal, lambda what: progress_on(terminal, lambda: what)) if found else []
+    planned_for, is_here = devices_to_size(device_memory(loaded.settings))
     removed = [msgspec.structs.asdict(one) for one in leftovers.clean(loaded.settings)] if clean else []
+    if clean and not json:
+        show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
+        return
+    if not json:
+        print_machine(machine)
+        print_installation(loaded.settings)
+    found, spreads = None, list["Found"]()
+    if models:
+        found = plan_for(models, serve.revision, wanted(loaded.settings), planned_for, means(loaded.settings))
+        if is_here:
+            spreads = measure(found, told, config, terminal, lambda what: progress_on(terminal, lambda: what))
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
             "transfers": transfers(loaded.settings.transfer),
             "servers": running(loaded.settings.run_dir),
             "insecure_listen": loaded.settings.insecure_listen,
+            "planned_for": {device.name: device.free for device in planned_for},
+            "is_this_machine": is_here,
             **({"removed": removed} if clean else {}),
         }
         report = _report(found, loaded.settings.data_dir) if found else {}
         show.as_json({**facts, **report, **({"spreads": rows_of(spreads)} if spreads else {})})
         return
-    if clean:
-        show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
-        return
-    print_machine(machine)
-    typer.echo(f"{'servers':12} {', '.join(running(loaded.settings.run_dir)) or 'none of this user runs here'}")
-    if loaded.settings.insecure_listen:
-        typer.echo(f"{'WARNING':12} workers come in over TCP without keys: {AT_RISK}")
-    for name, state in transfers(loaded.settings.transfer).items():
-        typer.echo(f"{'transfers':12} {name}: {state}")
+    if not is_here:
+        shown = ", ".join(f"{device.name} {readable_bytes(device.free)}" for device in planned_for)
+        typer.echo(f"{'planned for':12} another machine: {shown}")
     if found:
         _print_plan(found, loaded.settings.data_dir)
-    if spreads:
-        typer.echo()
-        show.as_table(rows_of(spreads), [*rows_of(spreads)[0]], "nothing was measured")
-        for sentence in advised(spreads):
-            typer.echo(sentence)
+        _print_spreads(spreads)
 
 
 def _ports(addresses: Iterable[str]) -> list[int]:
@@ -117,17 +120,26 @@ def _components(model: Model) -> list[dict[str, Any]]:
 
 
 def _print_plan(plan: Plan, data_dir: str) -> None:
-    from unfuse.service.advice import batches_of, gains, layouts_of, verdict
+    from unfuse.service.advice import basis_of, batches_of, gains, layouts_of, verdict
 
     for model in plan.models:
         typer.echo(f"\n{model.card.name}")
         show.as_table(_components(model), ["name", "kind", "parameters", "files", "dtype", "memory"], "no components")
+        if model.card.undivided:
+            typer.echo(f"{model.card.name} is not split: {model.card.undivided}")
     typer.echo()
-    typer.echo(f"serve would refuse: {plan.refusal}") if plan.refusal else tell(plan, typer.echo)
+    if plan.refusal:
+        typer.echo(f"serve would refuse: {plan.refusal}")
+        if plan.refusal.startswith(NO_DEVICE):
+            typer.echo("to size a machine that has it, say how large it is, as by --device-memory cuda:0=24GiB")
+    else:
+        if plan.layouts:
+            typer.echo(plan.layouts.why)
+        tell(plan, typer.echo)
     typer.echo()
     if plan.layouts:
         show.as_table(layouts_of(plan), ["layout", "rate", "gave", "refusal"], "no layout")
-        typer.echo()
+        typer.echo(f"{basis_of(plan)}\n")
     if batches := batches_of(plan, data_dir):
         show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")
         typer.echo()
@@ -135,3 +147,14 @@ def _print_plan(plan: Plan, data_dir: str) -> None:
         typer.echo(f"gain: {gain}")
     if plan.refusal or not plan.layouts:
         typer.echo(verdict(plan))
+
+
+def _print_spreads(found: Sequence[Found]) -> None:
+    from unfuse.service.spreading import advised, rows_of
+
+    if not found:
+        return
+    typer.echo()
+    show.as_table(rows_of(found), [*rows_of(found)[0]], "nothing was measured")
+    for sentence in advised(found):
+        typer.echo(sentence)

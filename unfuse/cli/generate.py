@@ -9,7 +9,7 @@ import typer
 
 from unfuse.cli import show
 from unfuse.cli.connecting import client_of
-from unfuse.cli.files import kind_of
+from unfuse.cli.files import argument_of, kind_of, require_files, save
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
 from unfuse.cli.parameter_flags import asks, check_numbers
 from unfuse.cli.terminal import Terminal
@@ -17,10 +17,12 @@ from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, medium_for
 from unfuse.core.medium import nth_seed
+from unfuse.service.logs import harmless
 from unfuse.service.settings import Loaded, load
 
 if TYPE_CHECKING:
     from unfuse.client import Result
+    from unfuse.service.plan import Plan
 
 
 @takes(*PLACING, *COMPUTE, "serve.loras")
@@ -29,7 +31,9 @@ def generate(
     flags: dict[str, Any],
     asked: dict[str, Any],
     terminal: Terminal,
-    prompt: Annotated[str, typer.Argument(help="What the picture should show.", metavar="PROMPT")],
+    prompt: Annotated[
+        str, typer.Argument(help="What the picture should show; - reads it from standard input.", metavar="PROMPT")
+    ],
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
     output: Annotated[
         Path,
@@ -37,20 +41,23 @@ def generate(
             "-o",
             "--output",
             help="A .png, .jpg or .webp file (several are NAME-0.png, NAME-1.png, …), an .mp4 video, "
-            "or NAME-%04d.png for each of its frames.",
+            "or NAME-%04d.png for each of its frames. An existing file is kept: the new one is NAME-2.png.",
         ),
     ] = Path("out.png"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     image: Annotated[
         list[Path] | None, typer.Option(help="Picture to start from; several: say it again.", metavar="FILE")
     ] = None,
     mask: Annotated[
-        Path | None, typer.Option(help="Where it is to change: as large, transparent there.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Picture of the same size as --image; its transparent parts are redrawn.", metavar="FILE"),
     ] = None,
     last_frame: Annotated[
         Path | None, typer.Option(help="Picture that a video ends with; it begins with --image.", metavar="FILE")
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this request alone.")
+        str | None,
+        typer.Option(help="Server to ask, also by UNFUSE_SERVER; without it, workers start for this request alone."),
     ] = None,
     api_key: ApiKey = None,
     config: Config = None,
@@ -61,23 +68,23 @@ def generate(
     What is left out is the model's own default. Ctrl-C cancels the request, keeps the pictures that are finished, and
     ends the workers it started.
     """
-    form, video = kind_of(output)
+    form, video = kind_of(output, overwrite)
     if not video and (medium_for(asked) is VIDEO or "fps" in asked):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
-    given = [*(("image", one) for one in image or ()), ("mask", mask), ("last-frame", last_frame)]
-    for name, file in given:
-        if file is not None and not file.is_file():
-            raise InvalidParameter(f"--{name} {file}: there is no such file", name)
+    require_files([*(("--image", one) for one in image or ()), ("--mask", mask), ("--last-frame", last_frame)])
     check_numbers(asked)
-    asked |= {"prompt": prompt, "model": model, "output_format": form}
+    asked |= {"prompt": argument_of(prompt, terminal), "model": model, "output_format": form}
     check_bounds(asked, VIDEO if video else IMAGE)
     asked |= {"image": image or None, "mask": mask, "last_frame": last_frame, "video": video}
     number = asked.get("n", 1)
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     result, whole = _made(load(flags, config), terminal, {key: one for key, one in asked.items() if one is not None})
     several = number > 1 and not video
-    files = result.save(output.with_stem(f"{output.stem}-%d") if several else output) if result.data else []
+    output = output.with_stem(f"{output.stem}-%d") if several else output
+    files = save(result, output, overwrite)
     _report(result, files, terminal, video, json)
+    if files and files[0] not in result.files_at(output):
+        terminal.say(f"{output} is there already, so it is {files[0]}; --overwrite replaces what is there")
     if not whole:
         terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt
@@ -85,10 +92,18 @@ def generate(
 
 def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
     """The result, and whether it is complete: after an interrupt it has what was finished."""
-    with client_of(loaded, terminal) as (client, progress):
+
+    def check(plan: Plan) -> None:
+        from unfuse.service.first_checks import check_request
+
+        check_request(plan, asked, loaded.settings.serve.loras)
+
+    with client_of(loaded, terminal, check) as (client, progress):
         request = client.submit(**asked)
         try:
             terminal.say(f"request {request.id}")
+            if hint := request.view.get("hint"):
+                terminal.say(harmless(str(hint)))
             for event in request.events():
                 progress.show(event)
             return request.result(), True

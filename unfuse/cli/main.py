@@ -10,10 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn, TextIO
 
-from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError, UsageError
-
-FAILED, USAGE, REFUSED, SIGNALLED = 1, 2, 3, 128
-"""Exit codes beside 0; the number of a signal is added to the last: 130 after Ctrl-C, 143 after SIGTERM."""
+from unfuse.cli.exit_codes import FAILED, SIGNALLED, exit_code
+from unfuse.core.errors import UnfuseError
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -62,13 +60,6 @@ def _flushed(stream: TextIO, code: int) -> int:
         if not code:
             return FAILED if isinstance(error, BrokenPipeError) else _say(f"standard output: {error.strerror}", FAILED)
     return code
-
-
-def exit_code(error: UnfuseError) -> int:
-    """The exit code for an error: 2 wrong usage, 3 worth trying again later, 1 anything else."""
-    if isinstance(error, InvalidParameter | UsageError):
-        return USAGE
-    return REFUSED if isinstance(error, Overloaded | TransientError) else FAILED
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

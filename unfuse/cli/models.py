@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from unfuse.arena.limits import readable_bytes
 from unfuse.cli import connecting, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.cli.progress import progress_on
+from unfuse.cli.terminal import Terminal
+from unfuse.cli.verbs import Verbs
+from unfuse.core.errors import ConfigError, PermanentError, TransientError
 from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, load
 
+app = Verbs("The models of a server, and those that could be served from here.")
 
-def models(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+LOOK_S = 0.5  # seconds between two questions how far a model is
+
+Name = Annotated[str, typer.Argument(help="Name of the model, as `models ls` has it.", metavar="NAME")]
+
+
+@app.verb()
+@app.usual
+def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """List the models that a server serves, and those that could be served from here.
 
     The latter come with unfuse, are installed, or lie in the hub library's cache; so could any folder, GGUF file or hub
@@ -33,16 +46,73 @@ def models(server: Server = None, api_key: ApiKey = None, config: Config = None,
         typer.echo(str(error), err=True)
     names = {row["id"] for row in served}
     could = [row for row in here() if row["id"] not in names] if can_serve else []
-    rows = [{**row, "state": "served"} for row in served] + could
     if json:
-        show.as_json(rows)
+        show.as_json([*served, *could])
         return
-    show.as_table(rows, ["id", "state", "created", "owned_by"], "no model")
+    rows = [*({**row, "state": _state(row)} for row in served), *could]
+    show.as_table(rows, ["id", "state", "default", "created", "owned_by"], "no model")
     if not can_serve:
         return
     from unfuse.models import served_classes
 
     typer.echo(f"families: {', '.join(served_classes())}")
+
+
+@app.verb()
+def add(
+    terminal: Terminal,
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder or GGUF file of the server's machine, or a hub name.", metavar="MODEL"),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="What clients call it [default: hub name, or last part of the path]."),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is ready.")] = True,
+    server: Server = None,
+    api_key: ApiKey = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Serve one more model at a running server, and wait until it is ready.
+
+    That needs an admin's key, where there are keys. The server also serves it after a restart, until it is removed.
+
+    Example: unfuse models add /models/mine --name mine
+    """
+    path = Path(model).expanduser()
+    source = str(path.absolute()) if path.exists() else model
+    with connecting.client(server, api_key, config) as client:
+        found: dict[str, Any] = {}
+        with progress_on(terminal, lambda: f"{found['id']}: {_state(found)}" if found else f"looking into {model}"):
+            found = client.add_model(source, name)
+            while wait and found["state"] == "loading":
+                time.sleep(LOOK_S)
+                found = client.model(found["id"])
+    if wait and found["state"] != "ready":
+        raise PermanentError(f"model {found['id']} cannot be served: {found['reason']}")
+    show.as_json(found) if json else typer.echo(f"{found['id']} is {_state(found)}")
+
+
+@app.verb()
+def rm(name: Name, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+    """Remove a model from a running server: requests that were accepted are finished, new ones are refused.
+
+    Example: unfuse models rm mine
+    """
+    with connecting.client(server, api_key, config) as client:
+        gone = client.remove_model(name)
+    show.as_json(gone) if json else typer.echo(f"{gone['id']} is removed: requests that were accepted are finished")
+
+
+def _state(model: Mapping[str, Any]) -> str:
+    """Return the state of a served model in words, with its progress or its reason."""
+    state, progress = str(model["state"]), model.get("progress")
+    if progress:
+        of = f" {readable_bytes(progress['done'])} of {readable_bytes(progress['total'])}" if progress["total"] else ""
+        return f"{progress['phase']}{of}"
+    return f"{state}: {model['reason']}" if model.get("reason") else state
 
 
 def here() -> Iterator[dict[str, Any]]:

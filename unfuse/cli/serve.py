@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,14 +56,15 @@ def serve(
 ) -> None:
     """Serve models over HTTP, each stage from its own workers.
 
-    SIGTERM and Ctrl-C stop accepting and finish what runs; a second one stops at once.
+    SIGTERM and Ctrl-C stop accepting and save what runs, to go on after the next start; a second one stops at once.
     """
+    began = time.monotonic()
     told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
     loaded = load(told, config)
     with begun_early(loaded.settings, fork_server) as forks:
         from unfuse.service.options import options
 
-        run(options(loaded), terminal, forks)
+        run(options(loaded), terminal, forks, began)
 
 
 @contextmanager
@@ -88,21 +90,55 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
 
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
-    """Say which workers run where and what each of their components takes, line by line."""
-    for card in (model.card for model in plan.models if model.card.undivided):
-        say(f"{card.name} is not split: {card.undivided}")
-    if plan.layouts and not plan.refusal:
-        say(plan.layouts.why)
+    """Say what each component of each worker takes, line by line, and all of them on each device."""
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
     for line in show.table(plan.rows(), columns, "no worker is started here"):
         say(line)
+    for component, times in plan.repeats().items():
+        say(f"{component} is listed {times} times in a worker: each stage that uses it has its own")
     for sums in plan.memory():
         takes = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, processes and arenas counted"
         say(f"{sums['device']}: {takes}; activations come on top")
 
 
-def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks | None) -> None:
-    """Serve until stopped by a signal."""
+class _Start:
+    """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
+
+    def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal, began: float) -> None:
+        from unfuse.service.service import public_names
+        from unfuse.service.start_screen import StartScreen
+
+        self._options, self._plan, self._terminal, self._began = options, plan, terminal, began
+        self._screen = StartScreen(plan, public_names(options.serve), keyed=bool(options.keys))
+        self._url = ""
+
+    def opening(self) -> None:
+        """Say what is served, and on what."""
+        self._say(self._screen.opening())
+        if self._terminal.is_detailed:
+            tell(self._plan, self._terminal.say)
+
+    def started(self, url: str, addresses: Sequence[str]) -> None:
+        """Say where clients are answered, and how workers elsewhere come to these addresses."""
+        from unfuse.service.addresses import invitations
+
+        self._url, options = url, self._options
+        self._say(filter(None, [options.keys.note]))
+        self._say(invitations(options.trust, str(options.worker_flags["keys"]), addresses))
+        self._say([f"requests are accepted at {url}"])
+
+    def ready(self) -> None:
+        """Say how long it took, and how to try it, unless no worker was started here."""
+        if self._url:
+            self._say(self._screen.ready(self._url, time.monotonic() - self._began))
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._terminal.say(line)
+
+
+def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks | None, began: float) -> None:
+    """Serve until stopped by a signal. The verb was called when the monotonic clock was at `began`."""
     stopped_by: list[int] = []
     loading = Loading(options.serve.models)
     terminal.heard = loading.hear
@@ -113,34 +149,37 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
         import uvloop
 
-        from unfuse.service.addresses import invitations
-        from unfuse.service.service import Service, plan
+        from unfuse.service.service import Service, check_address, plan
+        from unfuse.service.stopping import AT_ONCE_S, end_after
 
         async def serving() -> None:
             service, loop = Service(options, found, terminal, forks), asyncio.get_running_loop()
 
             def stop(number: int) -> None:
+                end_after(AT_ONCE_S if stopped_by else options.serve.drain_timeout)
                 stopped_by.append(number)
                 notify(STOPPING)
                 service.stop()
 
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop, number)
-            loading.expect([worker.role for worker in found.workers], lambda: loop.call_soon_threadsafe(shown.close))
+
+            def ready() -> None:
+                shown.close()
+                start.ready()
+
+            loading.expect([worker.role for worker in found.workers], lambda: loop.call_soon_threadsafe(ready))
 
             def started(url: str) -> None:
-                for line in (
-                    *filter(None, [options.keys.note]),
-                    *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
-                    f"unfuse serves {', '.join(options.serve.models)} at {url}",
-                ):
-                    terminal.say(line)
+                start.started(url, service.addresses)
                 notify(READY)
 
             await service.run(started)
 
+        check_address(options)
         found = plan(options)
-        tell(found, terminal.say)
+        start = _Start(options, found, terminal, began)
+        start.opening()
         uvloop.run(serving())
     if signal.SIGINT in stopped_by:
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import Parameter
@@ -10,7 +11,7 @@ from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import unfuse
 from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
@@ -20,6 +21,9 @@ from unfuse.service.installed import require_server
 from unfuse.service.settings import FIELDS, GONE_FLAGS, load
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
+
+SYNONYMS = {"list": "ls", "get": "show", "describe": "show", "delete": "rm", "remove": "rm", "create": "add"}
+"""Words that other commands have for what is another verb here."""
 
 
 def _tell_version(wanted: bool) -> None:
@@ -62,6 +66,25 @@ class Headed(TyperCommand):
                     formatter.write_dl(records)
 
 
+class Listed(TyperGroup):
+    """Verbs whose help lists the whole sentence of each, and that know other words for some."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the verb that is called. Raises UsageError for another word, with the verb."""
+        meant = SYNONYMS.get(args[0]) if args and args[0] not in self.commands else None
+        if meant in self.commands:
+            raise UsageError(f"`{ctx.command_path} {args[0]}` is no verb: did you mean `{ctx.command_path} {meant}`?")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the verbs."""
+        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, verb.get_short_help_str(sys.maxsize)) for name, verb in verbs if verb and not verb.hidden]
+            )
+
+
 class Verbs(typer.Typer):
     """Verbs, each of which has the options on standard error; one that asks for a `terminal` is given it."""
 
@@ -69,9 +92,15 @@ class Verbs(typer.Typer):
         settings = {"help_option_names": ["-h", "--help"]}
         super().__init__(
             help=help, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-            context_settings=settings, **more,
+            context_settings=settings, cls=Listed, **more,
         )  # fmt: skip
         self.callback()(_with_signature(_keep, SHARED))
+
+    def usual(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Make a function the verb that runs where none is named."""
+        self.info.no_args_is_help = False
+        self.callback(invoke_without_command=True)(_with_usual(function, "warning"))
+        return function
 
     def verb(
         self, usual: str = "warning", *, server: bool = False
@@ -83,6 +112,26 @@ class Verbs(typer.Typer):
             return function
 
         return decorate
+
+
+def _with_usual(function: Callable[..., None], usual: str) -> Callable[..., None]:
+    """Return the callback of a group that runs this verb where none is named.
+
+    Options before another verb, which would have no effect, raise UsageError.
+    """
+    run, shared = _with_terminal(function, usual, server=False), {one.name for one in SHARED}
+
+    def called(**given: Any) -> None:
+        context: typer.Context = given["context"]
+        if context.invoked_subcommand is None:
+            run(**given)
+            return
+        _keep(**{name: given.pop(name) for name in shared})
+        if said := [name for name, value in given.items() if value]:
+            verb, flag = f"{context.command_path} {context.invoked_subcommand}", f"--{said[0].replace('_', '-')}"
+            raise UsageError(f"{flag} has no effect there: write {verb} {flag}")
+
+    return _with_signature(called, [*inspect.signature(run).parameters.values()])
 
 
 def _keep(context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool) -> None:

@@ -38,7 +38,7 @@ def worker(
 ) -> None:
     """Run stages for a scheduler: as one worker, or with --workers as all of this machine.
 
-    SIGTERM and Ctrl-C finish what runs and end; a second one ends at once.
+    SIGTERM and Ctrl-C save what runs, or finish it, and end; a second one ends at once.
     """
     import uvloop
 
@@ -74,6 +74,8 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     from unfuse.service.addresses import await_scheduler, schedulers
     from unfuse.service.loading import Loading
     from unfuse.service.machine_workers import MachineWorkers
+    from unfuse.service.start_screen import layout_lines
+    from unfuse.service.stopping import AT_ONCE_S, end_after
 
     terminal.open_log()
     await_scheduler(settings)
@@ -87,6 +89,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
             workers, loop = MachineWorkers(settings, terminal), asyncio.get_running_loop()
 
             def stop() -> None:
+                end_after(AT_ONCE_S if workers.stopping else settings.serve.drain_timeout)
                 notify(STOPPING)
                 workers.stop()
 
@@ -99,7 +102,10 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
                 notify(READY)
 
             def starting(planned: Plan) -> None:
-                tell(planned, terminal.say)
+                for line in layout_lines(planned):
+                    terminal.say(line)
+                if terminal.is_detailed:
+                    tell(planned, terminal.say)
                 roles = [worker.role for worker in planned.workers]
                 loading.expect(roles, lambda: loop.call_soon_threadsafe(ready, len(roles)))
 

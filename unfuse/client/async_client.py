@@ -15,7 +15,7 @@ from unfuse.client.calls import File
 from unfuse.client.chat import AsyncChat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import TransientError, UnfuseError
+from unfuse.core.errors import KeyUnavailable, TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 Told = TypeVar("Told")
@@ -103,10 +103,12 @@ class AsyncClient:
         last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        method, path, options = await asyncio.to_thread(
-            calls.submission, prompt, calls.Pictures(image, mask, last_frame), video, params
-        )
-        return AsyncRequest(self, calls.object_of(await self._send(method, path, **options)))
+        call = await asyncio.to_thread(calls.submission, prompt, calls.Pictures(image, mask, last_frame), video, params)
+        for _ in range(calls.MOST_KEYS - 1):
+            with suppress(KeyUnavailable):
+                return AsyncRequest(self, calls.object_of(await self._send(call.method, call.path, **call.options)))
+            call.options["headers"] |= calls.fresh_key()
+        return AsyncRequest(self, calls.object_of(await self._send(call.method, call.path, **call.options)))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
         """Answer messages, or a text of the user's, as `Client.chat` does."""
@@ -121,6 +123,19 @@ class AsyncClient:
     ) -> list[dict[str, Any]]:
         """Request objects, newest first."""
         return await self.list("/v1/requests", **calls.given(status=status, limit=limit, after=after))
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One model, as `Client.model` returns it."""
+        return await self.get(calls.model_path(name))
+
+    async def add_model(self, model: str, name: str | None = None) -> dict[str, Any]:
+        """Serve one more model, as `Client.add_model` does."""
+        body = calls.given(model=model, name=name)
+        return calls.object_of(await self._send("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S))
+
+    async def remove_model(self, name: str) -> dict[str, Any]:
+        """Accept no more requests for a model, as `Client.remove_model` does."""
+        return calls.object_of(await self._send("DELETE", calls.model_path(name)))
 
     async def list(self, path: str, **params: Any) -> list[dict[str, Any]]:
         """The rows at a path, such as /v1/models, /v1/workers, /v1/pools or /v1/dead."""
@@ -184,11 +199,8 @@ class AsyncClient:
                     for choice in conversation.take(chunk):
                         yield choice
                 return
-            except TransientError:
-                if conversation.lost >= calls.RECONNECTS:
-                    raise
-            conversation.lost += 1
-            await asyncio.sleep(calls.pause(self.reconnect_delay, conversation.lost))
+            except TransientError as error:
+                await asyncio.sleep(self.reconnect_delay * conversation.break_off(error))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:

@@ -7,18 +7,19 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx2
 import msgspec
 
 from unfuse.client.errors import error_of
 from unfuse.client.result import place_of
-from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
+from unfuse.core.errors import InvalidParameter, KeyUnavailable, PermanentError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
 
 TIMEOUT_S = 60.0  # the longest silence of a response, in seconds; event streams send something every 15 seconds
+ADD_TIMEOUT_S = 3600.0  # the same for the answer to adding a model: a server may read all bytes of its weights first
 USUAL = "http://127.0.0.1:8000"  # the default address of `unfuse serve`
 RECONNECTS = 8  # how often in a row an event stream is resumed without a new event
 
@@ -26,6 +27,15 @@ KEY = re.compile(r"[!-~]*")
 """An API key, or none."""
 
 CHATS = "/v1/chat/completions"
+
+
+MOST_KEYS = 64
+"""How many idempotency keys are tried for one new request, where parts of the server's queue are away."""
+
+
+def fresh_key() -> dict[str, str]:
+    """The headers of a call with an idempotency key that was never used before."""
+    return {"idempotency-key": uuid.uuid4().hex, "unfuse-new-key": "true"}
 
 
 class Viewed:
@@ -85,7 +95,7 @@ def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapp
     if last_frame is not None and image is None:
         raise InvalidParameter("last_frame says how a video ends: give what it begins with as image too", "last_frame")
     path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
-    headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
+    headers = {"prefer": "respond-async", **fresh_key()}
     if image is None:
         return Call("POST", path, {"json": body, "headers": headers})
     form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
@@ -130,12 +140,30 @@ class Conversation:
     """
 
     def __init__(self) -> None:
-        self.headers = {"idempotency-key": uuid.uuid4().hex}
+        self.headers = fresh_key()
         self.lost = 0
         self.request = ""
+        self._keys = 1
+
+    def break_off(self, error: TransientError) -> float:
+        """Record a call that failed. Returns the seconds to wait before the next one, without the factor of a client.
+
+        Where the server queued nothing, because it cannot reach the place of a new key, the next call has another one.
+        Raises the error where there was enough of it.
+        """
+        if isinstance(error, KeyUnavailable) and "unfuse-new-key" in self.headers and self._keys < MOST_KEYS:
+            self.headers |= fresh_key()
+            self._keys += 1
+            return 0.0
+        self.headers.pop("unfuse-new-key", None)
+        if self.lost >= RECONNECTS:
+            raise error
+        self.lost += 1
+        return pause(1.0, self.lost)
 
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Record the progress of the answer. Returns the deltas of the choices."""
+        self.headers.pop("unfuse-new-key", None)
         if chunk.id:
             self.headers["last-event-id"] = chunk.id
         self.lost, self.request = 0, chunk.request or self.request
@@ -155,6 +183,11 @@ def chunk(message: httpx2.ServerSentEvent) -> Chunk | None:
     if "error" in told:
         raise PermanentError(told["error"]["message"])
     return Chunk(message.id or "", str(told.get("id") or ""), told["choices"])
+
+
+def model_path(name: str) -> str:
+    """Return the path of a model."""
+    return f"/v1/models/{quote(name)}"
 
 
 def given(**params: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from unfuse.client.calls import File
 from unfuse.client.chat import Chat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import TransientError, UnfuseError
+from unfuse.core.errors import KeyUnavailable, TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 Told = TypeVar("Told")
@@ -129,11 +129,8 @@ class Client:
                 for chunk in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
                     yield from conversation.take(chunk)
                 return
-            except TransientError:
-                if conversation.lost >= calls.RECONNECTS:
-                    raise
-            conversation.lost += 1
-            time.sleep(calls.pause(self.reconnect_delay, conversation.lost))
+            except TransientError as error:
+                time.sleep(self.reconnect_delay * conversation.break_off(error))
 
     def submit(
         self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
@@ -147,8 +144,12 @@ class Client:
         with which begins with the first.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        method, path, options = calls.submission(prompt, calls.Pictures(image, mask, last_frame), video, params)
-        return Request(self, calls.object_of(self._send(method, path, **options)))
+        call = calls.submission(prompt, calls.Pictures(image, mask, last_frame), video, params)
+        for _ in range(calls.MOST_KEYS - 1):
+            with suppress(KeyUnavailable):
+                return Request(self, calls.object_of(self._send(call.method, call.path, **call.options)))
+            call.options["headers"] |= calls.fresh_key()
+        return Request(self, calls.object_of(self._send(call.method, call.path, **call.options)))
 
     def request(self, id: str) -> Request:
         """A request by its id. Raises NotFound."""
@@ -161,6 +162,23 @@ class Client:
     def models(self) -> list[dict[str, Any]]:
         """Served models, with their limits and defaults."""
         return self._list("/v1/models")
+
+    def model(self, name: str) -> dict[str, Any]:
+        """One model: its state, its progress while it loads, the reason of a failure. Raises UnknownModel."""
+        return self.get(calls.model_path(name))
+
+    def add_model(self, model: str, name: str | None = None) -> dict[str, Any]:
+        """Serve one more model, a folder of the server's machine or a hub name, under this name.
+
+        Returns while it loads. Requests for it are accepted from now on. Raises InvalidParameter for what cannot be
+        served, PermanentError for a name that is taken, ConfigError without an admin's key.
+        """
+        body = calls.given(model=model, name=name)
+        return calls.object_of(self._send("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S))
+
+    def remove_model(self, name: str) -> dict[str, Any]:
+        """Accept no more requests for a model; those accepted are finished. Raises UnknownModel."""
+        return calls.object_of(self._send("DELETE", calls.model_path(name)))
 
     def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Dead requests, newest first, with the evidence in their errors."""

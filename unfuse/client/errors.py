@@ -28,6 +28,8 @@ def error_of(response: httpx2.Response) -> errors.UnfuseError:
             return errors.UnknownModel(message, param) if code == "model_not_found" else errors.NotFound(message)
         case 429:
             return errors.Overloaded(message, _retry_after(response.headers.get("retry-after", "")))
+        case 503 if code == "key_unavailable":
+            return errors.KeyUnavailable(message)
         case 502 | 503 | 504:
             return errors.TransientError(message)
     return errors.PermanentError(message)

@@ -89,15 +89,19 @@ class Result:
         except OSError as error:
             raise PermanentError(f"{error.filename or path} cannot be written: {error.strerror}") from error
 
-    def _save(self, path: Path) -> list[Path]:
-        form, known = _FORMATS.get(path.suffix.lower()), [".mp4"] if self.is_video else [*_FORMATS]
+    def files_at(self, path: Path) -> list[Path]:
+        """Return the files that `save` writes for this path. Raises InvalidParameter for a suffix that does not fit."""
+        known = [".mp4"] if self.is_video else [*_FORMATS]
         if path.suffix.lower() not in known:
             raise InvalidParameter(f"{path} must end in one of {', '.join(known)}", "path")
+        several = len(self.data) + len(self.flagged) > 1 or NUMBERED.search(path.name)
+        return [_numbered(path, index) if several and not self.is_video else path for index in self.indexes]
+
+    def _save(self, path: Path) -> list[Path]:
+        form, paths = _FORMATS.get(path.suffix.lower()), self.files_at(path)
         if self.is_video:
             path.write_bytes(self.data[0])
             return [path]
-        several = len(self.data) + len(self.flagged) > 1 or NUMBERED.search(path.name)
-        paths = [_numbered(path, index) if several else path for index in self.indexes]
         for target, data, image in zip(paths, self.data, self.images, strict=True):
             if image.format == form:
                 target.write_bytes(data)

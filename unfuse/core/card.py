@@ -8,6 +8,7 @@ import msgspec
 
 from unfuse.core.plan import Choice, Params, Pipeline, pool_name
 from unfuse.core.vision import Vision
+from unfuse.core.vocabulary import Vocabulary
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -22,7 +23,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     It may bring so many pictures as `references`, which are seen, not redrawn. `last_frame`: whether a video that
     starts from a picture `may` end with another one, or `must`. `follows_picture`: without a size, a
     result has the shape of its start picture. `picture_scale` is for pipelines that take no size: their results are
-    so many times as large as the start picture (0: the pipeline takes a size).
+    so many times as large as the start picture (0: the pipeline takes a size). `vocabulary` is for models that know few
+    words: requests with others get a hint.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     last_frame: Literal["", "may", "must"] = ""
     follows_picture: bool = True
     picture_scale: int = 0
+    vocabulary: Vocabulary | None = None
 
     @property
     def most_pictures(self) -> int:

@@ -73,6 +73,13 @@ class TransientError(UnfuseError):
     """The task may succeed on another worker or later: it is tried again within its budget."""
 
 
+class KeyUnavailable(TransientError):
+    """The request of this idempotency key, if there is one, is in a part of the queue that does not answer.
+
+    Nothing was queued. A key that was never used before can be replaced by another one.
+    """
+
+
 class ObjectLost(TransientError):
     """An object cannot be read any more: its owner is gone, or its bytes are not those that were sealed.
 

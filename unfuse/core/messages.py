@@ -18,6 +18,9 @@ from unfuse.core.text import TextLoad
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 REFUSED = "refused"
 
+Memory = Literal["kv", "arena"]
+"""The memory of a worker that tasks share: blocks of keys and values, and its arena with the objects."""
+
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 """Numbers that workers report are added up in metrics, so NaN, infinity and negative numbers are refused."""
@@ -27,6 +30,10 @@ Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_l
 
 _Word = Annotated[str, Meta(max_length=128)]
 Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
+
+
+LASTING = frozenset({"disk", "s3"})
+"""Result stores, by the scheme of their URL, where a worker that stops also saves what it runs."""
 
 
 class Places(msgspec.Struct, frozen=True):
@@ -48,6 +55,13 @@ class Places(msgspec.Struct, frozen=True):
     checkpoint: str = "auto"
     loras: str = ""
     mark: str = ""
+
+    @property
+    def copies(self) -> str:
+        """The URL where copies of objects outlive their worker: that of durable copies, else of lasting results."""
+        if self.durable != "none":
+            return self.durable
+        return self.results if self.results.partition(":")[0] in LASTING else "none"
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -185,7 +199,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat: leases to renew, ids of the requests that the worker holds objects for, and the bytes these take.
 
     `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
-    up its keys and values for others; `unwritten` tasks wait for the result store.
+    up its keys and values for others; `unwritten` tasks wait for the result store. `leaked` is the bytes of memory that
+    nobody owned, as far as they were found since then, while the worker had no task.
     `busy`, `memory`, `holds`, `load_s` and `going` are those of WorkerInfo.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
@@ -202,6 +217,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
     texts: TextLoad | None = None
     retracted: Count = 0
+    leaked: dict[Memory, Count] = {}
     busy: Share = 0.0
     memory: Count = 0
     holds: str = ""
@@ -293,12 +309,14 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 class Keep(msgspec.Struct, frozen=True, tag=True):
     """A running task has made what others may go on from: the output under that key, one of the task's prefixes.
 
-    For a scheduler that `keeps` such.
+    Or the key is that of a portion with this `digest`, in the space that the task `extends`. For a scheduler that
+    `keeps` such.
     """
 
     claim: Claim
     key: str
     output: ObjectRef
+    digest: _Word = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -379,7 +397,8 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
 
     `lost` are ids of single objects that may be. `load` names the set of weights to load in the place of another one
-    ("": none), `soon` one that is likely to be next. To Steps and Append it has the claims alone.
+    ("": none), `soon` one that is likely to be next. A scheduler that `stops` gives no more tasks to anyone. To Steps
+    and Append it has the claims alone.
     """
 
     ended: tuple[Claim, ...]
@@ -387,6 +406,7 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     lost: tuple[str, ...] = ()
     load: str = ""
     soon: str = ""
+    stops: bool = False
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

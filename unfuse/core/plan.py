@@ -12,6 +12,7 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room, Work, Workload
 from unfuse.core.parameters import Params as Params, Value as Value, each_of
+from unfuse.core.pool import outcome_of
 
 ALL = "all"  # the role of a worker that runs all stages
 TOGETHER = {"language": ("prefill", "decode")}  # words for several roles
@@ -29,7 +30,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
     a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
-    `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage for `each`
+    `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage that
+    `extends` an input makes further portions of what the stage goes on from that makes this input. A stage for `each`
     entry of a list, which this parameter has as JSON, has the entry as parameters of its own; who reads it reads all.
     One that takes `uploads` reads what the gateway keeps of a request in the result store. One with a `when` is there
     only for requests that have this parameter.
@@ -51,6 +53,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     shares: bool = False
     spreads: dict[str, int] = {}
     goes_on: bool = False
+    extends: str = ""
     each: str = ""
     uploads: bool = False
     when: str = ""
@@ -85,6 +88,8 @@ class Pipeline(msgspec.Struct, frozen=True):
         except CycleError as error:
             raise ConfigError(f"the pipeline's stages wait for each other: {' → '.join(error.args[1])}") from error
         for stage in self.stages:
+            if stage.extends and stage.extends not in stage.inputs:
+                raise ConfigError(f"stage {stage.name} extends {stage.extends}, which is not one of its inputs")
             if not stage.per_sample and any(producers[name].per_sample for name in stage.inputs):
                 raise ConfigError(f"stage {stage.name} runs once a request but reads a stage that runs once a picture")
 
@@ -106,7 +111,8 @@ class PlannedStage(msgspec.Struct, frozen=True):
     `final` stages write results. `cache` is the key under which other requests find its output ("": they do not).
     `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do ((0, 0) in
     requests of versions that did not store it). `needs` is what it takes of further named resources. `prefixes` are the
-    keys under which others find what it makes on the way, in the order in which it makes that.
+    keys under which others find what it makes on the way, in the order in which it makes that. `extends` is the
+    `prefix_space` of the portions that it adds to those of another stage ("": it adds none).
     """
 
     name: str
@@ -121,6 +127,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     work: Work = (0.0, 0.0)
     needs: dict[str, int] = {}
     prefixes: tuple[str, ...] = ()
+    extends: str = ""
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -137,11 +144,14 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
 
     def moved(self, pools: Mapping[str, str]) -> ExecutionPlan:
         """The plan with other pools for some stages, by stage name. A moved stage shares its output no longer."""
+        moved = {stage.name for stage in self.stages if pools.get(stage.name, stage.pool) != stage.pool}
         stages: list[PlannedStage] = []
         for stage in self.stages:
-            pool = pools.get(stage.name, stage.pool)
-            moved = msgspec.structs.replace(stage, pool=pool, cache="", prefixes=())
-            stages.append(stage if pool == stage.pool else moved)
+            if stage.name in moved:
+                stage = msgspec.structs.replace(stage, pool=pools[stage.name], cache="", prefixes=(), extends="")
+            elif moved & {*stage.after}:
+                stage = msgspec.structs.replace(stage, extends="")
+            stages.append(stage)
         return ExecutionPlan(tuple(stages))
 
     def consumers(self, name: str) -> tuple[PlannedStage, ...]:
@@ -185,6 +195,16 @@ def cache_key(*parts: object) -> str:
     return blake2b(encode(parts), digest_size=16).hexdigest()
 
 
+def prefix_space(shared_by: tuple[str, ...], pool: str) -> str:
+    """What the keys of all portions have in common that stages of a pool make for those requests."""
+    return cache_key(shared_by, pool)
+
+
+def prefix_key(space: str, digest: str) -> str:
+    """The key under which a portion is found; the digest identifies everything up to its end."""
+    return cache_key(space, digest)
+
+
 def compile_plan(
     pipeline: Pipeline,
     pools: Mapping[str, str],
@@ -208,6 +228,7 @@ def compile_plan(
     for spec in (specs[name] for name in order):
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
         keys = begins if spec.goes_on and shared_by is not None else ()
+        space = prefix_space(shared_by or (), pools[spec.name])
         for index, (name, own) in enumerate(times[spec.name]):
             given = params | own
             read = [(key, given.get(key)) for key in sorted(spec.reads)]
@@ -225,10 +246,21 @@ def compile_plan(
                     cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
                     work=spec.work.of(given),
                     needs={name: need.bytes(given) for name, need in spec.needs.items()},
-                    prefixes=tuple(cache_key(shared_by, pools[spec.name], digest) for digest in keys),
+                    prefixes=tuple(prefix_key(space, digest) for digest in keys),
+                    extends=_extended(spec, producers, pools, shared_by),
                 )
             )
     return ExecutionPlan(tuple(planned))
+
+
+def _extended(
+    spec: StageSpec, producers: Mapping[str, StageSpec], pools: Mapping[str, str], shared_by: tuple[str, ...] | None
+) -> str:
+    """The space of the portions that a stage adds; "" where nobody shares them, or a pool makes other bytes."""
+    if not spec.extends or shared_by is None:
+        return ""
+    source = pools[producers[spec.extends].name]
+    return prefix_space(shared_by, source) if outcome_of(source) == outcome_of(pools[spec.name]) else ""
 
 
 def _times(spec: StageSpec, params: Params, samples: Sequence[Params]) -> list[tuple[str, Params]]:

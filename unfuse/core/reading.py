@@ -17,7 +17,7 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `calls` and `reasoning` are formats (None: not parsed). `functions` maps each offered function to the types of its
     parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
-    With `hidden`, reasoning is not sent to clients.
+    `reasoned`: it has reasoning of this turn, which is over. With `hidden`, reasoning is not sent to clients.
     """
 
     calls: CallFormat | None = None
@@ -27,6 +27,7 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: ReasoningFormat | None = None
     opened: bool = False
     hidden: bool = False
+    reasoned: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:

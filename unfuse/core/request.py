@@ -194,7 +194,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     for `limit_s` seconds in all (None: any time). With `ends_with_client` it is cancelled when its client disconnects.
     `makes` is the hash of what its results depend on beside its pools ("": they are not reused). The `webhook` is
     told of its end. The deadline has `moved` by so many seconds, since pools slept. A worker first took one of its
-    tasks at the Unix time `started_at` (None: not yet).
+    tasks at the Unix time `started_at` (None: not yet). `hint` is what its client may want to
+    know of it ("": nothing).
     """
 
     id: str
@@ -224,6 +225,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     webhook: Webhook | None = None
     moved: float = 0.0
     started_at: float | None = None
+    hint: str = ""
 
     @property
     def over(self) -> bool:
@@ -258,7 +260,8 @@ class Asked(msgspec.Struct, frozen=True):
     `name` is the client's name for the model, if that is an alias. `id` is the id of the request ("": one is drawn).
     The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time). `makes` is the hash of
     what the results depend on beside the pools that make them ("": nobody else is given them). `begins` are the digests
-    of the beginnings that it may have in common with others, the shortest first.
+    of the beginnings that it may have in common with others, the shortest first. `hint` is what its client may want to
+    know.
     """
 
     card: ModelCard
@@ -269,6 +272,7 @@ class Asked(msgspec.Struct, frozen=True):
     limit_s: float = 0.0
     makes: str = ""
     begins: tuple[str, ...] = ()
+    hint: str = ""
 
 
 class Allowance(msgspec.Struct, frozen=True):

@@ -42,7 +42,8 @@ class Task(msgspec.Struct, frozen=True):
     share a forward, or an adapter. A task to run `alone` must not run beside another in one compute process, because
     several ran when one died. Of a task that is one of `several`, other stages make the same of something else, and
     whoever reads one reads all. `cache` is the key under which other requests find its output ("": they do not),
-    `prefixes` those of what it makes on the way. It is not leased to the worker in `avoids` ("": to any).
+    `prefixes` those of what it makes on the way. It adds to the portions of another stage those whose keys are in the
+    space `extends` ("": none). It is not leased to the worker in `avoids` ("": to any).
     """
 
     request: str
@@ -67,6 +68,7 @@ class Task(msgspec.Struct, frozen=True):
     prefixes: tuple[str, ...] = ()
     several: bool = False
     avoids: str = ""
+    extends: str = ""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -57,8 +57,8 @@ class Launcher(ABC):
         """Start every worker, and again when it dies, ever more slowly; not one that cannot start at all."""
 
     @abstractmethod
-    async def stop(self, drain_timeout: float) -> None:
-        """Tell the workers to finish what they run; kill those that have not ended after so many seconds.
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+        """Tell the workers to stop; kill those that have not ended after so many seconds, or soon after `hurry` is set.
 
         Returns when none is left and what they wrote has been told. Called once, whether or not they were started.
         """

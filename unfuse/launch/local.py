@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import structlog
 from typing_extensions import override
@@ -36,6 +37,9 @@ LATER = 3
 
 SETTLED_S = 30.0
 """A worker that lived for this many seconds did not die at once."""
+
+HURRY, HURRIED_S = signal.SIGUSR1, 3.0
+"""What a worker is sent that is to end at once, and the seconds that it has then until it is killed."""
 
 log = structlog.get_logger(__name__)
 
@@ -72,14 +76,15 @@ class LocalLauncher(Launcher):
         self._watching = [asyncio.create_task(self._keep(number)) for number in reversed(numbers)]
 
     @override
-    async def stop(self, drain_timeout: float) -> None:
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         self._stopping = True
         self._signal(signal.SIGTERM)
         if self._forks:
             self._forks.close()  # the fork server ends when workers have closed it too
-        with suppress(TimeoutError):
-            async with asyncio.timeout(drain_timeout):
-                await asyncio.gather(*(asyncio.shield(watching) for watching in self._watching), return_exceptions=True)
+        last = min(HURRIED_S, drain_timeout / 4)
+        await self._ended(drain_timeout - last, hurry)
+        self._signal(HURRY)
+        await self._ended(HURRIED_S if hurry and hurry.is_set() else last)
         self._signal(signal.SIGKILL)
         for watching in self._watching:
             watching.cancel()
@@ -91,6 +96,15 @@ class LocalLauncher(Launcher):
         await asyncio.to_thread(self._output.close)
         for end in (self._ours, self._lifeline):
             os.close(end)
+
+    async def _ended(self, seconds: float, hurry: asyncio.Event | None = None) -> None:
+        """Wait until all processes have ended, but not beyond so many seconds, or `hurry`."""
+        waits: list[asyncio.Future[Any]] = [asyncio.create_task(hurry.wait())] if hurry else []
+        ended: asyncio.Future[Any] = asyncio.gather(*map(asyncio.shield, self._watching), return_exceptions=True)
+        await asyncio.wait([ended, *waits], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ended, *waits):
+            task.cancel()
+        await asyncio.gather(ended, *waits, return_exceptions=True)
 
     async def _keep(self, number: int) -> None:
         """Run a worker, again and again. Only the first start may fail for good: later ones have what they need."""

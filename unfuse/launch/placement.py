@@ -19,6 +19,7 @@ CPU = "cpu"
 
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
 PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
+NO_DEVICE = "there is no device"  # the beginning of the refusal of a device that is named and not there
 MOST = 1024  # the most workers of one kind
 LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
 Needs = Mapping[str, "tuple[Part, ...]"]  # what each worker of a role holds, by role
@@ -225,7 +226,7 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
     for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
         able = devices_of(role, wanted, devices)
         if missing := sorted({name for names in able for name in names.split("+")} - {*room}):
-            raise ConfigError(f"there is no device {missing[0]} for the {role}; there are {', '.join(room)}")
+            raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; there are {', '.join(room)}")
         named, spreads = wanted.place.get(role, ()), own_spreads(wanted.compute.parallel, roles_of(role))
         for number in range(max(counts[role], len(named))):
             name = named[number % len(named)] if named else _roomiest(able, room, spreads)

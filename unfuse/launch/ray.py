@@ -51,9 +51,9 @@ class RayLauncher(Launcher):
         self._background.forever("asking Ray which nodes are drained", self._look)
 
     @override
-    async def stop(self, drain_timeout: float) -> None:
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         await self._background.close()
-        await asyncio.gather(*(self._end(held, drain_timeout) for held in [*self._relays]))
+        await asyncio.gather(*(self._end(held, drain_timeout, hurry) for held in [*self._relays]))
         self.failed.cancel()
         await asyncio.to_thread(self._output.close)
 
@@ -104,10 +104,17 @@ class RayLauncher(Launcher):
                 self._output.tell(number, line)
         return over
 
-    async def _end(self, held: Held, drain_timeout: float) -> None:
-        """End a worker, tell the rest of what it wrote, and give up its place."""
+    async def _end(self, held: Held, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+        """End a worker, tell the rest of what it wrote, and give up its place; soon once `hurry` is set."""
         if held.node:
-            await held.stop(drain_timeout)
+            stopping = asyncio.create_task(held.stop(drain_timeout))
+            hurried = asyncio.create_task(hurry.wait()) if hurry else stopping
+            await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (stopping, hurried):
+                task.cancel()
+            await asyncio.gather(stopping, hurried, return_exceptions=True)
+            if not stopping.cancelled():
+                stopping.result()
         if relay := self._relays[held]:
             await asyncio.wait({relay}, timeout=LAST_S)
             relay.cancel()

@@ -30,6 +30,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen2_5_VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "Qwen3ForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen3MoeForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen3VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "Qwen3VLMoeForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",

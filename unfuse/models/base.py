@@ -159,6 +159,7 @@ class DiffusersFamily(Family):
             limits=asdict(limits),
             defaults=serving.within(limits, standard),
             quality=msgspec.to_builtins(serving.quality),
+            vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),
             dtypes=dtypes,
             created=model.created,

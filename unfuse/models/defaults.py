@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, nearest_size
 from unfuse.core.plan import Params
+from unfuse.core.vocabulary import Vocabulary
 from unfuse.stages.base import need
 
 SERVING = "serving.json"
@@ -53,11 +54,13 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`serving.json` beside model_index.json: how its maker wants a model served. All parts may be partial.
 
     `quality` holds parameters by the quality that a client may ask for, such as {"low": {"num_inference_steps": 8}}.
+    `vocabulary` is for a model that knows few words: a request with others gets a hint.
     """
 
     defaults: Defaults = Defaults()
     limits: dict[str, int | float] = {}
     quality: dict[Quality, Defaults] = {}
+    vocabulary: Vocabulary | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Serving:

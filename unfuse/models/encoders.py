@@ -52,8 +52,8 @@ ENCODERS = {
     "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPTextModelWithProjection": CLIP,
     "CLIPVisionModel": CLIP, "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS, "LlamaForCausalLM": SPEAKS,
     "Qwen2ForCausalLM": SPEAKS, "Qwen2_5_VLForConditionalGeneration": SPEAKS, "Qwen3ForCausalLM": SPEAKS,
-    "Qwen3Model": READS, "Qwen3VLModel": READS, "Qwen3VLForConditionalGeneration": SPEAKS,
-    "Qwen3VLMoeForConditionalGeneration": EXPERTS,
+    "Qwen3Model": READS, "Qwen3MoeForCausalLM": EXPERTS, "Qwen3VLModel": READS,
+    "Qwen3VLForConditionalGeneration": SPEAKS, "Qwen3VLMoeForConditionalGeneration": EXPERTS,
 }  # fmt: skip
 
 

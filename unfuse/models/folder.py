@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from unfuse.models.defaults import SERVING
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.models.quantised import SETTING, codes, is_whole_number, refusal
-from unfuse.models.single import own_names, single_of, singles_of
+from unfuse.models.single import is_of, own_names, single_of, singles_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
@@ -47,6 +48,9 @@ WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
+
+SINGLE_EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+"""The names of tensors of one expert of a language model, which has those of a layer in one tensor."""
 
 STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what safetensors files call these types
 
@@ -228,9 +232,12 @@ class ModelFolder:
         return {name: tensor for name, tensor in found.items() if (SEES in name) == (component == VISION)}
 
     def has(self, component: str, dtype: str) -> bool:
-        """Whether files have all of a component's floats in that dtype, so that processes map them."""
-        kinds = {stored for stored, _ in self.tensors(component).values() if not is_whole_number(stored)}
-        return kinds == {STORED[dtype]} and not self.single(component) and not self.is_quantised(component)
+        """Whether files have all floats of a component as they are used, in that dtype, so that processes map them."""
+        tensors = self.tensors(component)
+        kinds = {stored for stored, _ in tensors.values() if not is_whole_number(stored)}
+        if has_single_experts(tensors) or self.single(component) or self.is_quantised(component):
+            return False
+        return kinds == {STORED[dtype]}
 
     def identity(self, *components: str) -> str:
         """Return a fingerprint of components, equal for equal copies and different if any byte differs.
@@ -270,8 +277,9 @@ class ModelFolder:
         """Those in a weight file, from its header: here, or at the hub."""
         file = self.path / self.at(component) / name
         if file.suffix == GGUF:
-            stored = contents(file).tensors.items()
-            return {key: (f"GGUF {QUANTISED[one.kind][0]}", prod(one.shape)) for key, one in stored}
+            read = contents(file)
+            self._refuse_other(component, name, read.tensors, str(read.said.get("general.architecture", "")))
+            return {key: (f"GGUF {QUANTISED[one.kind][0]}", prod(one.shape)) for key, one in read.tensors.items()}
         if file.exists() or self.hub is None:
             found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:
@@ -284,12 +292,20 @@ class ModelFolder:
             return found
         if name == self.single(component):
             found = {key: found[key] for key in own_names(component, found)}
+            self._refuse_other(component, name, found)
         if any(dtype.startswith("F8") for dtype, _ in found.values()):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         if reason := codes(found):
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         return found
+
+    def _refuse_other(self, component: str, name: str, tensors: Collection[str], architecture: str = "") -> None:
+        """Raise ConfigError if a component's single file is of another class of models."""
+        kind, file = self.class_of(component), f"{self.at(component)}{name}"
+        if not is_of(kind, tensors, architecture):
+            by = f"architecture {architecture[:40]}" if architecture else "by its tensors"
+            raise ConfigError(f"model {self.path}: {file} is of another model, {by}: give one of a {kind}")
 
     def _inside(self, folder: str) -> dict[str, HubFile]:
         """The files directly in a folder of the model by name, also those that were not downloaded."""
@@ -360,6 +376,11 @@ def _written_since_linked(link: Path) -> bool:
     The library creates the link last. Copying a file over the link overwrites the blob, which keeps its old name.
     """
     return link.stat().st_ctime_ns > link.lstat().st_ctime_ns
+
+
+def has_single_experts(names: Iterable[str]) -> bool:
+    """Whether files with tensors of these names have each expert by itself, so that a library joins them to load."""
+    return any(SINGLE_EXPERT.search(name) for name in names)
 
 
 def header(file: Path) -> dict[str, Any]:

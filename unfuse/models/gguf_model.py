@@ -19,8 +19,13 @@ from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, Contents, StoredTensor, 
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
 """Classes by `general.architecture`."""
+
+ROUTED = "qwen3moe"  # the architecture whose layers are mixtures of experts
 
 SCALED = "rope_freqs.weight"  # the tensor that divides the frequencies of rotary positions, where a model has it
 
@@ -31,11 +36,19 @@ OUTSIDE = {
 LAYER = {
     "attn_norm.weight": ("input_layernorm.weight", "h"), "attn_q.weight": ("self_attn.q_proj.weight", "qh"),
     "attn_k.weight": ("self_attn.k_proj.weight", "kh"), "attn_v.weight": ("self_attn.v_proj.weight", "kh"),
-    "attn_output.weight": ("self_attn.o_proj.weight", "hq"), "ffn_gate.weight": ("mlp.gate_proj.weight", "fh"),
-    "ffn_up.weight": ("mlp.up_proj.weight", "fh"), "ffn_down.weight": ("mlp.down_proj.weight", "hf"),
+    "attn_output.weight": ("self_attn.o_proj.weight", "hq"),
     "ffn_norm.weight": ("post_attention_layernorm.weight", "h"),
 }  # fmt: skip
-"""Of each layer: transformers' name of a tensor, and its shape, in the letters of `_sizes`."""
+"""Of each layer: transformers' name of a tensor, and its shape, in letters that `expected` explains."""
+DENSE = {
+    "ffn_gate.weight": ("mlp.gate_proj.weight", "fh"), "ffn_up.weight": ("mlp.up_proj.weight", "fh"),
+    "ffn_down.weight": ("mlp.down_proj.weight", "hf"),
+}  # fmt: skip
+EXPERTS = {
+    "ffn_gate_inp.weight": ("mlp.gate.weight", "eh"), "ffn_gate_exps.weight": ("mlp.experts.gate_proj", "emh"),
+    "ffn_up_exps.weight": ("mlp.experts.up_proj", "emh"), "ffn_down_exps.weight": ("mlp.experts.down_proj", "ehm"),
+}  # fmt: skip
+"""Instead of these in a mixture of experts. transformers has the first two of all experts in one tensor: `_joined`."""
 BIASES = {f"attn_{one}.bias": (f"self_attn.{one}_proj.bias", of) for one, of in zip("qkv", "qkk", strict=True)}
 OUTPUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "h")}
 NORMS = {f"attn_{one}_norm.weight": (f"self_attn.{one}_norm.weight", "d") for one in "qk"}
@@ -104,7 +117,8 @@ class GgufModel(ModelFolder):
     def load(self, kind: Any, dtype: torch.dtype) -> Any:
         """The model, of that class of transformers, with all its weights in that dtype, on the CPU.
 
-        A few MiB of one tensor at a time are dequantised, so that it takes little more memory than its weights.
+        A few MiB of one tensor at a time are dequantised, and the experts of one layer joined, so that it takes little
+        more memory than its weights.
         """
         import torch
 
@@ -119,7 +133,7 @@ class GgufModel(ModelFolder):
             if factors := self._contents.tensors.get(SCALED):
                 positions.inv_freq /= _dequantised(stream, factors, torch.float32)
         model.model.rotary_emb = positions
-        model.load_state_dict(weights, strict=False, assign=True)
+        model.load_state_dict(_joined(weights), strict=False, assign=True)
         model.tie_weights()
         return model
 
@@ -182,8 +196,8 @@ def config_of(found: Contents) -> dict[str, Any]:
     own = {key.removeprefix(f"{architecture}."): value for key, value in said.items()}
     if said.get("split.count", 1) > 1:
         raise ConfigError("it is one of several files: join them (llama-gguf-split --merge), and give the result")
-    if own.get("expert_count"):
-        raise ConfigError("it is a mixture of experts, which is not served")
+    if own.get("expert_count") and architecture != ROUTED:
+        raise ConfigError(f"it is a mixture of experts, which is served of {ROUTED} alone")
     hidden, heads = _whole(own, "embedding_length"), _whole(own, "attention.head_count")
     kept = _whole(own, "attention.head_count_kv", heads)
     width = _whole(own, "attention.key_length", hidden // heads)
@@ -208,7 +222,20 @@ def config_of(found: Contents) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in stored,
         "sliding_window": own.get("attention.sliding_window"),
         **{f"{name}_token_id": id for name, id in ids.items() if id is not None},
+        **(_routing(own) if architecture == ROUTED else {}),
     }
+
+
+def _routing(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a mixture has more. Raises ValueError where a token would go to more experts than there are."""
+    experts, each = _whole(own, "expert_count"), _whole(own, "expert_used_count")
+    if each > experts:
+        raise ValueError(f"{each} of {experts} experts for each token")
+    width = _whole(own, "expert_feed_forward_length")
+    return {
+        "num_experts": experts, "num_experts_per_tok": each, "moe_intermediate_size": width,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
 
 
 def expected(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -220,11 +247,13 @@ def expected(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> d
     if layers > len(stored):
         raise ValueError(f"{layers} layers, and {len(stored)} tensors")
     biased = kind == ARCHITECTURES["qwen2"] or config["attention_bias"]
+    routed = kind == ARCHITECTURES[ROUTED]
     each = {
         **LAYER,
+        **(EXPERTS if routed else DENSE),
         **(BIASES if biased else {}),
         **(OUTPUT_BIAS if config["attention_bias"] else {}),
-        **(NORMS if kind == ARCHITECTURES["qwen3"] else {}),
+        **(NORMS if routed or kind == ARCHITECTURES["qwen3"] else {}),
     }
     tied = {"output.weight"} if config["tie_word_embeddings"] else set()
     named = {own: one for own, one in OUTSIDE.items() if own not in tied}
@@ -236,6 +265,7 @@ def expected(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> d
     sizes = {
         "v": config["vocab_size"], "h": config["hidden_size"], "f": config["intermediate_size"],
         "q": heads * width, "k": kept * width, "d": width, "r": width // 2,
+        "e": config.get("num_experts", 0), "m": config.get("moe_intermediate_size", 0),
     }  # fmt: skip
     return {own: (name, tuple(sizes[letter] for letter in of)) for own, (name, of) in named.items()}
 
@@ -263,6 +293,16 @@ def _positive(own: Mapping[str, Any], key: str, default: float | None = None) ->
     if type(value) is not float or not 0 < value < math.inf:
         raise ValueError(f"{key} is {str(value)[:40]}")
     return value
+
+
+def _joined(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights, with the gates of a layer's experts and what they gate in one tensor, as transformers has them."""
+    import torch
+
+    for gates in [name for name in weights if name.endswith(".experts.gate_proj")]:
+        layer = gates.removesuffix("gate_proj")
+        weights[f"{layer}gate_up_proj"] = torch.cat([weights.pop(gates), weights.pop(f"{layer}up_proj")], 1)
+    return weights
 
 
 def _dequantised(stream: BinaryIO, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:

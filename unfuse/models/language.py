@@ -1,4 +1,4 @@
-"""Language models of transformers: Llama, Qwen2 and Qwen3."""
+"""Language models of transformers: Llama, Qwen2, Qwen3, and Qwen3's mixtures of experts."""
 
 from __future__ import annotations
 

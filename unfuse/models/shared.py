@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfuse.models.folder import CONFIG, STORED, ModelFolder, header
+from unfuse.models.folder import CONFIG, STORED, ModelFolder, has_single_experts, header
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,9 @@ def load_together(
 
 
 def _is_made(model: torch.nn.Module, stored: Mapping[str, tuple[str, int]]) -> bool:
-    """Whether files have less than half of a model's numbers in their dtypes."""
+    """Whether files have less than half of a model's numbers in their dtypes, or experts that were joined."""
+    if has_single_experts(stored):
+        return True
     had, has = Counter[str](), Counter[str]()
     for kind, elements in stored.values():
         had[kind] += elements

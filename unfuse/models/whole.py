@@ -96,6 +96,7 @@ class WholeFamily(Family):
             limits=asdict(limits),
             defaults=serving.within(limits, standard),
             quality=msgspec.to_builtins(serving.quality),
+            vocabulary=serving.vocabulary,
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
             created=model.created,

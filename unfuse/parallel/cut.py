@@ -36,10 +36,11 @@ class Matrices(msgspec.Struct, frozen=True):
     A rank has some `outputs` of a layer, and what follows works on so much less: on some heads, on a part of the width.
     Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of `gathered`
     layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
-    cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls.
-    Of modules that are `experts` a rank has a part of the width of each expert, as of a feed-forward. `norms` are over
-    all heads, `heads` the numbers of heads that modules hold (MODULE.NAME). Files have some `gathered` layers under the
-    names `stored`. Degrees must divide what the entries `divided` of the model's configuration say.
+    cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls. Of
+    modules that are `experts` a rank has a part of the width of each expert, as of a feed-forward; files may have each
+    expert by itself, under its number, or what gates them apart. `norms` are over all heads, `heads` the numbers of
+    heads that modules hold (MODULE.NAME). Files have some `gathered` layers under the names `stored`. Degrees must
+    divide what the entries `divided` of the model's configuration say.
     """
 
     outputs: tuple[str, ...]
@@ -57,7 +58,9 @@ class Matrices(msgspec.Struct, frozen=True):
         has whole, at most, since of a bias that is added to a sum only the first has any.
         """
         whole = (*self.outputs, *self.gathered, *self.stored)
-        ways = {"weight": (*whole, *self.inputs, *self.norms), "bias": whole, **dict.fromkeys(EXPERTS, self.experts)}
+        each = tuple(f"{pattern}.*" for pattern in self.experts)
+        ways = {"weight": (*whole, *self.inputs, *self.norms, *each), "bias": whole}
+        ways |= dict.fromkeys((*EXPERTS, "gate_proj", "up_proj"), self.experts)
         named = ((*name.rpartition("."), elements) for name, elements in tensors.items())
         return sum(n for layer, _, kind, n in named if any(fnmatchcase(layer, way) for way in ways.get(kind, ())))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -95,12 +95,21 @@ class Declaration(msgspec.Struct, frozen=True):
     """Models that are to be served whether or not workers are there.
 
     `asleep` has the declared pools that may be without workers, with the number of slots that their workers would have;
-    `gone` has models that are not to be served, whoever brings them.
+    `gone` has models that are not to be served, whoever brings them. Of what an `admin` added while servers ran,
+    `server` is the one that serves it again after a start ("": none does), and `failed` says why it cannot be served.
     """
 
     cards: tuple[ModelCard, ...]
     asleep: dict[str, int] = {}
     gone: tuple[str, ...] = ()
+    source: Literal["", "admin"] = ""
+    server: str = ""
+    failed: str = ""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its models are to be served."""
+        return bool(self.cards) and not self.gone and not self.failed
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -172,6 +181,10 @@ class TaskQueue(ABC):
     def away(self) -> Sequence[str]:
         """What does not answer of a queue that works all the same, in words."""
         return ()
+
+    def answers(self, request: str) -> bool:
+        """Whether the part of the queue answers, as far as is known, where a request of this id lives or would."""
+        return True
 
     def placed(self, ids: Iterator[str], who: Who) -> str:
         """Of endless new ids, one under which a request lies with those of its key, or of a tenant with limits."""
@@ -368,8 +381,11 @@ class TaskQueue(ABC):
         """Forget a worker: its leases expire now."""
 
     @abstractmethod
-    async def declare(self, by: str, declaration: Declaration) -> None:
-        """Store a declaration in place of the last one named `by`. A queue of one process forgets it at its end."""
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Store a declaration in place of the last one named `by`, as durably as a request.
+
+        With `new`, one that is current stays: then nothing changes, and the answer is False.
+        """
 
     @abstractmethod
     async def declared(self) -> dict[str, Declaration]:

@@ -14,8 +14,10 @@ from typing import cast
 
 import apsw
 import msgspec
+import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError
+from unfuse.queues.base import Declaration
 from unfuse.queues.row import Pieces, Row
 
 APPLICATION, SCHEMA = 0x756E6675, 2  # SQLite's application_id for a queue of unfuse, and the version of the tables
@@ -40,6 +42,11 @@ An earlier version reads a file with this table, and leaves the pieces of what i
 SECRETS = "CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT"
 """Earlier versions can open a file with this table, and ignore it."""
 
+DECLARATIONS = """
+CREATE TABLE IF NOT EXISTS declarations (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT
+"""
+"""Declarations by name. Earlier versions can open a file with this table, and ignore it."""
+
 FIND_PIECES = """
 SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
     SELECT coalesce(max(first), 0) FROM pieces WHERE id = :id AND stage = :stage AND first <= :after
@@ -56,13 +63,16 @@ LOCAL_FUSE = "fuse.fuse-overlayfs"
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of the system when the disk is full
 NO_ROOM = "the disk of the queue is full: make room there"
 
+log = structlog.get_logger(__name__)
+
 
 class Journal:
     """The file. It is locked while it is open, and one thread writes it.
 
-    `rows` has what the file held at the start, `appended` how many pieces it has by request and stage. `damaged` maps
-    the id of a row that cannot be read to its number and the error. Raises TransientError if the disk is full, and
-    ConfigError if the queue cannot be kept there for another reason.
+    `rows` and `declared` have what the file held at the start, `appended` how many pieces it has by request and stage.
+    `damaged` maps the id of a row that cannot be read to its number and the error.
+
+    Raises TransientError if the disk is full, and ConfigError if the queue cannot be kept there for another reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,6 +80,7 @@ class Journal:
         self.rows: list[tuple[int, Row]] = []
         self.damaged: dict[str, tuple[int, str]] = {}
         self.appended: dict[str, dict[str, int]] = {}
+        self.declared: dict[str, Declaration] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_remote(path)
@@ -130,6 +141,20 @@ class Journal:
         ((value,),) = self._file.execute("SELECT value FROM secrets WHERE name = ?", (name,))
         return str(value)
 
+    def declare(self, name: str, declaration: Declaration) -> None:
+        """Replace the declaration of that name durably; to be called in the thread that writes.
+
+        Raises TransientError, with nothing changed, when the disk is full.
+        """
+        self._file.pragma("synchronous", "FULL")
+        try:
+            body = msgspec.msgpack.encode(declaration)
+            self._file.execute("INSERT OR REPLACE INTO declarations VALUES (?, ?)", (name, body))
+        except apsw.Error as error:
+            if self._is_full(error):
+                raise TransientError(NO_ROOM) from error
+            raise
+
     def close(self) -> None:
         """Close and unlock the file."""
         self.thread.shutdown()
@@ -170,6 +195,11 @@ class Journal:
                 self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 self.damaged[str(id)] = cast(int, number), str(error)
+        for name, body in self._file.execute("SELECT name, body FROM declarations"):
+            try:
+                self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=Declaration)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                log.error("a declaration cannot be read, and is left out", name=name, reason=str(error))
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
             self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
 
@@ -190,6 +220,7 @@ class Journal:
             file.pragma("user_version", SCHEMA)
         file.execute(PIECES)
         file.execute(SECRETS)
+        file.execute(DECLARATIONS)
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")

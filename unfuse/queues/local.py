@@ -197,9 +197,12 @@ class LocalQueue(TaskQueue):
         self._members.pop(worker, None)
         self._state.leases.lapse(worker, self._clock.now())
 
-    async def declare(self, by: str, declaration: Declaration) -> None:
-        """Store a declaration."""
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Store a declaration for as long as this process lives."""
+        if new and by in self._declared and self._declared[by].is_current:
+            return False
         self._declared[by] = declaration
+        return True
 
     async def declared(self) -> dict[str, Declaration]:
         """All declarations."""

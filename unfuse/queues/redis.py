@@ -323,9 +323,10 @@ class RedisQueue(TaskQueue):
         """Forget a worker."""
         await self._call("bye", worker=worker)
 
-    async def declare(self, by: str, declaration: Declaration) -> None:
-        """Store a declaration."""
-        await self._call("declare", by=by, declaration=script.raw(encode(declaration)))
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Store a declaration; a `new` one not in place of a current one."""
+        body = script.raw(encode(declaration))
+        return bool(await self._call("declare", by=by, declaration=body, new=new))
 
     async def secret(self, name: str, proposed: str) -> str:
         """Return the secret of this name."""

@@ -25,7 +25,7 @@ import msgspec
 from typing_extensions import override
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import NotFound, TransientError
+from unfuse.core.errors import KeyUnavailable, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.object_ref import ObjectRef
@@ -35,6 +35,8 @@ from unfuse.queues.answering import Answering
 from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, Renewal, Stats, TaskQueue
 from unfuse.queues.turns import Turns
 from unfuse.queues.wanted import Wanted
+
+MOST_LISTED = 1024  # pages whose last requests are remembered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,7 +65,7 @@ def _by_first(verb: Verb[P, T]) -> Asked[P, T]:
     """A verb that the first shard answers."""
 
     async def ask(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        found: T = await self._answering.ask(0, lambda queue: getattr(queue, verb.__name__)(*args, **kwargs))
+        found: T = await self._first(lambda queue: getattr(queue, verb.__name__)(*args, **kwargs))
         return found
 
     return ask
@@ -112,6 +114,7 @@ class ShardedQueue(TaskQueue):
         self._answering = Answering(shards, self._returned)
         self._each, self._turns = self._answering.each, Turns(self._answering)
         self._declared: dict[str, Declaration] = {}
+        self._listed: dict[str, tuple[str, int]] = {}  # tenant and number of the last requests of pages, by id
         self._latest = 0.0
 
     @classmethod
@@ -141,6 +144,10 @@ class ShardedQueue(TaskQueue):
     @override
     def away(self) -> Sequence[str]:
         return tuple(self._answering.away.values())
+
+    @override
+    def answers(self, request: str) -> bool:
+        return self.home(request) in self._answering.present()
 
     @override
     def placed(self, ids: Iterator[str], who: Who) -> str:
@@ -231,14 +238,12 @@ class ShardedQueue(TaskQueue):
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
         """In the order of arrival, as far as the clocks of the shards agree. A filter by idempotency key raises
-        TransientError while a shard is away that may have the request.
+        KeyUnavailable while a shard is away that may have the request.
         """
         last: int | None = None
         if isinstance(after, str):
-            behind, last = await self.load(after), self.home(after)
-            if which.tenant not in (None, behind.context.tenant):
-                raise NotFound(f"no request {after}")
-            after = behind.number
+            last = self.home(after)
+            after = await self._number(after, which.tenant)
         bounds = {queue: after for queue in self._answering.shards}
         if after is not None and last is not None:  # of two with one number, the one in the lower shard came first
             for shard, queue in enumerate(self._answering.shards):
@@ -246,14 +251,40 @@ class ShardedQueue(TaskQueue):
         pages = await self._each(
             lambda queue: queue.list(which, after=bounds[queue], limit=limit, oldest_first=oldest_first)
         )
-        if which.tenant is not None and which.idempotency_key:
-            for shard in {*self._together(which.tenant, which.idempotency_key)} - pages.keys():
-                raise TransientError(self._answering.away.get(shard, "a shard of the queue does not answer"))
         found = sorted(
             ((record.number, shard, record) for shard, page in pages.items() for record in page),
             key=itemgetter(0, 1), reverse=not oldest_first,
         )  # fmt: skip
-        return [record for _, _, record in found[:limit]]
+        if which.tenant is not None and which.idempotency_key and not found:
+            for shard in {*self._together(which.tenant, which.idempotency_key)} - pages.keys():
+                raise KeyUnavailable(self._answering.away.get(shard, "a shard of the queue does not answer"))
+        listed = [record for _, _, record in found[:limit]]
+        self._remember(listed)
+        return listed
+
+    async def _number(self, request: str, tenant: str | None) -> int:
+        """Return a request's number of arrival; that of one that was listed lately also while its shard is away.
+
+        Raises NotFound, also for another tenant's.
+        """
+        try:
+            record = await self.load(request)
+            owner, number = record.context.tenant, record.number
+        except TransientError:
+            if request not in self._listed:
+                raise
+            owner, number = self._listed[request]
+        if tenant not in (None, owner):
+            raise NotFound(f"no request {request}")
+        return number
+
+    def _remember(self, listed: Sequence[Record]) -> None:
+        """Remember the last request of a page, behind which the next one begins."""
+        for record in listed[-2:]:  # a page may be read with one record more than it shows
+            self._listed.pop(record.context.id, None)
+            self._listed[record.context.id] = record.context.tenant, record.number
+        while len(self._listed) > MOST_LISTED:
+            del self._listed[next(iter(self._listed))]
 
     @override
     async def size(self, pool: str) -> int:
@@ -283,13 +314,22 @@ class ShardedQueue(TaskQueue):
     @override
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         """While the first shard is away nothing is found to be used."""
-        if use and 0 in self._answering.away:
-            return {}
-        return await self._answering.ask(0, lambda queue: queue.cached(keys, use=use))
+        try:
+            return await self._first(lambda queue: queue.cached(keys, use=use))
+        except TransientError:
+            if use and len(self._answering.away) < self._count:
+                return {}
+            raise
 
     @override
     async def cached_bytes(self) -> int:
-        return 0 if 0 in self._answering.away else await self._answering.ask(0, lambda queue: queue.cached_bytes())
+        return 0 if 0 in self._answering.away else await self._first(lambda queue: queue.cached_bytes())
+
+    async def _first(self, work: Callable[[TaskQueue], Awaitable[T]]) -> T:
+        """What the first shard answers. Raises TransientError at once while it is known to be away."""
+        if reason := self._answering.away.get(0):
+            raise TransientError(reason)
+        return await self._answering.ask_briefly(0, work)
 
     @override
     async def bye(self, worker: str) -> None:
@@ -297,13 +337,19 @@ class ShardedQueue(TaskQueue):
         await self._each(lambda queue: queue.bye(worker))
 
     @override
-    async def declare(self, by: str, declaration: Declaration) -> None:
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Whether a `new` one is stored, the first shard that answers decides."""
+        if new and not await self._answering.first(lambda queue: queue.declare(by, declaration, new=True)):
+            return False
         self._declared[by] = declaration
         await self._each(lambda queue: queue.declare(by, declaration))
+        return True
 
     @override
     async def declared(self) -> dict[str, Declaration]:
-        return await self._answering.first(lambda queue: queue.declared())
+        found = await self._answering.first(lambda queue: queue.declared())
+        self._declared |= found  # what others have declared since is not undone in a shard that comes back
+        return found
 
     @override
     async def workers(self) -> Sequence[Member]:

@@ -21,7 +21,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.base import Damage, Filter, Renewal
+from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.local import LocalQueue
@@ -63,6 +63,7 @@ class SqliteQueue(LocalQueue):
         self._restored = {claim for number, row in rows for claim in self._restore(number, row)}
         for number, _ in self._journal.damaged.values():
             self._state.reserve(number)
+        self._declared, self._declaring = self._journal.declared, asyncio.Lock()
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> SqliteQueue:
@@ -156,6 +157,25 @@ class SqliteQueue(LocalQueue):
     @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
         return await super().over([request for request in requests if request not in self._journal.damaged])
+
+    @override
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Store a declaration; returns when it is written. Raises TransientError, with nothing changed."""
+        self._may_change()
+        async with self._declaring:
+            known = self._declared.get(by)
+            if new and known and known.is_current:
+                return False
+            if known != declaration:
+                loop = asyncio.get_running_loop()
+                try:
+                    await loop.run_in_executor(self._journal.thread, self._journal.declare, by, declaration)
+                except TransientError:
+                    raise
+                except Exception as error:
+                    raise TransientError(f"the queue's file cannot be written: {error}") from error
+            self._declared[by] = declaration
+            return True
 
     @override
     async def secret(self, name: str, proposed: str) -> str:

@@ -78,7 +78,7 @@ class Dispatcher(Observer):
     """Answers workers for one scheduler.
 
     `models` are (name, source, dtype) offered to workers that come without; `places` says where they keep things,
-    `outcome` what their settings have to agree with.
+    `outcome` what their settings have to agree with. `node` is this machine: its workers join without a log line.
     It remembers which worker each connection is; everything else is in the queue.
     """
 
@@ -89,9 +89,10 @@ class Dispatcher(Observer):
         places: messages.Places,
         outcome: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
+        node: str = "",
     ) -> None:
         self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
-        self._dispatch, ttl = dispatch, scheduler.lease_ttl
+        self._dispatch, self._node, ttl = dispatch, node, scheduler.lease_ttl
         self._welcome = messages.Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
             by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
@@ -101,11 +102,19 @@ class Dispatcher(Observer):
         self._backpressure: Backpressure | None = None
         self._backpressure_until = 0.0
         self._looking, self._background, self._interruption = asyncio.Lock(), Supervisor(), asyncio.Event()
+        self._withholds = False
         scheduler.observers.add(self)
 
     def offer(self, models: Sequence[tuple[str, str, str]]) -> None:
         """Offer these models from now on to workers that come without."""
         self._welcome = msgspec.structs.replace(self._welcome, models=tuple(models))
+
+    def withhold(self) -> None:
+        """Give nobody a task from now on, since this scheduler is about to stop, and tell all workers that it is."""
+        self._withholds = True
+        for peer in self._peers.values():
+            peer.withdraw()
+        self._interrupt()
 
     async def answer(self, peer: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
@@ -150,8 +159,12 @@ class Dispatcher(Observer):
     def ended(self, context: RequestContext) -> None:
         self.announced(context)
         if context.status != "completed":  # workers may still run it
-            self._interruption.set()
-            self._interruption = asyncio.Event()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Have the heartbeats that wait for news answered."""
+        self._interruption.set()
+        self._interruption = asyncio.Event()
 
     async def undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
         """Take back what was granted to a worker whose connection broke."""
@@ -181,7 +194,8 @@ class Dispatcher(Observer):
             )
         await self._queue.hello(worker, hello.cards)
         if peer not in self._peers:
-            log.info("worker joined", worker=worker.id, role=worker.role, slots=worker.slots)
+            joined = {"worker": worker.id, "role": worker.role, "node": worker.node, "slots": worker.slots}
+            (log.debug if worker.node == self._node else log.info)("worker joined", **joined)
         for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
             self._leave(identity)
         self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
@@ -219,6 +233,9 @@ class Dispatcher(Observer):
         peer.withdraw()
         if peer.leaves:
             return NOTHING
+        if self._withholds:
+            await asyncio.sleep(min(ask.wait, MAX_WAIT_S))  # or it would ask again and again
+            return NOTHING
         peer.asks(ask)
         peer.keep = keep
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
@@ -239,7 +256,7 @@ class Dispatcher(Observer):
         ask, worker = done.ask, peer.worker
         if ask is not None:
             peer.asks(ask)
-        if ask is None or peer.leaves or self._dispatch != "locality" or self._is_relieved(peer):
+        if ask is None or peer.leaves or self._withholds or self._dispatch != "locality" or self._is_relieved(peer):
             await self.scheduler.complete(done, worker.id)
             return NOTHING if ask else messages.Accepted()
         backpressure = await self._look()
@@ -300,6 +317,8 @@ class Dispatcher(Observer):
             self.scheduler.observers.tell(Observer.moved, engine, moved)
         if beat.retracted:
             self.scheduler.observers.tell(Observer.retracted, beat.retracted)
+        for memory, nbytes in beat.leaked.items():
+            self.scheduler.observers.tell(Observer.leaked, worker.role, memory, nbytes)
         interruption = self._interruption
         own = [claim for claim in beat.claims if await self._may_own(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
@@ -310,7 +329,8 @@ class Dispatcher(Observer):
         if not (ended or over or load):
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
-        return messages.Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load, soon)
+        lost = tuple(self.scheduler.in_flight.lost(beat.holding))
+        return messages.Pulse(ended, tuple(over), lost, load, soon, self._withholds)
 
     async def _report(
         self, peer: _Peer, message: _Report

@@ -83,6 +83,7 @@ class Draft:
                 alone=self.stages[stage].alone,
                 cache=planned.cache,
                 prefixes=planned.prefixes,
+                extends=planned.extends,
                 several=sum(stage.kind == planned.kind for stage in request.plan.stages) > 1,
                 avoids=self.stages[stage].avoids,
             )

@@ -34,7 +34,8 @@ class EncoderCache:
         live = {member.info.id for member in await self._workers()} if found else set()
         for key, ref in found.items():
             if ref.owner not in live:
-                await self._queue.uncache(key, ref.id)
+                with suppress(TransientError):
+                    await self._queue.uncache(key, ref.id)
         hits = {name: found[key] for name, key in keys.items() if key in found and found[key].owner in live}
         return hits, len(keys) - len(hits)
 

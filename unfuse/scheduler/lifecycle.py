@@ -33,6 +33,7 @@ BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})  # 
 ALL_FLAGGED = "the model's safety checker flagged all results: change the prompt, or try another seed"
 GIVEN_UP = 3  # a task that so many workers get no more, because each handed it back again and again, is dead
 WEIGHTS_CHANGED = "weights_changed"  # the error code of a request whose model's files have changed since loading
+MODEL_FAILED = "model_failed"  # the error code of a request whose model was added and cannot be served
 BACKOFF_S = 0.5  # wait before the first retry of a transient failure; each further one waits twice as long
 
 
@@ -112,10 +113,14 @@ def completed(context: RequestContext, done: Done, worker: str, wall: float, run
 
 
 def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[Running] = ()) -> Change | None:
-    """A running stage can be resumed from there; None if a later step is known. Raises LeaseLost."""
+    """A running stage can be resumed from there; None if a later step of this attempt is known. Raises LeaseLost.
+
+    A checkpoint of an earlier attempt that is further could not be read, or this one would have gone on from it.
+    """
     claim, ref = saved.claim, saved.checkpoint
     state = _current(context, claim, worker, running)
-    if saved.step <= state.checkpoint_step and state.checkpoint is not None:
+    known = state.checkpoint
+    if known is not None and known.attempt == claim.attempt and saved.step <= state.checkpoint_step:
         return None
     if not _made_by(ref, claim, worker):
         raise LeaseLost(f"worker {worker} brought a checkpoint of {claim.stage} that is not its own")
@@ -262,6 +267,15 @@ def unavailable(
             draft.error = ErrorInfo(WEIGHTS_CHANGED, reason, stage.name)
             return draft.end("failed", dead=True)
     return None
+
+
+def unserved(context: RequestContext, reason: str, wall: float, running: Sequence[Running] = ()) -> Change | None:
+    """Fail a request whose model cannot be served, for this reason. None if it is over."""
+    if context.over:
+        return None
+    draft = Draft(context, wall, running)
+    draft.error = ErrorInfo(MODEL_FAILED, f"the model cannot be served: {reason}")
+    return draft.end("failed", dead=True)
 
 
 def expired_lease(context: RequestContext, lease: Lease, wall: float, running: Sequence[Running] = ()) -> Change | None:

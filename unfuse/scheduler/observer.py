@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unfuse.core.messages import Moved
+from unfuse.core.messages import Memory, Moved
 from unfuse.core.request import RequestContext
 
 
@@ -49,6 +49,9 @@ class Observer:
 
     def retracted(self, times: int) -> None:
         """So often, texts gave up keys and values for others on a worker."""
+
+    def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
+        """A worker of that role without a task held so many bytes more of its memory that nobody owned."""
 
     def told(self, outcome: str) -> None:
         """A webhook was called: it heard, the call failed, or it was given up with that."""

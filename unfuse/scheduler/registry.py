@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import ChangedFile, WorkerInfo
@@ -36,6 +37,8 @@ class Registry:
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}  # every registered worker by id, those that were silent lately too
         self.admitted = set[str]()  # the models that were admitted while schedulers ran
+        self.failed: dict[str, Declaration] = {}
+        """Models that were admitted and cannot be served, by name."""
         self.may_sleep: Mapping[str, int] = {}
         """Roles whose workers may be away, for models declared here, with the slots that they would have."""
         self.wake_limit = 0.0  # the most seconds that a deadline moves while they come
@@ -61,8 +64,10 @@ class Registry:
         those that came earlier. What was dismissed is not served, whoever brings it.
         """
         found = await self._queue.declared()
-        declared = found.values()
-        self.admitted = {card.name for by in found if by.startswith(ADMITTED) for card in found[by].cards}
+        admitted = {by.removeprefix(ADMITTED): one for by, one in found.items() if by.startswith(ADMITTED)}
+        self.admitted = {name for name, one in admitted.items() if one.is_current}
+        self.failed = {name: one for name, one in admitted.items() if one.failed}
+        declared = [one for one in found.values() if not one.failed]
         own = self._declaration([*self._cards.values()])  # whoever declared last may serve other models
         self._asleep = {pool: slots for one in (own, *declared) for pool, slots in one.asleep.items()}
         cards = self._cards | {card.name: card for one in declared for card in one.cards}
@@ -70,8 +75,13 @@ class Registry:
             for card in member.cards:
                 self._compare(cards.get(card.name), card, member.info.id)
                 cards[card.name] = card
-        gone = {name for one in declared for name in one.gone}
+        gone = self.failed.keys() | {name for one in declared for name in one.gone}
         return {name: card for name, card in cards.items() if name not in gone}
+
+    @property
+    def configured(self) -> Collection[str]:
+        """The models that it was configured with, in their order."""
+        return self._cards.keys()
 
     def manned(self, pool: str) -> Mapping[str, int]:
         """The pools with live workers that could serve what is declared for this one, and how many work in each."""
@@ -110,24 +120,55 @@ class Registry:
     async def declare(self, cards: Sequence[ModelCard]) -> None:
         """Have every scheduler of the queue know of these models, whoever serves them."""
         await self._queue.declare("serve", self._declaration(cards))
-        for name in (await self.gone()).intersection(card.name for card in cards):
-            await self.withdraw(name)
+        declared = await self._queue.declared()
+        for card in cards:
+            known = declared.get(ADMITTED + card.name)
+            if known and (known.gone or known.failed):
+                await self.withdraw(card.name)
 
-    async def admit(self, card: ModelCard) -> None:
-        """Have every scheduler of the queue serve this model too."""
-        await self._queue.declare(ADMITTED + card.name, self._declaration([card]))
+    async def admit(self, card: ModelCard, server: str = "", *, again: bool = False) -> bool:
+        """Have every scheduler of the queue serve this model too. Returns False if its name is taken.
+
+        It is recorded, and the server of that name serves it when it starts: `again`, in place of the last record.
+        """
+        declaration = replace(self._declaration([card]), source="admin", server=server)
+        return await self._queue.declare(ADMITTED + card.name, declaration, new=not again)
 
     def _declaration(self, cards: Sequence[ModelCard]) -> Declaration:
         roles = ((Choice(roles_of(role)), slots) for role, slots in self.may_sleep.items())
         asleep = {pool: slots for role, slots in roles for card in cards for pool in card.pools(role).values()}
         return Declaration(tuple(cards), asleep)
 
+    async def recorded(self) -> dict[str, Declaration]:
+        """The records of models that an admin added, by name, those that leave or failed included."""
+        declared = (await self._queue.declared()).items()
+        named = {by.removeprefix(ADMITTED): one for by, one in declared if by.startswith(ADMITTED)}
+        return {name: one for name, one in named.items() if one.source == "admin" and one.cards}
+
     async def dismiss(self, name: str) -> None:
-        """Have no scheduler of the queue serve this model any more, until it is admitted or declared again."""
-        await self._queue.declare(ADMITTED + name, Declaration((), gone=(name,)))
+        """Have no scheduler of the queue serve this model any more, until it is admitted or declared again.
+
+        What an admin added stays recorded until it `left`, since its accepted requests are still served.
+        """
+        known = (await self.recorded()).get(name, Declaration(()))
+        await self._queue.declare(ADMITTED + name, replace(known, gone=(name,), failed=""))
+
+    async def left(self, name: str) -> None:
+        """Record no longer a model that was dismissed, and whose requests are over."""
+        if (await self.gone()).intersection([name]):
+            await self._queue.declare(ADMITTED + name, Declaration((), gone=(name,)))
+
+    async def fail(self, card: ModelCard, reason: str, server: str = "") -> None:
+        """Say why a model cannot be served; with a `server`, that one tries it again when it starts.
+
+        One that was dismissed meanwhile stays so.
+        """
+        if card.name not in await self.gone():
+            failed = Declaration((card,), source="admin", server=server, failed=reason)
+            await self._queue.declare(ADMITTED + card.name, failed)
 
     async def withdraw(self, name: str) -> None:
-        """Take back that this model was admitted or dismissed."""
+        """Take back that this model was admitted or dismissed, and why it could not be served."""
         await self._queue.declare(ADMITTED + name, Declaration(()))
 
     async def gone(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overl
 from unfuse.core.media import Work
 from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
-from unfuse.core.plan import Params, compile_plan
+from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
 from unfuse.core.task import CACHED, Claim, Lease
@@ -122,7 +122,7 @@ class Scheduler:
             asked.id or self.queue.placed(request_ids(), who), card.name, params, plan, {}, who.tenant,
             who.idempotency_key, who.fingerprint, priority=delivery.priority, metadata=delivery.metadata,
             asked=asked.name, limit_s=asked.limit_s or None, ends_with_client=who.ends_with_client, makes=asked.makes,
-            webhook=_webhook(delivery, who),
+            webhook=_webhook(delivery, who), hint=asked.hint,
         )  # fmt: skip
         return await self._submit(context, who.allowance, delivery.timeout)
 
@@ -135,7 +135,7 @@ class Scheduler:
         context = RequestContext(
             asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
             priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
-            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who),
+            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who), hint=asked.hint,
         )  # fmt: skip
         change = lifecycle.reused(context, self.clock.wall())
         limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
@@ -156,6 +156,7 @@ class Scheduler:
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
             asked=old.asked, limit_s=old.limit_s, webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
+            hint=old.hint,
         )  # fmt: skip
         record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
@@ -219,6 +220,13 @@ class Scheduler:
         )
         return record
 
+    async def give_up(self, request: str, reason: str) -> None:
+        """Fail a request because its model cannot be served. One that is over stays as it is."""
+        with suppress(NotFound):
+            await self._apply(
+                request, lambda record, wall: lifecycle.unserved(record.context, reason, wall, record.running)
+            )
+
     async def client_disconnected(self, request: str) -> None:
         """Cancel a request because its client disconnected. A request that is over, or unknown, stays as it is."""
         with suppress(NotFound):
@@ -267,7 +275,7 @@ class Scheduler:
         """Let other requests go on from what a running task has made. Raises LeaseLost as `save` does."""
         claim = kept.claim
         record = await self.queue.load(claim.request)
-        known = claim.stage in record.context.stages and kept.key in record.context.plan.stage(claim.stage).prefixes
+        known = claim.stage in record.context.stages and _may_keep(record.context.plan.stage(claim.stage), kept)
         if not known or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
             raise LeaseLost(f"worker {worker} keeps what {claim.stage} of {claim.request} is not asked for")
         await self._cache.keep(kept.key, kept.output)
@@ -368,6 +376,12 @@ class Scheduler:
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
+
+
+def _may_keep(stage: PlannedStage, kept: Keep) -> bool:
+    """Whether the key is one that a stage is asked for: of a beginning of the prompt, or in the space it extends."""
+    extends = bool(stage.extends and kept.digest) and kept.key == prefix_key(stage.extends, kept.digest)
+    return extends or kept.key in stage.prefixes
 
 
 def _webhook(delivery: Delivery, who: Who) -> Webhook | None:

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery, size_from
-from unfuse.core.errors import InvalidParameter, TransientError
+from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError
 from unfuse.core.grammar import GRAMMAR, digest
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
 from unfuse.core.parameters import Value
 from unfuse.core.pixels import size_of
-from unfuse.core.request import Asked, Record, Who, request_ids
+from unfuse.core.request import Allowance, Asked, Record, Who, request_ids
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
@@ -29,6 +29,9 @@ from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_mask, read_picture
 
 MAX_KEY = 255
+
+NEW_KEY = "unfuse-new-key"
+"""The header, `true`, of a client whose Idempotency-Key was never used before: there is no earlier request."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Call:
         ends_with_client = self.gateway.cancels and self._belongs_to_its_client(key, delivery)
         who = Who(self.caller.tenant, key, fingerprint, ends_with_client, self.caller.allowance, base_of(self.request))
         id = self.gateway.queue.placed(request_ids(self.medium), who)
-        record = await self._earlier(key) or await self._submit(id, who, delivery)
+        record = await self._earlier(key, id) or await self._submit(id, who, delivery)
         if key and record.context.fingerprint != fingerprint:
             message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
             headers = {"x-should-retry": "false"}
@@ -109,12 +112,34 @@ class Call:
         """Whether only the client that waits for the answer can use the result."""
         return self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
 
-    async def _earlier(self, key: str) -> Record | None:
-        """Return the tenant's request with this Idempotency-Key, or None."""
+    async def _earlier(self, key: str, id: str) -> Record | None:
+        """Return the tenant's request with this Idempotency-Key, or None. A new one would get this id.
+
+        A client may say that it never used the key before. Raises KeyUnavailable while it cannot be known, or the new
+        request could not be stored with those of its key.
+        """
         if not key:
+            return None
+        if self.request.headers.get(NEW_KEY) == "true":
+            await self._require_place(id)
             return None
         known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
         return known[0] if known else None
+
+    async def _require_place(self, id: str) -> None:
+        """Raise KeyUnavailable while the part of the queue is away where a request of this id would live."""
+        queue = self.gateway.queue
+        try:
+            if queue.answers(id):
+                await queue.load(id)
+        except NotFound:
+            return
+        except TransientError:
+            if queue.answers(id):
+                raise
+        if not queue.answers(id):
+            helps = self.caller.allowance == Allowance()  # else all of the tenant's requests live there
+            raise (KeyUnavailable if helps else TransientError)("the part of the queue for this call does not answer")
 
     async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
         """Check everything, cheap checks first; store the picture, then submit the request."""
@@ -147,7 +172,8 @@ class Call:
             params |= size_from(card, fields, params, size)
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         made = makes(card, self.given, params, n, delivery)
-        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)
+        hint = card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else ""
+        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint)
         if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
             return record
         unused = bool(uploads)

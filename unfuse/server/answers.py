@@ -9,6 +9,7 @@ import msgspec
 from unfuse.core.event import Event
 from unfuse.core.media import MEDIA
 from unfuse.core.request import Awaiting, RequestStatus
+from unfuse.server.joining import Phase
 
 Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
@@ -64,6 +65,7 @@ REQUEST = thing({
     "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
     "error": perhaps(ERROR), "metadata": table(TEXT),
     "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
+    "hint": perhaps({**TEXT, "description": "what to know of the request: words that its model does not know"}),
 })  # fmt: skip
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
 VIDEO = thing({
@@ -72,14 +74,15 @@ VIDEO = thing({
     "model": TEXT,
     "seconds": TEXT, "size": TEXT, "error": perhaps(thing({"code": TEXT, "message": TEXT})),
     "num_frames": INTEGER, "fps": ANY, "seed": INTEGER, "output_format": TEXT, "metadata": table(TEXT),
-})  # fmt: skip
+}, hint=TEXT)  # fmt: skip
 MODEL = thing({
     "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
     "root": TEXT, "max_model_len": perhaps(INTEGER), "input_modalities": array(TEXT),
     "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
     "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
     "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
-    "state": {"enum": ["ready", "loading", "unavailable"]}, "reason": perhaps(TEXT),
+    "state": {"enum": ["ready", "loading", "unavailable", "failed"]}, "reason": perhaps(TEXT), "default": FLAG,
+    "progress": perhaps(thing({"phase": {"enum": [*get_args(Phase)]}, "done": BYTES, "total": BYTES})),
 })  # fmt: skip
 WORKER = thing({
     "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
@@ -97,7 +100,7 @@ PICTURES = thing({
     "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
     "data": array(thing({"seed": INTEGER}, b64_json=perhaps(TEXT), url=TEXT, flagged=FLAG)),
     "output_format": TEXT, "usage": table(ANY),
-})  # fmt: skip
+}, hint=TEXT)  # fmt: skip
 
 _HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}
 _LATER = {"location": {"description": "where the request is read", "schema": TEXT}}
@@ -149,4 +152,6 @@ HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/ev
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]  # the schema of each event's data, listed by this name
 
 FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
-READY = one(thing({"ready": {"const": True}}, models=array(TEXT), away=array(TEXT)))
+READY = one(
+    thing({"ready": {"const": True}}, models=array(TEXT), away=array(TEXT), loading=array(TEXT), failed=table(TEXT))
+)

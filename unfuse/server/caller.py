@@ -48,8 +48,9 @@ class Caller:
 
     async def told(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The events, which are the answer once the last was told."""
-        async for event in events:
-            yield event
+        with self._gateway.awaiting(self._id):
+            async for event in events:
+                yield event
         self.is_answered = True
 
     async def _await_disconnect(self) -> None:

@@ -89,6 +89,7 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
         raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
     if not caller.may_use(asked := old.context.asked or old.context.model):
         raise UnknownModel(f"no model {asked!r} is served to this key", "model")
+    await gateway.model(asked, caller.models)  # one that is not served now would wait for ever
     own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
     fresh = gateway.scheduler.retried_as(old.context, own)
     params = old.context.params

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from typing_extensions import override
 
+from unfuse.core.messages import Memory
 from unfuse.queues.base import Member
 from unfuse.scheduler.observer import Observer
 from unfuse.server.prices import Prices
@@ -39,9 +41,13 @@ class CostMetrics:
 
 
 class DeviceMetrics(Observer):
-    """How busy healthy workers are, what their compute processes hold, as they told last, and what they loaded anew."""
+    """How busy workers are, what their compute processes hold, as they told last, what they loaded and leaked.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    `shown` returns the name of a model that clients see, which is its label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, shown: Callable[[str], str] = str) -> None:
+        self._shown = shown
         says = "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones"
         self._shares = Gauge("unfuse_worker_busy_ratio", says, ["pool", "outcome"], registry=registry)
         says = "The same of the busiest worker on such a device"
@@ -56,16 +62,25 @@ class DeviceMetrics(Observer):
         says = "Times that a worker loaded a set of weights in the place of another"
         self._swaps = Counter("unfuse_swaps", says, ["loaded"], registry=registry)
         self._loading = Counter("unfuse_loading_seconds", "Seconds that it took", ["loaded"], registry=registry)
+        says = "Bytes that workers without a task held for nobody, of keys and values (kv) or their arenas (arena)"
+        self._leaked = Counter("unfuse_leaked_bytes", says, ["role", "memory"], registry=registry)
+
+    @override
+    def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
+        self._leaked.labels(role, memory).inc(nbytes)
 
     @override
     def swapped(self, holds: str, seconds: float) -> None:
-        self._swaps.labels(holds).inc()
-        self._loading.labels(holds).inc(seconds)
+        self._swaps.labels(self._shown(holds)).inc()
+        self._loading.labels(self._shown(holds)).inc(seconds)
 
     def look(self, members: Sequence[Member], pools: Mapping[str, tuple[str, str]]) -> None:
         """Set them by these workers; `pools` are the labels of each pool."""
         for gauge in (self._shares, self._busy, self._memory, self._tasks, self._ranks):
             gauge.clear()
+        for role in {member.info.role for member in members}:
+            for memory in get_args(Memory):
+                self._leaked.labels(role, memory)  # 0 until there is a leak, so that an alert sees the first one
         for member in members:
             self._tasks.labels(member.info.node).inc(member.leased)
             self._ranks.labels(member.info.node).inc(len(member.info.ranks) or 1)

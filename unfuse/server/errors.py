@@ -131,6 +131,13 @@ def _trouble(error: Exception) -> Refusal:
             log.error("no room", reason=str(error.__cause__ or error))
             message = "the server has no room for what it was sent, or cannot reach where it is kept: try again later"
             return Refusal(503, "no_room", message, headers={"retry-after": "10"})
+        case errors.KeyUnavailable():
+            log.info("unavailable", reason=str(error))
+            message = (
+                "the part of the queue for requests with this Idempotency-Key does not answer, so nothing was queued: "
+                "repeat the call later, or send another key if this one was never used before"
+            )
+            return Refusal(503, "key_unavailable", message, "Idempotency-Key", {"retry-after": "2"})
         case errors.TransientError():
             log.error("unavailable", reason=str(error))
             message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated
@@ -15,12 +16,21 @@ from starlette.requests import Request
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel, Unsuitable
+from unfuse.core.errors import (
+    Damaged,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    ResultsUnavailable,
+    UnknownModel,
+    Unsuitable,
+)
 from unfuse.core.event import TERMINAL_EVENTS
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.core.usage import billed_seconds
-from unfuse.scheduler.lifecycle import WEIGHTS_CHANGED
+from unfuse.queues.base import Declaration
+from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -30,6 +40,7 @@ from unfuse.server.key_lines import DEFAULT_TENANT
 from unfuse.server.keys import Keys
 from unfuse.server.links import Links
 from unfuse.server.metrics import Metrics
+from unfuse.server.model_names import ModelNames
 from unfuse.server.parsers import Parsers
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
@@ -40,7 +51,7 @@ from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
 
-STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503}
+STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503, MODEL_FAILED: 503}
 """The HTTP status for a failed request by its error code; 500 for any other code."""
 
 PICTURES_AT_ONCE = 2
@@ -89,17 +100,17 @@ class Gateway(Observer):
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
         self.keys, self.prices, self.public_url = keys or Keys(), prices, public_url
         self.links = Links(scheduler.queue, scheduler.clock, signs=bool(self.keys))
-        self.metrics = Metrics(store)
+        self.names, self._standard, self.strict = ModelNames(names or {}), standard or {}, strict
+        self.metrics = Metrics(store, self.names.shown)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self.trials, self.fetching = Trials(self.metrics.texts), fetching or Fetching()
-        self._names, self._standard, self.strict = dict(names or {}), standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels, self.open_metrics = cancels, open_metrics
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
         self.parsers = parsers or Parsers()
-        self.waiting = 0  # how many callers wait here for a result
+        self.awaited = Counter[str]()  # how many callers wait here for each request
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self.metrics, self, self.metrics.texts, self.metrics.devices)
@@ -108,32 +119,46 @@ class Gateway(Observer):
         """The served models, by the names that clients use; of these `only`, if any are said."""
         found = await self.scheduler.registry.cards()
         cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
-        renamed = {public: cards[own] for public, own in self._names.items() if own in cards}
-        named = renamed | {name: card for name, card in cards.items() if name not in self._names.values()}
-        return {name: card for name, card in named.items() if only is None or name in only}
+        return {name: card for name, card in self.names.of(cards).items() if only is None or name in only}
 
     async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelCard]:
-        """A served model, by the name clients use, which may be left out (None) where one alone is served.
+        """A served model, by the name clients use; without a name (None) the default one.
 
-        Raises UnknownModel, also for one that is not among these `only`, or Refusal while nothing is served at all.
+        Raises UnknownModel, also for one that is not among these `only`, InvalidParameter where none is the default,
+        and Refusal while nothing is served at all, or for a model that was added and cannot be served.
         """
         served = await self.models(only)
         known = ", ".join(sorted(served))
+        if isinstance(name, str) and (failed := self.failed(only).get(name)):
+            message = f"model {name!r} cannot be served: {failed.failed}"
+            raise Refusal(503, MODEL_FAILED, message, "model", {"x-should-retry": "false"})
         if not served and only is not None:
             raise UnknownModel("no model that this key may use is served", "model")
         if not served:
             raise Refusal(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
-        if name is None and len({card.name for card in served.values()}) == 1:
-            return next(iter(served.items()))
         if name is None:
+            if default := self.default(served):
+                return default, served[default]
             raise InvalidParameter(f"model is missing: send one of {known}", "model")
-        if not isinstance(name, str) or name not in served:
+        found = self.names.asked(name) if isinstance(name, str) else ""
+        if found not in served:
             raise UnknownModel(f"no model {_shown(name)!r} is served: one of {known}", "model")
-        return name, served[name]
+        return found, served[found]
 
-    def own(self, name: str) -> str:
-        """The name by which a model goes here, of the one that clients use."""
-        return self._names.get(name, name)
+    def default(self, served: Mapping[str, ModelCard]) -> str | None:
+        """Which of these models is meant by requests without one: the first that the server was started with.
+
+        Where it was started with none of them, it is the only one, if there is one alone.
+        """
+        configured = self.scheduler.registry.configured
+        if named := [name for name, card in served.items() if card.name in configured]:
+            return named[0]
+        return next(iter(served)) if len({card.name for card in served.values()}) == 1 else None
+
+    def failed(self, only: frozenset[str] | None = None) -> dict[str, Declaration]:
+        """The added models that cannot be served, by name, as of the last look; of these `only`."""
+        found = {self.names.shown(own): one for own, one in self.scheduler.registry.failed.items()}
+        return {name: one for name, one in found.items() if only is None or name in only}
 
     async def lora_ids(self, card: ModelCard, named: str) -> str:
         """The hashes of adapters' contents, so that workers use the same. Raises InvalidParameter."""
@@ -166,7 +191,7 @@ class Gateway(Observer):
         """Count what a request has used, of a tenant that has no key any more as of `other`."""
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
         tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.costs.billed(context.model, tenant, seconds, self.prices)
+        self.metrics.costs.billed(self.names.shown(context.model), tenant, seconds, self.prices)
 
     @contextmanager
     def refusals_told(self, tenant: str, model: object) -> Iterator[None]:
@@ -239,6 +264,27 @@ class Gateway(Observer):
         self._no_room = why
         return not (why or waiting), waiting
 
+    @contextmanager
+    def awaiting(self, id: str) -> Iterator[None]:
+        """A context in which a caller waits here for a request."""
+        self.awaited[id] += 1
+        try:
+            yield
+        finally:
+            self.awaited[id] -= 1
+            if not self.awaited[id]:
+                del self.awaited[id]
+
+    async def awaited_within(self, seconds: float) -> bool:
+        """Whether a caller waits here for a request that may be over in so many seconds, as far as is predicted."""
+        for id in list(self.awaited):
+            with suppress(NotFound, Damaged):
+                record = await self.queue.load(id)
+                eta = self.scheduler.eta(record)
+                if record.context.over or eta is None or eta <= seconds:
+                    return True
+        return False
+
     async def completed(self, id: str) -> RequestContext:
         """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
 
@@ -248,18 +294,16 @@ class Gateway(Observer):
         message = f"the server is stopping; {id} may still be completed"
         stopping = Refusal(503, "stopping", message, headers={"retry-after": "2"})
         lost = Refusal(503, "lost", f"the queue knows {id} no more: repeat the call", headers={"retry-after": "2"})
-        self.waiting += 1
         has_ended = False
         try:
-            async for event in self.queue.watch(id):
-                has_ended = event.type in TERMINAL_EVENTS
-            context = (await self.queue.load(id)).context
+            with self.awaiting(id):
+                async for event in self.queue.watch(id):
+                    has_ended = event.type in TERMINAL_EVENTS
+                context = (await self.queue.load(id)).context
         except NotFound as error:  # a server of the queue came back without its data
             raise (error if has_ended else lost) from None
         except asyncio.CancelledError as error:  # the HTTP server cuts short what it still answers when it ends
             raise (stopping if self.scheduler.draining else error) from None
-        finally:
-            self.waiting -= 1
         if context.status == "completed":
             return context
         if not context.over:

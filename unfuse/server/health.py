@@ -31,9 +31,10 @@ async def health() -> dict[str, str]:
 async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
     """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
 
-    Models that were added while it ran do not count: how far these are is in /v1/models. 503 too while the queue cannot
-    work, while results cannot be kept, and while the server is shutting down. Unreachable parts of a queue that works
-    without them are named. Without a key, where keys are configured, the answer has no names and no reason.
+    Models that were added while it ran do not count: those that still load are named as loading, and those that cannot
+    be served as failed, with the reason. 503 too while the queue cannot work, while results cannot be kept, and while
+    the server is shutting down. Unreachable parts of a queue that works without them are named. Without a key, where
+    keys are configured, the answer has no names and no reason.
     """
     if gateway.scheduler.draining:
         raise Refusal(503, "not_ready", "the server is shutting down", headers={"retry-after": "5"})
@@ -61,19 +62,24 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
     if not kept:
         message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
         raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
-    registry = gateway.scheduler.registry
-    missing = {model: pools for model, pools in (await registry.missing()).items() if model not in registry.admitted}
-    served = await gateway.models()
+    registry, shown = gateway.scheduler.registry, gateway.names.shown
+    served, lacking = await gateway.models(), await registry.missing()
+    missing = {shown(model): pools for model, pools in lacking.items() if model not in registry.admitted}
+    changes = {shown(model): registry.changed_file(*pools) for model, pools in lacking.items()}
+    failed = {name: one.failed for name, one in gateway.failed().items()}
+    failed |= {model: str(changed) for model, changed in changes.items() if changed and model not in missing}
     if served and not missing:
-        away = gateway.queue.away()
-        return JSONResponse({"ready": True, "models": sorted(served)} | ({"away": [*away]} if away else {}))
-    lacking = [
-        f"{model}: {changed}" if (changed := registry.changed_file(*pools)) else f"{model} lacks a worker for {named}"
+        loading = sorted(model for model, changed in changes.items() if not changed)
+        told = {"away": [*gateway.queue.away()], "loading": loading, "failed": failed}
+        named = {key: value for key, value in told.items() if value}
+        return JSONResponse({"ready": True, "models": sorted(served), **named})
+    reasons = [
+        f"{model}: {changes[model]}" if changes[model] else f"{model} lacks a worker for {', '.join(pools)}"
         for model, pools in missing.items()
-        if (named := ", ".join(pools))
     ]
-    refusal = Refusal(503, "not_ready", "; ".join(lacking) or "no model is served yet: start a worker")
-    return JSONResponse({"ready": False, "missing": missing, **envelope(refusal)}, 503, {"retry-after": "2"})
+    refusal = Refusal(503, "not_ready", "; ".join(reasons) or "no model is served yet: start a worker")
+    body = {"ready": False, "missing": missing, **({"failed": failed} if failed else {}), **envelope(refusal)}
+    return JSONResponse(body, 503, {"retry-after": "2"})
 
 
 @router.get("/version")

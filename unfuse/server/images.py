@@ -158,6 +158,7 @@ def _reply(results: ResultStore, context: RequestContext, address: Callable[[int
             "output_format": context.params.get("output_format"),
             **_form(context),
             **size,
+            **({"hint": context.hint} if context.hint else {}),
             "usage": _USAGE,
         }
     )

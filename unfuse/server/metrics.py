@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -28,11 +28,14 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
 
 class Metrics(Observer):
-    """The metrics of one gateway, in a registry of its own. `store` is the backend that workers put outputs into."""
+    """The metrics of one gateway, in a registry of its own. `store` is the backend that workers put outputs into.
 
-    def __init__(self, store: str) -> None:
-        self._store, self._registry = store, CollectorRegistry()
-        self.texts, self.devices = TextMetrics(self._registry), DeviceMetrics(self._registry)
+    `shown` returns the name of a model that clients see, which is its label.
+    """
+
+    def __init__(self, store: str, shown: Callable[[str], str] = str) -> None:
+        self._store, self._registry, self._shown = store, CollectorRegistry(), shown
+        self.texts, self.devices = TextMetrics(self._registry, shown), DeviceMetrics(self._registry, shown)
         self._submitted = self._counter("submitted", "Requests accepted", plain=True)
         self._completed = self._counter("completed", "Requests that ended with their result", plain=True)
         self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
@@ -112,7 +115,7 @@ class Metrics(Observer):
 
     @override
     def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
-        self.costs.written_off(context.model, seconds)
+        self.costs.written_off(self._shown(context.model), seconds)
 
     @override
     def dispatched(self, pool: str) -> None:
@@ -213,12 +216,13 @@ class Metrics(Observer):
             self._waiting_of_role.labels(*role).set(waiting[role])
 
     def _observe(self, context: RequestContext) -> None:
+        model = self._shown(context.model)
         if context.completed_at is not None:
-            self._latency.labels(context.model).observe(max(0.0, context.completed_at - context.created_at))
+            self._latency.labels(model).observe(max(0.0, context.completed_at - context.created_at))
         for stage in (stage for stage in context.plan.stages if context.stages[stage.name].attempt):
             timings = context.stages[stage.name].timings
             spent = timings.get_s + timings.run_s + timings.put_s
-            self._stage_latency.labels(context.model, stage.name.partition(".")[0]).observe(spent)
+            self._stage_latency.labels(model, stage.name.partition(".")[0]).observe(spent)
             if timings.steps:
                 self._step_latency.labels(*_named(stage.pool)).observe(timings.run_s / timings.steps)
                 self._batch_size.labels(*_named(stage.pool)).observe(timings.batch)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Metric
 
 PUBLIC_LABELS = frozenset({
-    "backend", "component", "device", "engine", "le", "node", "of", "outcome", "pool", "rank", "role", "state",
+    "backend", "component", "device", "engine", "le", "memory", "node", "of", "outcome", "pool", "rank", "role",
+    "state",
 })  # fmt: skip
 """Labels that a stranger sees. A sample with any other label is hidden, so that a new label is hidden by default."""
 

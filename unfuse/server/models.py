@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from anyio import to_thread
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
@@ -12,12 +14,12 @@ from starlette.requests import Request
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import TEXT, VIDEO
-from unfuse.scheduler.registry import Registry
+from unfuse.core.model_names import MAX_NAME, is_name, name_of, without_source
 from unfuse.server.answers import MODEL, REMOVED, one, several
-from unfuse.server.auth import Known, admin_only
+from unfuse.server.auth import Caller, Known, admin_only
 from unfuse.server.body import read_json
 from unfuse.server.errors import Refusal
-from unfuse.server.fields import ADD, MAX_NAME
+from unfuse.server.fields import ADD, MAX_SOURCE
 from unfuse.server.gateway import Gateway, Served
 
 router = APIRouter(prefix="/models", tags=["models"])
@@ -25,47 +27,136 @@ router = APIRouter(prefix="/models", tags=["models"])
 
 @router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served, caller: Known) -> dict[str, object]:
-    """Every served model that the caller may ask for, in the order in which the server was given them."""
-    loras, registry = await _loras(gateway), gateway.scheduler.registry
-    missing, served = await registry.missing(), await gateway.models(caller.models)
-    return {"object": "list", "data": [_model(name, card, loras, missing, registry) for name, card in served.items()]}
+    """Every served model that the caller may ask for, in the order in which the server was given them.
+
+    Requests without a model go to the one that is marked as default. An admin also gets those that were added and
+    cannot be served.
+    """
+    views = await Views.of(gateway, caller)
+    failed = gateway.failed(caller.models) if caller.admin else {}
+    return {"object": "list", "data": [*map(views.served, views.cards), *map(views.failed, failed)]}
 
 
 @router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])
 async def add(request: Request, gateway: Served, caller: Known) -> dict[str, object]:
-    """Serve a folder of this machine or a hub name too. It is accepted at once, and loads until its state is ready."""
-    given = await read_json(request)
-    name = str(given.get("model"))
-    if given != {"model": name} or not name.isprintable() or not 0 < len(name) <= MAX_NAME or name[0] in "-~":
-        raise InvalidParameter("send only model, a folder of the server's machine or a hub name such as a/b", "model")
+    """Serve a folder of this machine or a hub name too, by a name of your choice.
+
+    It is accepted at once, and loads until its state is ready: its progress says how far it is. If it cannot be served
+    after all its state is failed, with the reason.
+    """
+    source, name = _added(await read_json(request))
     if not caller.may_use(name):
         raise Refusal(403, "not_yours", f"this key may not use a model {name!r}: its line says models=", "model")
+    names = gateway.names
+    if name in await gateway.models() or (names.is_given(name) and source != name):
+        raise Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
+    if names.is_given(name):  # a model of the start that was removed, by the name that clients know
+        source = name = names.own(name)
+    names.free(name)
     try:
-        await gateway.joining.add(own := gateway.own(name))
+        await gateway.joining.add(name, source)
     except (ConfigError, OSError) as error:
-        raise InvalidParameter(str(error), "model") from error
-    served = await gateway.models()
-    return await show(next((public for public, card in served.items() if card.name == own), name), gateway, caller)
+        raise InvalidParameter(without_source(str(error), source, name), "model") from error
+    return await show(names.shown(name), gateway, caller)
 
 
 @router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])
 async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """Accept no more requests for a model. Its workers end when those that are accepted are over."""
-    await show(name, gateway, caller)
-    await gateway.scheduler.registry.dismiss(gateway.own(name))
-    return {"id": name, "object": "model", "deleted": True}
+    found = await show(name, gateway, caller)
+    registry, own = gateway.scheduler.registry, gateway.names.own(str(found["id"]))
+    await (registry.withdraw(own) if found["state"] == "failed" else registry.dismiss(own))
+    return {"id": found["id"], "object": "model", "deleted": True}
 
 
 @router.get("/{name:path}", responses=one(MODEL))
 async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
-    """One served model; its name may hold slashes."""
-    served = await gateway.models(caller.models)
-    if name not in served:
-        why = gateway.joining.refused.get(name) if caller.admin else None
-        others = f"it was added, and {why}" if why else f"one of {', '.join(sorted(served))}"
-        raise UnknownModel(f"no model {name[:80]!r} is served: {others}", "model")
-    registry = gateway.scheduler.registry
-    return _model(name, served[name], await _loras(gateway), await registry.missing(), registry)
+    """One served model, or one that was added and cannot be served; its name may hold slashes."""
+    views = await Views.of(gateway, caller)
+    found = gateway.names.asked(name)
+    if found in views.cards:
+        return views.served(found)
+    if found in gateway.failed(caller.models):
+        return views.failed(found)
+    raise UnknownModel(f"no model {name[:80]!r} is served: one of {', '.join(sorted(views.cards))}", "model")
+
+
+def _added(given: Mapping[str, Any]) -> tuple[str, str]:
+    """Where the model is that a body adds, and its name. Raises InvalidParameter."""
+    source, name = str(given.get("model")), given.get("name")
+    is_source = source.isprintable() and 0 < len(source) <= MAX_SOURCE and source[0] not in "-~"
+    if given.get("model") != source or not is_source or given.keys() - {"model", "name"}:
+        message = (
+            "send model, a folder of the server's machine or a hub name such as a/b, and if you like a name for it"
+        )
+        raise InvalidParameter(message, "model")
+    if name is None and not is_name(name_of(source)):
+        raise InvalidParameter("send a name too: what the path ends with is none that clients can use", "name")
+    if name is not None and not (isinstance(name, str) and is_name(name)):
+        says = f"letters, digits and . _ - : @ + of at most {MAX_NAME} characters, with at most one slash, and no path"
+        raise InvalidParameter(f"name is what clients call the model, such as mine or owner/mine: {says}", "name")
+    return source, name or name_of(source)
+
+
+@dataclass(frozen=True)
+class Views:
+    """Makes model objects for a caller, who may ask for the models in `cards`, by name.
+
+    `missing` has the pools that lack a worker, by a model's own name.
+    """
+
+    gateway: Gateway
+    cards: Mapping[str, ModelCard]
+    missing: Mapping[str, list[str]]
+    loras: list[str]
+
+    @classmethod
+    async def of(cls, gateway: Gateway, caller: Caller) -> Views:
+        """Look at the models as they are now."""
+        loras = [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
+        missing = await gateway.scheduler.registry.missing()
+        return cls(gateway, await gateway.models(caller.models), missing, loras)
+
+    def served(self, name: str) -> dict[str, object]:
+        """Return the model object of a served model."""
+        card, gateway = self.cards[name], self.gateway
+        changed = gateway.scheduler.registry.changed_file(*self.missing.get(card.name, ()))
+        loads = card.name in self.missing
+        progress = gateway.joining.progress(card.name) if loads and not changed else None
+        state = "unavailable" if changed else "loading" if loads else "ready"
+        return self._facts(name, card) | {
+            "state": state,
+            "reason": str(changed) if changed else None,
+            "progress": msgspec.to_builtins(progress),
+            "default": name == gateway.default(self.cards),
+        }
+
+    def failed(self, name: str) -> dict[str, object]:
+        """Return the model object of one that was added and cannot be served."""
+        declared = self.gateway.failed()[name]
+        told = {"state": "failed", "reason": declared.failed, "progress": None, "default": False}
+        return self._facts(name, declared.cards[0]) | told
+
+    def _facts(self, name: str, card: ModelCard) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": card.created,
+            "owned_by": "unfuse",
+            "root": name_of(card.source or card.name).partition("@")[0],
+            "max_model_len": int(card.limits["max_tokens"]) if TEXT.made_by(card.limits) else None,
+            "input_modalities": _reads(card),
+            "makes_video": VIDEO.made_by(card.limits),
+            "takes_image": card.takes_image,
+            "starts_from": card.starts,
+            "references": card.references,
+            "last_frame": card.last_frame,
+            "loras": self.loras if card.takes_lora else [],
+            "limits": card.limits,
+            "defaults": card.defaults,
+            "quality": card.quality,
+            "stages": card.pools(),
+        }
 
 
 def _reads(card: ModelCard) -> list[str]:
@@ -73,35 +164,3 @@ def _reads(card: ModelCard) -> list[str]:
     if card.vision:
         return ["text", "image", "video"]
     return ["text", "image"] if card.most_pictures else ["text"]
-
-
-async def _loras(gateway: Gateway) -> list[str]:
-    return [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
-
-
-def _model(
-    name: str, card: ModelCard, loras: list[str], missing: Mapping[str, list[str]], registry: Registry
-) -> dict[str, object]:
-    changed = registry.changed_file(*missing.get(card.name, ()))
-    state = "loading" if card.name in missing else "ready"
-    return {
-        "id": name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "unfuse",
-        "root": PurePath(card.name).name if card.name.startswith("/") else card.name,
-        "max_model_len": int(card.limits["max_tokens"]) if TEXT.made_by(card.limits) else None,
-        "input_modalities": _reads(card),
-        "makes_video": VIDEO.made_by(card.limits),
-        "takes_image": card.takes_image,
-        "starts_from": card.starts,
-        "references": card.references,
-        "last_frame": card.last_frame,
-        "loras": loras if card.takes_lora else [],
-        "limits": card.limits,
-        "defaults": card.defaults,
-        "quality": card.quality,
-        "stages": card.pools(),
-        "state": "unavailable" if changed else state,
-        "reason": str(changed) if changed else None,
-    }

@@ -73,6 +73,8 @@ def reading_of(
         format = calls.as_written if by_grammar or forced else calls
         reading = Reading(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
     if reasoning:
-        begun = opened(reasoning, start(), continues=continues)
-        reading = msgspec.structs.replace(reading, reasoning=reasoning, opened=begun)
+        before = start()
+        begun = opened(reasoning, before, continues=continues)
+        reasoned = not begun and reasoning.end in before
+        reading = msgspec.structs.replace(reading, reasoning=reasoning, opened=begun, reasoned=reasoned)
     return reading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from typing_extensions import override
@@ -20,9 +20,13 @@ _BETWEEN = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 
 
 
 class TextMetrics(Observer):
-    """Tokens are counted as they are recorded, which is before they are shown; prompts when they are accepted."""
+    """Tokens are counted as they are recorded, which is before they are shown; prompts when they are accepted.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    `shown` returns the name of a model that clients see, which is its label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, shown: Callable[[str], str] = str) -> None:
+        self._shown = shown
         self._tokens = Counter(
             "unfuse_tokens",
             "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens "
@@ -63,24 +67,24 @@ class TextMetrics(Observer):
     def submitted(self, context: RequestContext) -> None:
         tokens = context.params.get("prompt_tokens")
         if isinstance(tokens, int):
-            self._tokens.labels(context.model, "prompt").inc(tokens)
-            self._tokens.labels(context.model, "cached").inc(0)
+            self._tokens.labels(self._shown(context.model), "prompt").inc(tokens)
+            self._tokens.labels(self._shown(context.model), "cached").inc(0)
 
     @override
     def ended(self, context: RequestContext) -> None:
         if spared := context.spared:
-            self._tokens.labels(context.model, "cached").inc(CHUNK * spared)
+            self._tokens.labels(self._shown(context.model), "cached").inc(CHUNK * spared)
 
     @override
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
-        self._first.labels(model).observe(seconds)
-        self._tokens.labels(model, "completion").inc(pieces)
+        self._first.labels(self._shown(model)).observe(seconds)
+        self._tokens.labels(self._shown(model), "completion").inc(pieces)
 
     @override
     def grew(self, model: str, pieces: int, seconds: float | None) -> None:
-        self._tokens.labels(model, "completion").inc(pieces)
+        self._tokens.labels(self._shown(model), "completion").inc(pieces)
         for _ in range(pieces if seconds is not None else 0):
-            self._between.labels(model).observe((seconds or 0.0) / pieces)
+            self._between.labels(self._shown(model)).observe((seconds or 0.0) / pieces)
 
     @override
     def retracted(self, times: int) -> None:

@@ -62,6 +62,7 @@ def request_object(
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
         "result": [_result(file, base_url + sign(result_path(context, file.index))) for file in context.result],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
+        "hint": context.hint or None,
         "metadata": context.metadata,
         "webhook": hook and {name: getattr(hook, name) for name in ("url", "state", "attempts", "reason")},
     }
@@ -88,6 +89,7 @@ def video_object(record: Record) -> dict[str, object]:
         "error": error,
         **{name: params[name] for name in ("num_frames", "fps", "seed", "output_format")},
         "metadata": context.metadata,
+        **({"hint": context.hint} if context.hint else {}),
     }
 
 

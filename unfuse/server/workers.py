@@ -27,15 +27,16 @@ AS_TOLD = (
 @router.get("/workers", responses=several(WORKER, paged=False))
 async def workers(gateway: Served) -> dict[str, object]:
     """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
+    shown = gateway.names.shown
     now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.registry.workers()}
     data = [
         {
             "id": member.info.id,
             "object": "worker",
             **{name: getattr(member.info, name) for name in AS_TOLD},
-            "holds": (member.info.holds or None) if member.info.sets else "all",
+            "holds": (shown(member.info.holds) if member.info.holds else None) if member.info.sets else "all",
             "leased": member.leased,
-            "models": sorted(card.name for card in member.cards),
+            "models": sorted(shown(card.name) for card in member.cards),
             "fragmentation": round(member.info.fragmentation, 3),
             "ranks": [{key: round(spent, 3) for key, spent in asdict(rank).items()} for rank in member.info.ranks],
             "changed": {pool: str(file) for pool, file in member.info.changed.items()},

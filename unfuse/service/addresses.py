@@ -12,7 +12,7 @@ import structlog
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service.groups import Settings
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, unix_path
-from unfuse.wire.keys import make_once, read
+from unfuse.wire.keys import SHARED, make_once, read
 from unfuse.wire.unix_socket import server_socket, servers
 
 LOOK_S = 0.2  # seconds between two looks for a server or a key that is waited for
@@ -120,8 +120,10 @@ def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[s
     open_to = [address for address in addresses if not unix_path(address)]
     if trusted == INSECURE:
         return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]
+    there = [path for name in ("worker.key", SHARED) if folder and (path := Path(folder).expanduser() / name).exists()]
+    key = there[0] if there else "the worker.key that was made together with this server's scheduler.key"
     return [
-        f"workers elsewhere: copy {folder}/worker.key, a secret, there into a folder of its own (chmod 600), and run: "
+        f"workers elsewhere: copy {key}, a secret, there into a folder of its own (chmod 600), and run: "
         f"unfuse worker --workers auto --keys FOLDER --scheduler {from_elsewhere(address)}"
         for address in open_to
     ]

@@ -53,6 +53,12 @@ def layouts_of(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def basis_of(plan: Plan) -> str:
+    """What the predicted rates of the layouts come from."""
+    measured = plan.layouts is not None and plan.layouts.measured
+    return f"rates are {'by what stages took here' if measured else 'a guess: nothing was measured here yet'}"
+
+
 def batches_of(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
     """How requests share forwards in the pools of these models, as comparing has shown here: of each pool the largest
     batch that changes no byte, the smallest that does, and the function that is to blame for it.

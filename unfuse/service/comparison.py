@@ -26,6 +26,7 @@ from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
 from unfuse.models.undivided import Undivided
+from unfuse.scheduler.costs import Costs
 from unfuse.service.layout import Means
 from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan
@@ -67,15 +68,17 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Pipeline(Side):
-    """The undivided pipeline in a process, one request after the other. `hear` gets each line that it writes."""
+    """The undivided pipeline in a process, one request after the other. `hear` gets each line that it writes.
 
-    def __init__(self, plan: Plan, image: Path | None, hear: Hear) -> None:
+    `made` is called after each request.
+    """
+
+    def __init__(self, plan: Plan, image: Path | None, hear: Hear, made: Callable[[], object]) -> None:
         model = plan.models[0]
         device = next(worker.device for worker in plan.workers if plan.wanted.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
-        cores = len(os.sched_getaffinity(0))
-        self._alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
-        self._choices, self._best = sorted({self._alike, cores}), 0
+        self._made, self._best = made, 0
+        self._alike, *_ = self._choices = threads_to_try(plan)
         self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
         self._output = Output(hear)
         writing = self._output.pipe(0)
@@ -99,14 +102,19 @@ class Pipeline(Side):
     def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
         if not self._best and not alike:
             self._best = min(self._choices, key=lambda threads: self._seconds(threads, cases[0]))
-        return [self._answer((self._alike if alike else self._best, case.params)) for case in cases]
+        return [self._request(self._alike if alike else self._best, case) for case in cases]
 
     def _seconds(self, threads: int, case: Case) -> float:
         """How long it takes with so many threads, once they are there."""
-        self._answer((threads, case.params))
+        self._request(threads, case)
         began = time.perf_counter()
-        self._answer((threads, case.params))
+        self._request(threads, case)
         return time.perf_counter() - began
+
+    def _request(self, threads: int, case: Case) -> Digests:
+        found = self._answer((threads, case.params))
+        self._made()
+        return found
 
     @override
     def memory(self) -> tuple[list[int], int]:
@@ -122,16 +130,20 @@ class Pipeline(Side):
 
 
 class Pools(Side):
-    """Workers of our own, which take all requests at once."""
+    """Workers of our own, which take all requests at once. `made` is called after each of them."""
 
-    def __init__(self, client: Client, image: Path | None) -> None:
-        self._client = client
+    def __init__(self, client: Client, image: Path | None, made: Callable[[], object]) -> None:
+        self._client, self._made = client, made
         self._picture: dict[str, Any] = {} if image is None else {"image": image}
 
     @override
     def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
         requests = [self._client.submit(**case.given, **self._picture, cache=False) for case in cases]
-        return [tuple(hashlib.sha256(data).hexdigest() for data in request.result().data) for request in requests]
+        found = []
+        for request in requests:
+            found.append(tuple(hashlib.sha256(data).hexdigest() for data in request.result().data))
+            self._made()
+        return found
 
     @override
     def memory(self) -> tuple[list[int], int]:
@@ -140,6 +152,27 @@ class Pools(Side):
         children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
         pids = [*parents, *(int(pid) for line in children for pid in line)]
         return [_peak(pid) for pid in pids], sum(int(worker["room"]) for worker in workers)
+
+
+def threads_to_try(plan: Plan) -> list[int]:
+    """The numbers of CPU threads that the undivided pipeline may suit best: first that of each worker of the plan."""
+    cores = len(os.sched_getaffinity(0))
+    alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
+    return list(dict.fromkeys((alike, cores)))
+
+
+def requests_of(rounds: int, counts: Sequence[int]) -> int:
+    """How many requests `measure` makes of a side; of the pipeline two more for each number of threads it tries."""
+    return 2 * rounds + 1 + sum(counts)
+
+
+def predicted_s(plan: Plan, asked: dict[str, Any], costs: Path | None) -> float | None:
+    """Seconds of a request by what its stages took on this machine; None if one of them never ran."""
+    card, known = plan.models[0].card, Costs(costs)
+    params, _ = check(card, asked, medium_for(asked))
+    pools = card.pools()
+    took = [known.seconds(pools[stage.name], stage.work.of(params)) for stage in card.pipeline.stages]
+    return None if None in took else sum(seconds or 0.0 for seconds in took)
 
 
 def sized(card: ModelCard, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
@@ -163,12 +196,17 @@ def measure_layouts(plan: Plan, means: Means, measured: Callable[[str], float]) 
 
     They are remembered for whoever chooses a layout under these circumstances. Raises ConfigError where none is chosen.
     """
-    if plan.layouts is None:
-        raise ConfigError("--layouts measures those that --workers auto chooses among: leave out where workers run")
-    rates = {layout.workers: measured(layout.workers) for layout in plan.layouts.whole}
+    rates = {workers: measured(workers) for workers in layouts_of(plan)}
     cards = [model.card for model in plan.models]
     Scaling(means.scaling).keep(circumstances(cards, plan.wanted.compute, plan.devices, means.cores), rates)
     return rates
+
+
+def layouts_of(plan: Plan) -> list[str]:
+    """The layouts of whole workers that `--workers auto` chooses among. Raises ConfigError where it does not."""
+    if plan.layouts is None:
+        raise ConfigError("--layouts measures those that --workers auto chooses among: leave out where workers run")
+    return [layout.workers for layout in plan.layouts.whole]
 
 
 def most_at_once(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, count: int) -> float:

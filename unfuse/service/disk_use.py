@@ -9,6 +9,7 @@ from typing import Any
 
 from unfuse.core.media import MEDIA
 from unfuse.service.groups import Settings
+from unfuse.stores import COPIES
 
 REQUESTS = tuple(prefix for medium in MEDIA for prefix in medium.prefixes)  # prefixes of result folders
 
@@ -26,6 +27,9 @@ def disk_use(settings: Settings) -> list[dict[str, Any]]:
     rows += [_row("queue", queue, "nothing: requests that wait, and those that are kept")]
     if durable != "none":
         rows += [_row("copies of outputs", durable, "nothing: they go with their requests")]
+    elif results.startswith("disk:"):
+        saved = f"{results.partition('?')[0].rstrip('/')}/{COPIES}"
+        rows += [_row("running requests of the last stop", saved, "nothing: they go with their requests")]
     if spill:
         rows += [_row("spilled tensors", spill, "nothing: they go with their requests; doctor --clean removes others")]
     own = Path(settings.data_dir)

@@ -104,14 +104,16 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = "shared_memory"  # fmt: skip
     durable: Annotated[str, says(
         "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
-        "instead of being computed again: disk:PATH, redis://… or s3://…; none keeps no copies."
+        "instead of being computed again: disk:PATH, redis://… or s3://…. With none, copies are made when workers "
+        "stop, beside results on a disk or in S3."
     )] = "none"  # fmt: skip
     durable_stages: Annotated[
         tuple[str, ...], says("Kinds of stages whose outputs --durable copies, such as text_encode.")
     ] = ("denoise",)
     checkpoint: Annotated[str, says(
         "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
-        "seconds (30s); auto weighs what saving costs against what would be lost; none never does."
+        "seconds (30s); auto weighs what saving costs against what would be lost; all of them also when their worker "
+        "stops. none never saves it."
     )] = "auto"  # fmt: skip
     encode: Annotated[tuple[str, ...], says(
         "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit floats "
@@ -124,14 +126,16 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "that are made if there are none; or another unix:PATH in its place."
     )] = ()  # fmt: skip
     workers: Annotated[str, says(
-        "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
-        "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
-        "(undivided), or encoder+decoder=1,denoiser=2; swap is one on each device that has one model at a time, which "
-        "is also what auto does where models fit one by one."
+        "Workers to start here. auto: whole models in each worker if they fit, one at a time if they fit alone, else "
+        "split. split: a worker for each role. swap: a worker for each device, with one model loaded at a time. none: "
+        "they are started by `unfuse worker`. Or counts, like all=2 (whole models) or encoder+decoder=1,denoiser=2."
     )] = "auto"  # fmt: skip
     device_memory: Annotated[
         tuple[str, ...],
-        says("DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free."),
+        says(
+            "DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free. "
+            "`doctor` also plans for devices that are not here."
+        ),
     ] = ()
     launcher: Annotated[str, says("Where workers run: local, ray:HOST:PORT, or ray, a Ray of its own.")] = "local"
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
@@ -200,7 +204,11 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: Annotated[str, says(
         "Parser of reasoning, by vLLM's names; auto selects it by the chat template, none keeps it in the content."
     )] = "auto"  # fmt: skip
-    drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
+    drain_timeout: Annotated[float, says(
+        "Seconds that a whole stop may take after SIGTERM. What runs is saved at its next step, where results are on a "
+        "disk or in S3, and goes on after the next start; what cannot be saved gets this time to finish.",
+        ge=0,
+    )] = 20.0  # fmt: skip
 
 
 class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -315,7 +323,8 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The log on standard error."""
 
     level: Annotated[Literal["auto", "error", "warning", "info", "debug"], says(
-        "Log lines of this level and above; auto is info for serve and worker, warning for other verbs.",
+        "Log lines of this level and above; auto is info for serve and worker, warning for other verbs. With debug, "
+        "serve also says which component is where, and what was loaded.",
         flag="--log-level",
     )] = "auto"  # fmt: skip
     format: Annotated[

@@ -78,25 +78,23 @@ class Layouts(msgspec.Struct, frozen=True):
 
     @property
     def why(self) -> str:
-        """One line: what was chosen, why, what the other way would give, and the flag that fixes it."""
-        chosen, basis = self.chosen, "measured" if self.measured else "a guess: nothing was measured here yet"
-        is_split = ALL not in chosen.workers
-        split = next(layout for layout in self.found if layout.workers == SPLIT)
-        if chosen.workers == SWAP:
-            reason = "all models do not fit at one time, so each worker has one, by what waits, and loads others for it"
-        elif is_split:
+        """One line: what was chosen, and why."""
+        workers, gave = self.chosen.workers, self.chosen.gave
+        main = workers.rpartition(",")[2].partition("=")[0]
+        if workers == SWAP:
+            reason = "each worker has one model at a time, since all do not fit together"
+        elif ALL not in workers:
             refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
-            reason = f"taken apart, since a worker with all stages does not fit: {refused}"
-        elif chosen.gave:
-            others = (f"{one.workers} {one.gave:.2g}" for one in self.found if one.gave and one is not chosen)
-            reason = f"measured here, {chosen.gave:.2g} requests a second ({', '.join(others) or 'no other was'})"
+            reason = f"each stage has workers of its own, since all do not fit in one: {refused.partition(';')[0]}"
+        elif main != ALL:
+            reason = f"workers run all stages on the GPUs where these fit, and {main} on the others"
+        elif gave:
+            reason = f"each worker runs all stages, which gave most when measured here: {gave:.2g} requests a second"
         elif len(self.roles) == 1:
-            reason = f"it fits, and there is nothing to split: all stages have one role, {self.roles[0]}"
-        elif split.refusal:
-            reason = "it fits, and the split does not"
+            reason = f"each worker runs all stages, since these have one role, {self.roles[0]}"
         else:
-            reason = f"it fits, and splitting would give {split.rate / chosen.rate:.2g}× the rate ({basis})"
-        return f"layout {chosen.workers}: {reason}; --workers {chosen.workers} keeps it so"
+            reason = "each worker runs all stages, since models that fit whole keep a machine busiest"
+        return f"layout {workers}: {reason}"
 
 
 def layouts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,17 +21,22 @@ class Loading:
         self._states: list[str] = []
         self._ranks: list[dict[str, tuple[int, int]]] = []
         self._ready: Callable[[], object] = bool
+        self._was_over = False  # whether all have been ready; some may have been started again since
 
     def expect(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
-        """Workers with these roles will be started; `ready` is called once all of them have loaded."""
+        """Workers with these roles will be started; `ready` is called once, when all of them have loaded."""
         self._roles, self._states, self._ready = list(roles), [STARTING] * len(roles), ready
         self._ranks = [{} for _ in roles]
         self._look()
 
-    def hear(self, worker: int, record: Mapping[str, Any]) -> None:
-        """Read a log record of a worker, if it is one of these. Of its ranks the last one counts."""
+    def hear(self, worker: int, record: Mapping[str, Any]) -> bool:
+        """Read a log record of a worker, if it is one of these. Of its ranks the last one counts.
+
+        Returns whether it is a part of the start, which the line shows, and not of a later one.
+        """
         if worker >= len(self._states):
-            return
+            return False
+        is_first = not self._was_over
         match record:
             case {"event": "importing"}:
                 self._heard(worker, record, IMPORTING)
@@ -43,6 +49,9 @@ class Loading:
             case {"event": "ready"}:
                 self._states[worker] = READY
                 self._look()
+            case _:
+                return False
+        return is_first
 
     def _heard(self, worker: int, record: Mapping[str, Any], loaded: tuple[int, int]) -> None:
         self._ranks[worker][str(record.get("rank"))] = loaded
@@ -51,7 +60,8 @@ class Loading:
         self._states[worker] = "importing" if last == IMPORTING else f"{done} of {total}"
 
     def _look(self) -> None:
-        if self._is_over:
+        if self._is_over and not self._was_over:
+            self._was_over = True
             self._ready()
 
     @property
@@ -62,5 +72,6 @@ class Loading:
         """The line to show; "" once everything is loaded."""
         if self._roles and self._is_over:
             return ""
-        parts = ", ".join(f"{role} {state}" for role, state in zip(self._roles, self._states, strict=True))
+        counts = Counter(f"{role} {state}" for role, state in zip(self._roles, self._states, strict=True))
+        parts = ", ".join(f"{part} (×{count})" if count > 1 else part for part, count in counts.items())
         return f"loading {self._models}: {parts}" if self._roles else f"looking into {self._models}"

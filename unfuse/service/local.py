@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -34,11 +34,14 @@ def local(model: str | None = None, *, threads: int | None = None) -> AbstractCo
 
 
 @contextmanager
-def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None = None) -> Iterator[Client]:
+def own_pools(
+    loaded: Loaded, logs: Logs | None = None, loading: Loading | None = None,
+    check: Callable[[Plan], object] | None = None,
+) -> Iterator[Client]:  # fmt: skip
     """What `local` returns, for these settings; `loading` learns which workers are started.
 
-    Their lines go to `logs`. They leave nothing behind: their results lie in a temporary folder that goes with
-    the block, and what stages took is not remembered.
+    No worker starts if `check` raises for their plan. Their lines go to `logs`. They leave nothing behind: their
+    results lie in a temporary folder that goes with the block, and what stages took is not remembered.
     """
     if logs is None:
         logs = Logs(loaded.settings.log)
@@ -48,6 +51,8 @@ def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None 
     settings = msgspec.structs.replace(loaded.settings, api_key="", serve=serve)
     chosen = options(Loaded(settings, loaded.origins))
     planned = plan(chosen)
+    if check:
+        check(planned)
     if loading:
         loading.expect([worker.role for worker in planned.workers])
     with passing_folder() as folder:

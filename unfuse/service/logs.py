@@ -37,14 +37,19 @@ class Logs:
         self.quiet = quiet
         self.interactive = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in PLAIN
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
-        self.heard: Callable[[int, Record], None] = lambda worker, record: None
-        """Called with each worker's number and log record, whether or not it is shown."""
+        self.heard: Callable[[int, Record], bool] = lambda worker, record: False
+        """Called with each worker's number and log record, logged or not. Returns whether progress shows it."""
         self._level = ("error" if quiet else usual) if log.level == "auto" else log.level
+
+    @property
+    def is_detailed(self) -> bool:
+        """Whether details are logged, such as what progress shows already."""
+        return self._level == "debug"
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment of child processes, so that they write records for `relay`."""
-        return {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "debug" if self._level == "debug" else "info"}
+        return {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "debug" if self.is_detailed else "info"}
 
     def open_log(self) -> None:
         """Write this process's log here from now on."""
@@ -58,13 +63,18 @@ class Logs:
             structlog.configure(processors=[*first, lambda _, __, event: self._rendered(event)])
 
     def relay(self, worker: int, line: bytes) -> None:
-        """Show a line that a worker wrote: a record according to its level, any other line as it is."""
+        """Show a line that a worker wrote: a record according to its level, any other line as it is.
+
+        A record that progress shows, such as that weights were loaded, is a detail.
+        """
         from unfuse.worker.records import LEVELS, read_record
 
         record = read_record(line)
         if record:
-            self.heard(worker, record)
+            in_progress = self.heard(worker, record)
             if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # shown as what goes on
+                return
+            if in_progress and not self.is_detailed:
                 return
         text = line.decode(errors="replace").rstrip("\r\n")
         if self.text:
@@ -93,7 +103,8 @@ class Logs:
         """A record as a line for people, in local time."""
         import structlog
 
-        shown = {**record, "event": harmless(record["event"])}
+        shown = {name: round(value, 2) if isinstance(value, float) else value for name, value in record.items()}
+        shown["event"] = harmless(record["event"])
         with suppress(KeyError, TypeError, ValueError):
             shown["timestamp"] = f"{datetime.fromisoformat(record['timestamp']).astimezone():%H:%M:%S}"
         colours = self.interactive and not os.environ.get("NO_COLOR")

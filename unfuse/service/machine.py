@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,8 @@ ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
 GPU_ANSWER_S = 10.0
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """The folder with the limits of this process's control group."""
+DEVICE_NAME = re.compile(r"cpu|(cuda|xpu|mps):\d{1,4}")
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # with it users choose a process's GPUs, by index or the beginning of the UUID
 
 
@@ -79,6 +82,22 @@ def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = Fa
     if unknown := sorted(caps.keys() - free):
         raise ConfigError(f"--device-memory {unknown[0]}: there is no such device; there are {', '.join(free)}")
     return tuple(Device(name, min(size, caps.get(name, size))) for name, size in free.items())
+
+
+def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
+    """The devices to plan for where somebody asks what a machine needs, and whether they are this machine's.
+
+    If a device in `caps` is not here, or has less, they are those of another machine: exactly these, and the memory of
+    this host unless that is named. Raises ConfigError for what is no name of a device.
+    """
+    for name in caps:
+        if not DEVICE_NAME.fullmatch(name):
+            raise ConfigError(f"--device-memory {name}: devices are called cpu, cuda:0, cuda:1, xpu:0 and so on")
+    here = devices()
+    free = {device.name: device.free for device in here}
+    if all(size <= free.get(name, -1) for name, size in caps.items()):
+        return devices(caps), True
+    return tuple(Device(name, size) for name, size in ({CPU: free[CPU]} | dict(caps)).items()), False
 
 
 def cpus(group: Path) -> float:

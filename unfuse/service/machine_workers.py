@@ -20,11 +20,13 @@ from unfuse.service.plan import Plan, plan_for, wanted
 from unfuse.service.resources import device_memory, means
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, environment_of, flags_of, forked, specs_of
+from unfuse.service.stopping import share_of
 from unfuse.stores.results import sees
+from unfuse.supervision.budget import StopBudget
 from unfuse.worker.link import Link
 
 STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
-LEAVING_S = 10.0  # seconds beside the drain timeout that workers get to end
+LEAVING_S = 10.0  # seconds beside the drain timeout that workers of a model that left get to end
 
 
 class MachineWorkers:
@@ -32,12 +34,19 @@ class MachineWorkers:
 
     def __init__(self, settings: Settings, logs: Logs) -> None:
         self._settings, self._logs = settings, logs
-        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+        self._stop, self._budget = asyncio.Event(), StopBudget(settings.serve.drain_timeout)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
 
     def stop(self) -> None:
-        """Have the workers finish what they run, and end. A second call ends them at once."""
+        """Have the workers end within the drain timeout, as `serve` does. A second call ends them at once."""
         if self._stop.is_set():
-            self._stop_now.set()
+            self._budget.hurry.set()
+        else:
+            self._budget = StopBudget(self._settings.serve.drain_timeout)
         self._stop.set()
 
     async def run(self, starting: Callable[[Plan], object]) -> None:
@@ -61,7 +70,9 @@ class MachineWorkers:
         try:
             await first(asyncio.shield(launcher.failed), self._stop.wait())
         finally:
-            await first(launcher.stop(settings.serve.drain_timeout + LEAVING_S), self._stop_now.wait())
+            if not self._stop.is_set():
+                self.stop()
+            await launcher.stop(self._budget.left(share_of(self._budget)), self._budget.hurry)
 
     async def _plan(self) -> Plan:
         """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""

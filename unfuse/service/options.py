@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import gethostname
 
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
@@ -18,11 +19,12 @@ from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
-from unfuse.service.plan import wanted
+from unfuse.service.plan import NONE, wanted
 from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
 from unfuse.service.specs import Slots, environment_of, flags_of
+from unfuse.service.transfers import require_engines
 from unfuse.worker.checkpoints import Policy
 
 
@@ -30,7 +32,7 @@ def options(loaded: Loaded) -> ServeOptions:
     """Return the options of a service for these settings. Fingerprints of weights are cached in the data folder."""
     settings, serve = loaded.settings, loaded.settings.serve
     FINGERPRINTS.remember_in(Path(settings.data_dir))
-    return ServeOptions(
+    found = ServeOptions(
         serve=serve,
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
@@ -58,7 +60,11 @@ def options(loaded: Loaded) -> ServeOptions:
         lease_ttl=settings.lease.ttl_s,
         standard=standard(settings),
         parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
+        name=f"{gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}",
     )
+    if found.trust is not None and serve.workers not in NONE and found.launcher is None:
+        require_engines(settings.transfer.engine)
+    return found
 
 
 def standard(settings: Settings) -> Params:

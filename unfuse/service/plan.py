@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -92,6 +93,16 @@ class Plan(msgspec.Struct, frozen=True):
             for number, worker in enumerate(self.workers, 1) for part in worker.parts
         ]  # fmt: skip
 
+    def missing_roles(self) -> list[str]:
+        """The roles that none of these workers has."""
+        roles = [roles_of(worker.role) for worker in self.workers]
+        return [role for role in self.needs if not any(own is None or role in own for own in roles)]
+
+    def repeats(self) -> dict[str, int]:
+        """The components that a worker has more than once for the same models, with how often."""
+        counts = [Counter((part.component, part.models) for part in worker.parts) for worker in self.workers]
+        return {name: times for count in counts for (name, _), times in count.items() if times > 1}
+
     def memory(self) -> list[dict[str, Any]]:
         """Bytes that the workers take by device, their processes and arenas counted, and the bytes that are free."""
         takes = taken(self.workers, self.wanted)
@@ -128,6 +139,7 @@ def plan_for(
 ) -> Plan:  # fmt: skip
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
+    `names` may map them to where their models are, if not by that name: a folder, a file or a hub name.
     Without `results` only of roles that need no result store; these workers are called by those roles.
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
     """
@@ -188,7 +200,11 @@ def look_into(
     Raises ConfigError, also for a vain `--dtype`.
     """
     spec = wanted.compute.dtype
-    folders = {name: resolve_source(with_components(name, sources), revision or None, ()) for name in names}
+    found_by = names if isinstance(names, Mapping) else {name: name for name in names}
+    folders = {
+        name: resolve_source(with_components(source, sources), revision or None, ())
+        for name, source in found_by.items()
+    }
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)

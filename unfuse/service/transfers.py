@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.util import find_spec
+
 import structlog
 
 from unfuse.core.errors import ConfigError
@@ -13,10 +16,23 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 log = structlog.get_logger(__name__)
 
 
+LIBRARIES = {"mooncake": "mooncake", "nixl": "nixl"}
+"""The libraries of engines that are installed by an extra of the engine's name."""
+
+
+def require_engines(names: Iterable[str]) -> None:
+    """Raise ConfigError for an engine that is not known, or whose library is not installed. None is imported."""
+    for name in names:
+        if name not in BACKENDS and ":" not in name:
+            resolve(BACKENDS, name, "transfer engine")
+        if find_spec(LIBRARIES.get(name, __package__)) is None:
+            raise ConfigError(f"the transfer engine {name} needs its library: pip install 'unfuse[{name}]'")
+
+
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
     """Open the engines that are set, none without keys to prove who peers are. Raises ConfigError if one cannot run."""
     if not options.authentic:
-        log.info("other machines cannot pull tensors from this worker: it has no --keys")
+        log.debug("other machines cannot pull tensors from this worker: it has no --keys")
         return {}
     opened = {name: open_engine(name, options) for name in settings.transfer.engine}
     if open_to_all := [name for name, engine in opened.items() if not engine.enforces_refs]:

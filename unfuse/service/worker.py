@@ -15,7 +15,7 @@ import msgspec
 
 from unfuse.core.spread import AUTO
 from unfuse.launch.forks import Forks
-from unfuse.launch.local import LocalLauncher
+from unfuse.launch.local import HURRY, LocalLauncher
 from unfuse.launch.placement import CPU, Wanted, devices_of, only_cpu
 from unfuse.models.composed import parse_component_sources
 from unfuse.models.fingerprints import FINGERPRINTS
@@ -23,6 +23,7 @@ from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings, Transfer
 from unfuse.service.machine import CONTROL_GROUP, cpus, devices
 from unfuse.service.resources import resources
+from unfuse.service.stopping import AT_ONCE_S, end_after
 from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
@@ -85,14 +86,38 @@ async def _run(worker: Worker, health: str) -> None:
         await worker.run()
 
 
+def _obey_signals(worker: Worker, drain_timeout: float, *, is_started_by_another: bool) -> None:
+    """Have signals drain the worker, and hurry it, as `work` says."""
+    loop = asyncio.get_running_loop()
+
+    def stop(hurries: bool) -> None:
+        if not worker.draining:
+            end_after(drain_timeout)
+            worker.drain()
+        elif hurries:
+            hurry()
+
+    def hurry() -> None:
+        end_after(AT_ONCE_S)
+        worker.hurry()
+
+    loop.add_signal_handler(HURRY, hurry)
+    loop.add_signal_handler(signal.SIGTERM, stop, not is_started_by_another)
+    if is_started_by_another:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        loop.add_signal_handler(signal.SIGINT, stop, True)
+
+
 async def work(
     options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None, fork_server: int | None
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
+    """Run a worker until SIGTERM or SIGINT drains it, a second one hurries it, or `lifeline` closes.
 
-    `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
-    which reaches the whole process group, to its starter. `fork_server` is the descriptor of a socket to one; without
-    it a worker on CPUs that loads weights again and again starts one of its own.
+    `lifeline` is the reading end of a pipe held by whoever started the worker. A worker that has one leaves Ctrl-C,
+    which reaches the whole process group, to its starter, and hurries by HURRY alone: a service manager may send
+    SIGTERM to all processes, beside its starter. `fork_server` is the descriptor of a socket to one; without it a
+    worker on CPUs that loads weights again and again starts one of its own. Raises ConfigError.
     """
     loop, own = asyncio.get_running_loop(), list[LocalLauncher]()
 
@@ -112,16 +137,8 @@ async def work(
     worker = Worker(options, engines, forks)
     running = asyncio.create_task(_run(worker, options.health))
 
-    def stop() -> None:
-        if worker.draining:
-            running.cancel()
-        worker.drain()
-
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    if lifeline is None:
-        loop.add_signal_handler(signal.SIGINT, stop)
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _obey_signals(worker, options.drain_timeout, is_started_by_another=lifeline is not None)
+    if lifeline is not None:
         loop.add_reader(lifeline, running.cancel)
     try:
         with contextlib.suppress(asyncio.CancelledError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,6 +43,12 @@ BROKEN = ValueError, LookupError, RuntimeError, AttributeError, TypeError, Asser
 """The errors of diffusers and peft for a file that is not an adapter of the model."""
 
 
+def require_peft() -> None:
+    """Raise ConfigError where the library that applies adapters is not installed."""
+    if find_spec("peft") is None:
+        raise ConfigError("--loras needs the library peft: pip install 'unfuse[lora]'")
+
+
 class Loras:
     """The adapters in a folder: NAME.safetensors is NAME. Its content is known by an id, the file's xxh3-128 hash.
 
@@ -65,6 +72,19 @@ class Loras:
 
     def id_of(self, name: str) -> str:
         """The id of an adapter. A file that has changed is read again, which may take long. Raises NotFound."""
+        return self._id(self._file(name))
+
+    def check(self, named: str) -> None:
+        """Look for adapters that a request names, and into their headers. Raises NotFound, and Unsuitable."""
+        from safetensors import SafetensorError
+
+        for name, _ in scales(named):
+            file = self._file(name)
+            with suppress(KeyError, OSError, SafetensorError):  # the worker that loads the file reports the error
+                if reason := refusal(entries(file)):
+                    raise Unsuitable(f"lora {name!r} {reason}")
+
+    def _file(self, name: str) -> Path:
         known = self.files()
         if name not in known:
             shown = ", ".join([*known][:SHOWN]) or "none"
@@ -74,7 +94,7 @@ class Loras:
             raise NotFound(f"no lora {name!r} is there; there are {shown}{more}{how}")
         if (size := known[name].stat().st_size) > MAX_BYTES:
             raise NotFound(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
-        return self._id(known[name])
+        return known[name]
 
     def _id(self, file: Path) -> str:
         stat = file.stat()
@@ -152,8 +172,7 @@ class Adapters:
         self, loras: Loras, transformer: Any, pipeline: Callable[[], Any], device: Any, most: int,
         part: str = "transformer",
     ) -> None:  # fmt: skip
-        if find_spec("peft") is None:
-            raise ConfigError("--loras needs the library peft: pip install 'unfuse[lora]'")
+        require_peft()
         self._loras, self._transformer, self._pipeline = loras, transformer, pipeline
         self._device, self._most, self._part = device, most, part
         self._loaded: list[str] = []  # the least recently used first

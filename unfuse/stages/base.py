@@ -27,7 +27,8 @@ class StageInput(msgspec.Struct, frozen=True):
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
     pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
     `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began. An
-    input that the stage has `received` in pieces is not among the tensors.
+    input that the stage has `received` in pieces is not among the tensors. Whether the task `extends` the portions of
+    another stage: see `StageSpec.extends`.
     """
 
     params: Params
@@ -37,6 +38,7 @@ class StageInput(msgspec.Struct, frozen=True):
     priority: int = 0
     prefix: tuple[Tensors, ...] = ()
     received: Any = None
+    extends: bool = False
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -94,6 +96,12 @@ class HasTexts(Protocol):
 
     def load(self) -> TextLoad:
         """The present numbers."""
+
+    def leftovers(self) -> Mapping[str, int]:
+        """Bytes of memory that is taken now, by a name of what takes it: none while no state of a task exists."""
+
+    def end_all(self) -> None:
+        """Free the memory of everything that was begun here, while no state of a task exists."""
 
 
 class Stage(ABC):
@@ -154,8 +162,9 @@ class SteppedStage(Stage, Generic[State]):
     """Whether all tasks that may share a forward do, as far as there is memory, without finding out if that pays."""
 
     goes_ahead = False
-    """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
-    nothing that steps need, and may find that the state is over: then the step was one too many.
+    """Whether a step may be computed while the one before is still told of, by `grown`, in another thread, where its
+    portions are stored too. That touches nothing that steps need, and may find that the state is over: then the step
+    was one too many.
     """
 
     def warm_up(self) -> None:
@@ -268,7 +277,11 @@ class SteppedStage(Stage, Generic[State]):
         return ()
 
     def portion(self, state: State, number: int) -> Tensors:
-        """A portion, for the tasks of others."""
+        """A portion, for the tasks of others, in memory that steps do not change."""
+        raise PermanentError(f"stage {self.kind} makes no portion {number}")
+
+    def digest(self, state: State, number: int) -> str:
+        """What a portion and all before it depend on, of a stage whose spec `extends` what another stage makes."""
         raise PermanentError(f"stage {self.kind} makes no portion {number}")
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unfuse.parallel.group import Axis
 
 CHUNKS, REST = "chunks", "rest"  # the tensors: all chunks that are full, and the last one if it is not
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ class Given(NamedTuple):
 
 
 class KvReader:
-    """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much."""
+    """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much.
 
-    def __init__(self, kv: KvSequence, layout: KvLayout) -> None:
-        self._kv, self._layout = kv, layout
+    Of the heads, the sequence has only `heads`.
+    """
+
+    def __init__(self, kv: KvSequence, layout: KvLayout, heads: slice = ALL) -> None:
+        self._kv, self._layout, self._heads = kv, layout, heads
         self._unit = torch.empty(prod(layout.unit(CHUNK)), dtype=layout.dtype)
         self._done = self._filled = 0
 
@@ -91,7 +95,7 @@ class KvReader:
             self._filled, piece = self._filled + some.numel(), piece[some.numel() :]
             if self._filled == elements * self._layout.dtype.itemsize:
                 chunk, layer = divmod(self._done, self._layout.layers)
-                unit = self._unit[:elements].view(self._layout.unit(tokens))
+                unit = self._unit[:elements].view(self._layout.unit(tokens))[self._heads]
                 self._kv.write(layer, unit[:, 0], unit[:, 1], chunk * CHUNK)
                 self._done, self._filled = self._done + 1, 0
 
@@ -102,11 +106,14 @@ class KvReader:
 
 
 class KvWriter:
-    """Writes what a sequence has into such an object, as it comes, each unit once; before `to`, nothing."""
+    """Writes what a sequence has into such an object, as it comes, each unit once; before `to`, nothing.
 
-    def __init__(self, kv: KvSequence, layout: KvLayout) -> None:
+    It leaves out the `first` chunks.
+    """
+
+    def __init__(self, kv: KvSequence, layout: KvLayout, first: int = 0) -> None:
         self._kv, self._layout = kv, layout
-        self._done = 0
+        self._done = first * layout.layers
         self._output: OpenOutput | None = None
 
     def to(self, output: OpenOutput) -> None:
@@ -185,8 +192,8 @@ class SharedKvWriter(KvWriter):
     gather the chunks that it completed, and the first one writes them. What it hands on is read from there, by it.
     """
 
-    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis) -> None:
-        super().__init__(kv, layout)
+    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis, first: int = 0) -> None:
+        super().__init__(kv, layout, first)
         self._axis = axis
         self._made: dict[str, Tensor] = {}
 

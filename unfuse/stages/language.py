@@ -21,7 +21,8 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
 from unfuse.core.reading import READING, reading_in
-from unfuse.core.text import CHUNK, CONTINUES, Answer, Piece, unpacked
+from unfuse.core.text import CHUNK, CONTINUES, MOST_SHARED, Answer, Piece, unpacked
+from unfuse.core.vision import SHOWN
 from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
@@ -56,6 +57,7 @@ class Prefill(PromptStage[Prefilling, int]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
+    goes_ahead = True
 
     @override
     def warm_up(self) -> None:
@@ -67,9 +69,10 @@ class Prefill(PromptStage[Prefilling, int]):
     def start(self, task: StageInput) -> Prefilling:
         ids = unpacked(task.uploads[PROMPT])
         sight = self._sequences.sight(ids, task)
+        with self._sequences.beginning(task.priority) as kv:
+            taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
+            handed = self._sequences.writer(kv, len(ids) - 1)
         self._sequences.prompts += 1
-        kv = self._sequences.begin(task.priority)
-        taken, handed = self._sequences.take(kv, task.prefix, len(ids) - 1), self._sequences.writer(kv, len(ids) - 1)
         return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
 
     @override
@@ -121,6 +124,26 @@ class Prefill(PromptStage[Prefilling, int]):
 
 
 @dataclass(frozen=True)
+class Recomputed(Prefilling):
+    """The whole chunks of a prompt and its answer, those with tokens of the answer computed again as prefill does it.
+
+    A token by itself has other bytes than the same token in a chunk, and a later prompt is to have those of its chunk.
+    `digests` are those of the chunks.
+    """
+
+    digests: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks are computed."""
+        return self.done == len(self.ids)
+
+    def stepped(self, done: int) -> Recomputed | None:
+        """What a step that left so many tokens in the KV made of it; None where there was no room for a chunk."""
+        return replace(self, before=self.done, done=done) if done > self.done else None
+
+
+@dataclass(frozen=True)
 class Writing(Growing):
     """A sequence whose tokens from `prompt` on are the answer, under a `constraint`; the last step made `sampled`."""
 
@@ -129,6 +152,14 @@ class Writing(Growing):
     words: Words | None = None
     sampled: Sampled | None = None
     constraint: Constraint | None = None
+    shown: str = ""
+    """What the prompt shows, as JSON."""
+    extends: bool = False
+    """Whether prompts that go on behind the answer are to find its keys and values."""
+    over: bool = False
+    """Whether no token follows."""
+    again: Recomputed | None = None
+    """What is left to do then."""
 
     @property
     @override
@@ -152,10 +183,11 @@ class ReceivedKv(Receiving):
     """Keys and values of a prompt that come in pieces; what there is no room for is computed again."""
 
     def __init__(self, sequences: Sequences, priority: int, tokens: int) -> None:
-        self.kv, self._sequences = sequences.begin(priority), sequences
-        self._reader = KvReader(self.kv, sequences.layout(tokens))
-        with suppress(NoBlocks):
-            self.kv.grow(tokens)
+        self._sequences = sequences
+        with sequences.beginning(priority) as self.kv:
+            self._reader = KvReader(self.kv, sequences.layout(tokens), sequences.heads)
+            with suppress(NoBlocks):
+                self.kv.grow(tokens)
 
     @property
     def tokens(self) -> int:
@@ -174,7 +206,8 @@ class ReceivedKv(Receiving):
 class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     """Makes one token a step, once all that are there are in the KV.
 
-    Of several ranks, a `group`, the first one draws, and follows grammars; the others go on with what it has drawn.
+    Behind the last one it computes whole chunks of the answer, where others may go on from that: see `Recomputed`. Of
+    several ranks, a `group`, the first one draws, and follows grammars; the others go on with what it has drawn.
     """
 
     kind = "decode"
@@ -222,23 +255,31 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, tuple((id, logprob) for id, _, logprob in piece.top))
             ids.append(piece.id)
-        sight, constraint = self._sequences.sight(prompt, task), self._constraint(task)
+        sight, shown = self._sequences.sight(prompt, task), str(task.params.get(SHOWN) or "")
         how = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
         if isinstance(task.received, ReceivedKv):
             kv, done, given = task.received.kv, task.received.tokens, None
         else:
-            kv, given = self._sequences.begin(task.priority), self._given(task.tensors, len(prompt) - 1)
-            done = self._sequences.put(kv, given) if given else 0
-        return Writing(
-            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, constraint=constraint
-        )
+            given = self._given(task.tensors, len(prompt) - 1)
+            with self._sequences.beginning(task.priority) as kv:
+                done = self._sequences.put(kv, given) if given else 0
+        state = Writing(
+            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, shown=shown,
+            extends=task.extends,
+        )  # fmt: skip
+        try:
+            state = replace(state, constraint=self._constraint(task))
+            return replace(state, over=bool(words.ended) or (bool(task.recorded) and _is_last(state)))
+        except BaseException:
+            self.let_go(state)
+            raise
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
-        constraint: Constraint = self._grammars.open(grammar)
         reading = reading_in(task.params.get(READING))
+        constraint: Constraint = self._grammars.open(grammar)
         if reading and reading.reasoning:
             constraint = BehindReasoning(constraint, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)
@@ -246,7 +287,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def waits(self, state: Writing) -> bool:
-        return state.constraint is not None and state.constraint.waits()
+        return not state.over and state.constraint is not None and state.constraint.waits()
 
     def _given(self, tensors: Tensors, tokens: int) -> Given | None:
         """The KV that prefill made of so many tokens; None if it is no such KV."""
@@ -265,17 +306,19 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
 
         Ranks make it for all states, since the others do not know of what the first one waits for.
         """
-        constrained = [state.constraint for state in batch if state.constraint]
+        writing = [state for state in batch if not state.over]
+        again = [state.again for state in batch if state.again]
+        constrained = [state.constraint for state in writing if state.constraint]
         if len(constrained) == len(batch) and all(one.waits() for one in constrained):
             constrained[0].waits(PATIENCE_S)
-        going = [state for state in batch if self._group or not self.waits(state)]
+        going = [state for state in writing if self._group or not self.waits(state)]
         for state in going:
             if state.constraint:
                 state.constraint.begin(state.answer)
-        logits = zip(going, self._sequences.forward(going, exact=exact), strict=True)
-        ends = [(state, behind) for state, behind in logits if behind is not None]
+        logits = self._sequences.forward([*going, *again], exact=exact)[: len(going)]
+        ends = [(state, behind) for state, behind in zip(going, logits, strict=True) if behind is not None]
         made: dict[KvSequence, tuple[int, Sampled | None] | Exception] = {}
-        made |= {state.kv: (state.kv.length, None) for state in going}
+        made |= {state.kv: (state.kv.length, None) for state in (*going, *again)}
         for (state, _), drawn in zip(ends, self._drawn(ends), strict=True):
             if isinstance(drawn, PermanentError):
                 made[state.kv] = drawn
@@ -297,16 +340,53 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
         done, sampled = computed
+        if state.over:
+            return replace(state, sampled=None, again=state.again and state.again.stepped(done))
         if sampled:
             state.ids.append(sampled.token)
-        return replace(state, done=done, sampled=sampled)
+        state = replace(state, done=done, sampled=sampled)
+        if not (sampled and _is_last(state)):
+            return state
+        return replace(state, over=True, again=self._again(state))
+
+    def _again(self, state: Writing) -> Recomputed | None:
+        """What is to be computed again of a text that is over; None if nobody would find it."""
+        assert state.words
+        first, chunks = (state.prompt - 1) // CHUNK, min((len(state.ids) - 1) // CHUNK, MOST_SHARED)
+        if not state.extends or first >= chunks or state.words.has_reasoning:
+            return None
+        if state.sight and not state.sight.ends_in_text:
+            return None
+        self._sequences.step_back(state.kv)
+        digests = self._sequences.digests(state.ids[: state.prompt], state.answer, state.shown)
+        handed = self._sequences.writer(state.kv, chunks * CHUNK, first)
+        return Recomputed(
+            state.kv, state.ids[: chunks * CHUNK], first * CHUNK, before=first * CHUNK, sight=state.sight,
+            handed=handed, yields=True, digests=digests,
+        )  # fmt: skip
+
+    @override
+    def kept(self, state: Writing) -> Sequence[int]:
+        return range(state.again.before // CHUNK, state.again.done // CHUNK) if state.again else ()
+
+    @override
+    def portion(self, state: Writing, number: int) -> Tensors:
+        assert state.again and state.again.handed
+        return state.again.handed.portion(number)
+
+    @override
+    def digest(self, state: Writing, number: int) -> str:
+        assert state.again
+        return state.again.digests[number]
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:
+        """The tokens; as if the last one were to come, while a text that is over has something left to do."""
         assert state.words
         made = len(state.ids) - state.prompt
-        over = state.words.ended or (made and state.ids[-1] in state.words.ends)
-        return made, made if over else state.words.most
+        over = state.over or state.words.ended or (made and state.ids[-1] in state.words.ends)
+        left = state.again is not None and not state.again.complete
+        return made - 1 if left else made, made if over else state.words.most
 
     @override
     def grown(self, state: Writing) -> Sequence[bytes]:
@@ -329,6 +409,12 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         if state.constraint:
             self._sequences.constraints.discard(state.constraint)
             state.constraint.close()
+
+
+def _is_last(state: Writing) -> bool:
+    """Whether the last token of an answer ends it, whatever its text."""
+    assert state.words
+    return len(state.answer) == state.words.most or state.ids[-1] in state.words.ends
 
 
 def _draw(state: Writing, logits: Tensor) -> Drawn:

@@ -110,6 +110,7 @@ class PagedKv:
         shape = (heads, self._blocks * block, width)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.block_bytes = 2 * layers * heads * block * width * dtype.itemsize
         self._gaps = _Gaps(self._blocks)
         self._grown: set[KvSequence] = set()
 

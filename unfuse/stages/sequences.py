@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import CHUNK, TextLoad, unpacked
-from unfuse.core.vision import SHOWN, Vision
+from unfuse.core.text import CHUNK, TextLoad, beginnings, unpacked
+from unfuse.core.vision import SHOWN, Vision, places_of
 from unfuse.stages.base import Computed, JointStage, StageInput, State, Tensors, need
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
@@ -53,6 +53,8 @@ class Grammars(Protocol):
         """A new text, which has to match this grammar."""
 
 
+LAST = 1 << 62  # the place of sequences that every other one comes before
+
 PROMPT = "prompt"  # the upload that has the ids of a prompt's tokens, as `core.text.packed` has them
 
 
@@ -68,6 +70,8 @@ class Growing:
     """Writes what the sequence has for another worker, if it is for one."""
     given: Given | None = field(default=None, kw_only=True)
     """What another worker has made of it, as long as that can be read."""
+    yields: bool = field(default=False, kw_only=True)
+    """Whether it does without what there is no room for, rather than take that of others, or wait for it."""
 
     @property
     def elsewhere(self) -> Given | None:
@@ -118,10 +122,10 @@ class Sequences:
         heads = self._share * (self._axis.size if self._axis else 1)
         return KvLayout(len(self._kv.keys), heads, self._kv.keys[0].shape[-1], self._kv.keys[0].dtype, tokens)
 
-    def writer(self, sequence: KvSequence, tokens: int) -> KvWriter:
-        """What hands so many tokens of a sequence on."""
+    def writer(self, sequence: KvSequence, tokens: int, first: int = 0) -> KvWriter:
+        """What hands so many tokens of a sequence on, without its `first` chunks."""
         layout = self.layout(tokens)
-        return SharedKvWriter(sequence, layout, self._axis) if self._axis else KvWriter(sequence, layout)
+        return SharedKvWriter(sequence, layout, self._axis, first) if self._axis else KvWriter(sequence, layout, first)
 
     def usage(self) -> KvUsage:
         """What of the KV is taken."""
@@ -138,6 +142,38 @@ class Sequences:
         if self._vision is None or not task.params.get(SHOWN):
             return None
         return Sight(ids, task.params, task.tensors, self._vision, self._deep)
+
+    def leftovers(self) -> dict[str, int]:
+        """Bytes that sequences have, and blocks that none has, by name: none while no state of a task exists."""
+        size, left = self._kv.block_bytes, self.usage().used
+        found = dict[str, int]()
+        for sequence, (_, number) in self._ranks.items():
+            found[f"sequence {number} of {sequence.length} tokens"] = sequence.blocks * size
+            left -= sequence.blocks
+        return found | ({f"{left} blocks of no sequence": left * size} if left else {})
+
+    def end_all(self) -> None:
+        """End every sequence, while no state of a task exists."""
+        for sequence in [*self._ranks]:
+            self.end(sequence)
+
+    @contextmanager
+    def beginning(self, priority: int) -> Iterator[KvSequence]:
+        """Begin a sequence for a state that is made in the block. It ends if the block fails."""
+        sequence = self.begin(priority)
+        try:
+            yield sequence
+        except BaseException:
+            self.end(sequence)
+            raise
+
+    def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: str) -> tuple[str, ...]:
+        """The digests by which prompts that go on behind an answer find its chunks and those of its prompt.
+
+        `shown` is what the prompt shows, as JSON.
+        """
+        places = places_of(self._vision, prompt, shown) if self._vision and shown else ()
+        return beginnings([*prompt, *answer], places)
 
     def begin(self, priority: int) -> KvSequence:
         """A sequence, the youngest of its priority."""
@@ -169,6 +205,11 @@ class Sequences:
             self._put(sequence, given)
         return sequence.length
 
+    def step_back(self, sequence: KvSequence) -> None:
+        """Let every other sequence come before it, and take its room where they need that."""
+        self._begun += 1
+        self._ranks[sequence] = LAST, self._begun
+
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
         sequence.free()
@@ -179,12 +220,7 @@ class Sequences:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
         parts, handed = dict[KvSequence, tuple[list[int], Sight | None]](), list[KvWriter]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
-            state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
-            self._wanted[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
-            if not (state.kv.length or self._begins(state)):
-                continue
-            chunk = state.chunk(exact=exact)
-            if chunk and self._make_room(state.kv, len(chunk)):
+            if chunk := self._next(state, exact):
                 parts[state.kv] = chunk, state.sight
                 handed += [state.handed] if state.handed else []
 
@@ -204,6 +240,17 @@ class Sequences:
                 state.handed.stepped()
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
+
+    def _next(self, state: Growing, exact: bool) -> list[int]:
+        """The tokens that a sequence adds now, for which it has taken room; none if it has to wait, or to yield."""
+        state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
+        self._wanted[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
+        if state.yields and state.kv.length < state.done:
+            return []
+        if not (state.kv.length or state.yields or self._begins(state)):
+            return []
+        chunk = state.chunk(exact=exact)
+        return chunk if chunk and self._make_room(state.kv, len(chunk)) else []
 
     def _begins(self, state: Growing) -> bool:
         """Whether a sequence that has nothing takes room: if there is enough for all tokens that it has by now.
@@ -236,7 +283,7 @@ class Sequences:
                 if self._ranks[last] <= self._ranks[sequence]:
                     return False
                 last.free()
-                self.retracted += 1
+                self.retracted += self._ranks[last][0] != LAST
 
 
 class PromptStage(JointStage[State, Computed]):

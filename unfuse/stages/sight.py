@@ -37,6 +37,11 @@ class Sight:
         ends = ["", *(f".{layer}" for layer in range(layers))]
         self._runs = [(run.start, [_part(tensors, run, end, vision.tokens(run.grid)) for end in ends]) for run in runs]
 
+    @property
+    def ends_in_text(self) -> bool:
+        """Whether the last token is text: then those behind the prompt have the positions of a longer prompt."""
+        return bool((self._positions[:, -1] == self._positions[0, -1]).all())
+
     def positions(self, start: int, stop: int) -> Tensor:
         """(3, stop - start): those of tokens in these places."""
         length = self._positions.shape[1]

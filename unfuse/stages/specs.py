@@ -36,7 +36,7 @@ PREFILL = StageSpec(
 
 DECODE = StageSpec(
     "decode", "decode", ("model",), ("kv",), per_sample=True, role="decode", slots=32,
-    work=Workload("expected_tokens", size=()), uploads=True,
+    work=Workload("expected_tokens", size=()), uploads=True, extends="kv",
 )  # fmt: skip
 
 VISION_ENCODE = StageSpec(

@@ -92,7 +92,7 @@ class Words:
         self.most, self.made = most, list[Piece]()
         self.ended = ""  # why the answer is over: "stop" or "length"
         self.stop_reason: str | int | None = None
-        self._tokenizer, self._ending = tokenizer, ending
+        self._tokenizer, self._ending, self._reading = tokenizer, ending, reading
         marks = tokenizer.mark_ids(reading.marks) if reading else {}
         if ending.shows_special:
             marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
@@ -100,6 +100,16 @@ class Words:
         self._stops = StopsOfContent(ending.stops, reading) if reading else Stops(ending.stops)
         self._starts = list[int]()  # for each token, the length of the text before it
         self._length, self._shown, self._certain = 0, 0, 0
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the turn of the answer has reasoning, which chat templates leave out of later turns."""
+        reading = self._reading
+        if reading is None or reading.reasoning is None:
+            return False
+        text = "".join(piece.text for piece in self.made)
+        marked = any(mark in text for mark in (reading.reasoning.begin, reading.reasoning.end))
+        return marked or reading.opened or reading.reasoned
 
     def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Piece:
         """Add a token, with its logprob and (id, logprob) of the likeliest ones, if these are asked for."""

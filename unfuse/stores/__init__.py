@@ -10,6 +10,9 @@ BLOB_STORES = {
 }
 """Blob stores, by the scheme of their URL; each class takes a URL."""
 
+OBJECTS, COPIES = "objects", "copies"
+"""The folders of a blob store for objects, and for durable copies."""
+
 BACKENDS = {
     "memory": "unfuse.stores.memory:open_memory",
     "shared_memory": "unfuse.stores.shared_memory:open_shared_memory",

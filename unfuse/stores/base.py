@@ -70,6 +70,11 @@ class Hold:
         """The bytes, as an array that keeps this hold. Nobody may write; `writable` is a flag that torch insists on."""
         return np.asarray(_Region(self._memory, writable, self))
 
+    @property
+    def released(self) -> bool:
+        """Whether it was ended."""
+        return not self._finalizer.alive
+
     def release(self) -> None:
         """End the hold. Arrays over its bytes stay valid memory, but may show another object. Idempotent."""
         self._finalizer()

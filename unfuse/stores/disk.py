@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -88,6 +89,8 @@ class DiskBlobs(BlobStore):
     def _write(self, folder: str, name: str, data: Data, fsync: bool) -> None:
         target = self._root / folder
         _make(target)
+        if len(data) > shutil.disk_usage(target).free:  # else others would find a full disk meanwhile
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         partial = target / f".{name}.{secrets.token_hex(8)}"
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:

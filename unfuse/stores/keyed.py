@@ -17,12 +17,10 @@ from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores import BLOB_STORES
+from unfuse.stores import BLOB_STORES, COPIES, OBJECTS
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
-
-OBJECTS, COPIES = "objects", "copies"  # the folders of a blob store for objects, and for durable copies
 
 
 class KeyedBackend(StorageBackend):

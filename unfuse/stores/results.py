@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import MEDIA
+from unfuse.core.messages import Places
 from unfuse.core.request import ResultFile
 from unfuse.stores import BLOB_STORES
 from unfuse.stores.blobs import BlobStore, Entry, open_blobs
@@ -200,6 +201,12 @@ def sees(url: str, mark: str) -> bool:
         return not (path and mark) or path.read_text() == mark
     except OSError:
         return False
+
+
+def copies_here(places: Places) -> str:
+    """Return the URL where objects of this machine's workers are copied to outlive them; "none" if there is none."""
+    is_here = places.durable != "none" or sees(places.results, places.mark)
+    return places.copies if is_here else "none"
 
 
 def _mark_in(url: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock
-from unfuse.core.errors import ArenaFull, ObjectLost
+from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
 from unfuse.stores.base import DEFAULT_CAPACITY, SPILL_CAPACITY, Draft, Hold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.checksums import PIECE, Checksums, checksums_of
@@ -63,9 +64,11 @@ class TensorStore:
     """Stores the objects of one owner, and reads those of others. Synchronous, thread-safe, a context manager."""
 
     def __init__(
-        self, backend: StorageBackend, owner: str, node: str, clock: Clock, copies: KeyedBackend | None = None
-    ) -> None:
-        self._backend, self._clock, self._copies = backend, clock, copies
+        self, backend: StorageBackend, owner: str, node: str, clock: Clock, copies: KeyedBackend | None = None,
+        copies_at: str = "none",
+    ) -> None:  # fmt: skip
+        self._backend, self._clock, self._opened, self._copies_at = backend, clock, copies, copies_at
+        self._holds = weakref.WeakKeyDictionary[Hold, ObjectRef]()
         self.owner, self.node = owner, node
         self.address, self.write_token = backend.address, backend.write_token
         """Where other processes of this machine read the objects, and the secret of those who write; "" if none can."""
@@ -85,6 +88,7 @@ class TensorStore:
         threshold: float = 0.8,
         spill_capacity: int = SPILL_CAPACITY,
         durable: str = "none",
+        copies: str = "none",
         run_dir: str = "",
         clock: Clock | None = None,
     ) -> TensorStore:
@@ -93,12 +97,13 @@ class TensorStore:
 
         `owner` and `node` go into refs (default: a random owner). Without `address` the store owns `capacity` bytes;
         with it, and the `write_token` of the owner, it writes into the memory of another process. A store that spills
-        begins when the share `threshold` of the fast one is used. `durable` is where `save` keeps copies. Owners on one
-        machine find each other's sockets in `run_dir`; without it, by their addresses. Raises ConfigError.
+        begins when the share `threshold` of the fast one is used. `durable` is where `save` keeps copies, `copies` the
+        same for who seldom has any: it is opened when it is first needed. Owners on one machine find each other's
+        sockets in `run_dir`; without it, by their addresses. Raises ConfigError.
         """
         owner = owner or f"store-{secrets.token_hex(4)}"
         options = StoreOptions(owner, capacity, address, write_token, "", threshold, spill_capacity, run_dir)
-        return cls(open_backend(name, options), owner, node, clock or SystemClock(), open_copies(durable))
+        return cls(open_backend(name, options), owner, node, clock or SystemClock(), open_copies(durable), copies)
 
     def reserve(self, nbytes: int, request: str) -> Extent:
         """Allocate room in that memory for an object from another node. Raises ArenaFull."""
@@ -189,19 +194,29 @@ class TensorStore:
         """Whether an object is written to its end, of those that can be mapped. Raises ObjectLost."""
         return ref.whole or self._backend.is_whole(ref)
 
-    def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False) -> Held:
+    def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False, reader: str = "") -> Held:
         """Read an object without copying, as numpy arrays (bfloat16 and float8 as their bits) or torch tensors.
 
-        Raises ObjectLost if it is gone or does not match the ref; with `verify`, also if its checksums do not match.
+        The request `reader` may have a copy of its own of another one's object. Raises ObjectLost if it is gone or does
+        not match the ref; with `verify`, also if its checksums do not match.
         """
-        hold = self.hold(ref, verify=verify)
+        hold = self.hold(ref, verify=verify, reader=reader)
         over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
         return Held({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
 
-    def hold(self, ref: ObjectRef, *, verify: bool = False) -> Hold:
+    def hold(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> Hold:
         """Hold the bytes of an object, or else those of its durable copy. Raises ObjectLost, as `get` does."""
         if not _consistent(ref):
             raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
+        hold = self._hold(ref, verify, reader)
+        self._holds[hold] = ref
+        return hold
+
+    def held(self) -> list[ObjectRef]:
+        """The refs of the objects that were read here and are still held."""
+        return [ref for hold, ref in list(self._holds.items()) if not hold.released]
+
+    def _hold(self, ref: ObjectRef, verify: bool, reader: str) -> Hold:
         try:
             hold = self._backend.hold(ref)
             if verify and checksums_of(hold.bytes()) != ref.checksums:
@@ -209,18 +224,20 @@ class TensorStore:
                 raise ObjectLost(f"object {ref.id} is damaged: its bytes are not the ones that were written", ref.id)
             return hold
         except ObjectLost:
-            if self._copies:
+            for request in dict.fromkeys([ref.request, reader or ref.request]):
                 with suppress(ObjectLost):
-                    return self._copies.hold(ref)
+                    return self._copy(replace(ref, request=request))
             raise
 
-    def save(self, ref: ObjectRef) -> None:
+    def save(self, ref: ObjectRef, reader: str = "") -> None:
         """Write a durable copy of an object, if there is a store for copies. It is read if the object is lost.
 
-        Raises ObjectLost if it is lost already, TransientError if the copy cannot be written.
+        With a `reader`, the copy belongs to that request, which reads an object of another one. Raises ObjectLost if
+        the object is lost already, TransientError if the copy cannot be written.
         """
-        if self._copies:
-            self._copies.keep(ref, self._backend.hold(ref).bytes(), durable=True)
+        if copies := self._copies():
+            copy = replace(ref, request=reader or ref.request)
+            copies.keep(copy, self._backend.hold(ref).bytes(), durable=True)
 
     def delete(self, ref: ObjectRef) -> None:
         """Delete an object of this owner; its memory is free when the last reader closes. Idempotent."""
@@ -229,14 +246,14 @@ class TensorStore:
     def discard(self, ref: ObjectRef) -> None:
         """Delete an object of this owner, and its copy, anyone's. Idempotent. Raises TransientError if that stays."""
         self.delete(ref)
-        if self._copies:
-            self._copies.delete(ref)
+        if copies := self._copies():
+            copies.delete(ref)
 
     def release(self, request: str) -> None:
         """Delete all objects of a request, and their durable copies. Idempotent. Raises TransientError if some stay."""
         self.abandon(request)
-        if self._copies:
-            self._copies.release(request)
+        if copies := self._copies():
+            copies.release(request)
 
     def abandon(self, request: str) -> None:
         """Delete all objects of a request, but not their durable copies. Idempotent. Raises TransientError."""
@@ -253,6 +270,25 @@ class TensorStore:
     def close(self) -> None:
         """Free everything. Arrays that were read stay valid as long as they exist."""
         self._backend.close()
+
+    def _copies(self) -> KeyedBackend | None:
+        """The store of copies. Raises TransientError if it cannot be opened now."""
+        if self._opened is None and self._copies_at != "none":
+            try:
+                self._opened = open_copies(self._copies_at)
+            except ConfigError as error:
+                raise TransientError(str(error)) from error
+        return self._opened
+
+    def _copy(self, ref: ObjectRef) -> Hold:
+        """Hold a copy. Raises ObjectLost."""
+        try:
+            copies = self._copies()
+        except TransientError as error:
+            raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
+        if copies is None:
+            raise ObjectLost(f"object {ref.id} is lost, and there are no copies", ref.id)
+        return copies.hold(ref)
 
     def _create(self, nbytes: int, request: str, wait: float) -> Draft:
         until = self._clock.now() + wait

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import timeout
+from asyncio import gather, timeout
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -323,6 +323,22 @@ async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClo
     assert await queue.declared() == {"serve": Declaration(()), "operator": sleepy}
 
 
+async def a_new_declaration_replaces_no_current_one(queue: TaskQueue, clock: ManualClock) -> None:
+    """Of two that are stored at once one is refused; one that is gone, or failed, is replaced."""
+    card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    first = Declaration((card,), source="admin", server="one")
+    second = msgspec.structs.replace(first, server="two")
+    stored = await gather(*(queue.declare("model m", one, new=True) for one in (first, second)))
+    assert sorted(stored) == [False, True]
+    assert await queue.declared() == {"model m": (first, second)[stored.index(True)]}
+    gone, failed, empty = Declaration((card,), gone=("m",)), Declaration((card,), failed="no room"), Declaration(())
+    for other in (gone, failed, empty):
+        assert await queue.declare("model m", other)
+        assert await queue.declare("model m", first, new=True)
+        assert not await queue.declare("model m", second, new=True)
+    assert await queue.declared() == {"model m": first}
+
+
 async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
     """The registry knows who was last heard of when, what it holds, and the cards it brought.
 
@@ -407,6 +423,7 @@ RULES: tuple[Rule, ...] = (
     old_progress_is_dropped_first,
     workers_come_and_go,
     what_is_declared_outlives_who_works,
+    a_new_declaration_replaces_no_current_one,
     a_pool_is_counted_and_seen,
     what_is_stored_comes_back_equal,
     a_queue_that_works_says_so,

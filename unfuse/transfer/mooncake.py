@@ -6,6 +6,7 @@ RDMA was never tried on such hardware.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.onesided import OneSidedEngine
+from unfuse.transfer.onesided import OneSidedEngine, Range
 
 try:
     from mooncake.engine import TransferEngine as Mooncake
@@ -77,10 +78,17 @@ class MooncakeEngine(OneSidedEngine):
         self._registered.append(memory.ctypes.data)
 
     @override
-    def read(self, name: bytes, address: int, to: int, count: int) -> None:
-        code = self._library.transfer_sync_read(name.decode(), to, address, count)
+    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
+        """Older builds of the library have no call for many ranges: there each has one of its own."""
+        owner, library = name.decode(), self._library
+        if hasattr(library, "batch_transfer_sync_read"):
+            addresses, places, counts = map(list, zip(*ranges, strict=True))
+            code = library.batch_transfer_sync_read(owner, places, addresses, counts)
+        else:
+            each = (library.transfer_sync_read(owner, one.to, one.address, one.nbytes) for one in ranges)
+            code = next((code for code in each if code != 0), 0)
         if code != 0:
-            raise LinkBroken(f"Mooncake could not read from {name.decode()}: code {code}")
+            raise LinkBroken(f"Mooncake could not read from {owner}: code {code}")
 
     @override
     def close(self) -> None:

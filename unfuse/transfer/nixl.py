@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.onesided import OneSidedEngine
+from unfuse.transfer.onesided import OneSidedEngine, Range
 
 try:
     from nixl import _bindings
@@ -45,10 +46,11 @@ class NixlEngine(OneSidedEngine):
         self._registered.append(self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM"))
 
     @override
-    def read(self, name: bytes, address: int, to: int, count: int) -> None:
+    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
         try:
             owner = self._agent.add_remote_agent(name)
-            ours, theirs = (self._agent.get_xfer_descs([(place, count, 0)], "DRAM") for place in (to, address))
+            ours = self._agent.get_xfer_descs([(one.to, one.nbytes, 0) for one in ranges], "DRAM")
+            theirs = self._agent.get_xfer_descs([(one.address, one.nbytes, 0) for one in ranges], "DRAM")
             handle = self._agent.initialize_xfer("READ", ours, theirs, owner)
             try:
                 state, give_up = self._agent.transfer(handle), time.monotonic() + self.options.silence_s

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -11,11 +12,20 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
-from unfuse.transfer.base import Link
+from unfuse.transfer.base import Link, LinkBroken
 from unfuse.transfer.owner_messages import Got
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine, read, send
 
-PIECE = 16 * 1024 * 1024  # bytes read between two reports
+PIECE = 16 * 1024 * 1024  # the most bytes of a range
+AT_ONCE = 4  # ranges that are read in one call, and then reported
+
+
+class Range(NamedTuple):
+    """Bytes to copy: an address of the owner, one of ours, and how many."""
+
+    address: int
+    to: int
+    nbytes: int
 
 
 class About(msgspec.Struct, frozen=True):
@@ -35,8 +45,11 @@ class OneSidedEngine(OwnerEngine):
         """The name that peers need to `read` from here, once memory is registered."""
 
     @abstractmethod
-    def read(self, name: bytes, address: int, to: int, count: int) -> None:
-        """Copy `count` bytes from an address in the process that published `name` to ours, `to`. Raises LinkBroken."""
+    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
+        """Copy these ranges from the process that published `name`, in one call of the library.
+
+        Raises LinkBroken; then some of them may be there.
+        """
 
     @override
     def serve(self, arena: Arena) -> str:
@@ -52,17 +65,28 @@ class OneSidedEngine(OwnerEngine):
 
 
 class _OneSidedLink(ChannelLink):
-    """Reads at the offset that the owner gives."""
+    """Reads at the offset that the owner gives, several ranges in a call.
+
+    After a call that failed, of which nothing counts, the next one has a single range: so a transfer goes on where
+    many ranges are never all read.
+    """
 
     def __init__(self, address: str, engine: OneSidedEngine) -> None:
         super().__init__(address, engine.options)
-        self._engine = engine
+        self._engine, self._at_once = engine, AT_ONCE
 
     @override
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         owner = msgspec.msgpack.decode(connection.about, type=About)
-        for start in range(0, into.nbytes, PIECE):
-            count = min(PIECE, into.nbytes - start)
-            self._engine.read(owner.name, owner.base + offset + start, into.ctypes.data + start, count)
-            yield start + count
+        start, at, to = 0, owner.base + offset, into.ctypes.data
+        while start < into.nbytes:
+            stop = min(start + self._at_once * PIECE, into.nbytes)
+            places = range(start, stop, PIECE)
+            try:
+                self._engine.read(owner.name, [Range(at + one, to + one, min(PIECE, stop - one)) for one in places])
+            except LinkBroken:
+                self._at_once = 1
+                raise
+            self._at_once, start = AT_ONCE, stop
+            yield stop
         send(connection.socket, Got())

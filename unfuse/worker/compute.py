@@ -34,7 +34,7 @@ from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf_model import files_of
 from unfuse.models.quantised import library
 from unfuse.stages.base import OneStep, SteppedStage
-from unfuse.stores.results import open_results
+from unfuse.stores.results import copies_here, open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
 from unfuse.worker import compute_messages as messages
@@ -74,7 +74,8 @@ def compute(descriptor: int) -> None:
     places = load.places
     store = TensorStore.create(
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
-        threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
+        threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
+        copies=copies_here(places), run_dir=load.run_dir,
     )  # fmt: skip
     for stage in stages.values():
         stage.warm_up()

@@ -13,7 +13,7 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Announced, Done, Failed, Places, Sharing, Spent, Stopped
+from unfuse.core.messages import Announced, Done, Failed, Memory, Places, Sharing, Spent, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -67,7 +67,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 class Arrived(msgspec.Struct, frozen=True, tag=True):
     """The next bytes, `start` to `stop`, of an input of a task that is to run here lie at this offset of the arena.
 
-    Answered by Taken. The Run follows the last of them, without that input.
+    Sent to every rank, and answered by each with Taken. The Run follows the last of them, without that input.
     """
 
     lease: Lease
@@ -78,17 +78,22 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Drop a task at its next step, with `save` after StateSaved. The answer is Stopped, unless it has ended."""
+    """Drop a task at its next step, with `save` after StateSaved. The answer is Stopped, unless it has ended.
+
+    With `if_saved`, a task goes on, unanswered, where dropping it would lose steps, since its state cannot be saved.
+    """
 
     claim: Claim
     save: bool = False
+    if_saved: bool = False
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
     """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
 
     It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
-    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts.
+    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts. First, it
+    takes what has come of inputs (`receive`: task and object), since that takes room which all ranks share alike.
     """
 
     drop: tuple[Cancel, ...] = ()
@@ -97,6 +102,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     save: tuple[Claim, ...] = ()
     step: tuple[Claim, ...] = ()
     how: How = "together"
+    receive: tuple[tuple[Claim, str], ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -149,7 +155,9 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """What has arrived of a task's input, that object, is taken: its place is free again. Or it cannot be (`error`)."""
+    """This rank has taken what has arrived of a task's input, that object: its place is free again. Or it cannot
+    (`error`): then the task is dropped.
+    """
 
     claim: Claim
     object: str
@@ -218,11 +226,15 @@ class StateSaved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """A task has made what others may go on from, under one of its `prefixes`; it lies in the arena."""
+    """A task has made what others may go on from; it lies in the arena.
+
+    The key is one of the task's `prefixes`, or that of the `digest` in the space that the task `extends`.
+    """
 
     claim: Claim
     key: str
     output: ObjectRef
+    digest: str = ""
 
 
 class Shares(msgspec.Struct, frozen=True, tag=True):
@@ -245,6 +257,21 @@ class TextsHeld(msgspec.Struct, frozen=True, tag=True):
     retracted: int
 
 
+class Leak(msgspec.Struct, frozen=True):
+    """Memory that a worker without a task holds for nobody: what it is, its bytes, and whether it is free again."""
+
+    memory: Memory
+    name: str
+    bytes: int
+    freed: bool = False
+
+
+class LeaksFound(msgspec.Struct, frozen=True, tag=True):
+    """This process has no task and holds this memory. Each leak is reported once, by the rank that has it."""
+
+    leaks: tuple[Leak, ...]
+
+
 class DeviceHeld(msgspec.Struct, frozen=True, tag=True):
     """The bytes that this process holds on its GPU now."""
 
@@ -260,8 +287,8 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
-    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | DeviceHeld | Waits | Stopped | Done
-    | Failed
+    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | DeviceHeld | LeaksFound | Waits | Stopped
+    | Done | Failed
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import cached_property, partial
 import msgspec
 import structlog
 
+from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost
 from unfuse.core.messages import Granted
 from unfuse.core.object_ref import ObjectRef
@@ -59,6 +61,8 @@ class Copies:
         self._ways: dict[str, Mapping[str, str]] = {}
         self._copies: dict[tuple[str, str], _Copy] = {}
         self._parts: dict[tuple[str, str], _Copy] = {}
+        self._fetched = set[_Copy]()  # all whose room is taken, or will be
+        self._keeping = Counter[Claim]()  # tasks that have ended, and whose copies are kept for a while
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
         self.passing: Passing | None = None
         """Passes on inputs that are longer than the receive buffer, if the process can take them so."""
@@ -116,7 +120,8 @@ class Copies:
         and now what has not come yet.
         """
         self.let_go(claim, but_whole=True)
-        asyncio.get_running_loop().call_later(KEPT_S if again else NEXT_S, self.let_go, claim)
+        self._keeping[claim] += 1
+        asyncio.get_running_loop().call_later(KEPT_S if again else NEXT_S, self._end_keeping, claim)
 
     def let_go(self, claim: Claim, but_whole: bool = False) -> None:
         """A task has ended: drop the copies that no other task uses."""
@@ -131,6 +136,27 @@ class Copies:
                     self._keep_part((key[0], copy.ref.stage), copy)
                 else:
                     copy.over.add_done_callback(partial(self._drop, copy))
+
+    @property
+    def extents(self) -> list[Extent]:
+        """The room of all copies, and of all windows that inputs pass through."""
+        copies = [extent for copy in self._fetched if (extent := copy.sink.extent)]
+        return copies + (self.passing.extents if self.passing else [])
+
+    def unused(self) -> dict[str, _Copy]:
+        """The copies, by a name, that are here for tasks which have ended, and are kept for none, when no task runs."""
+        return {
+            f"a copy of object {copy.ref.id} for {request}": copy
+            for (request, _), copy in self._copies.items()
+            if copy.sink.extent and not copy.users & self._keeping.keys()
+        }
+
+    def free(self, name: str) -> bool:
+        """Free an unused copy. Returns whether there is one of that name."""
+        copy = self.unused().get(name)
+        for claim in [*copy.users] if copy else ():
+            self.let_go(claim)
+        return copy is not None
 
     def forget(self, request: str) -> None:
         """A request is over: nothing of what it read is needed."""
@@ -209,12 +235,20 @@ class Copies:
         part = self._parts.get((key[0], ref.stage))
         if part and part.over.done() and part.over.exception() and part.ref.tensors == ref.tensors:
             del self._parts[key[0], ref.stage]
+            self._fetched.discard(part)
             sink.extent, kept = part.sink.extent, part.session.verified
         session = self._transfers.fetch(ref, sink, kept=kept)
         over = asyncio.wrap_future(session.over)
         over.add_done_callback(_read_exception)
         copy = self._copies[key] = _Copy(ref, session, sink, over)
+        self._fetched.add(copy)
         return copy
+
+    def _end_keeping(self, claim: Claim) -> None:
+        self._keeping[claim] -= 1
+        if not self._keeping[claim]:
+            del self._keeping[claim]
+        self.let_go(claim)
 
     def _keep_part(self, key: tuple[str, str], copy: _Copy) -> None:
         """Keep what there is of an object that came while it was written, and is to be made again."""
@@ -229,6 +263,7 @@ class Copies:
             copy.over.add_done_callback(partial(self._drop, copy))
 
     def _drop(self, copy: _Copy, over: asyncio.Future[None]) -> None:
+        self._fetched.discard(copy)
         if not (copy.sink.extent and self._arena):
             return
         if over.cancelled() or over.exception():

@@ -26,6 +26,7 @@ from unfuse.worker.compute_messages import (
     ForPairs,
     FromCompute,
     Kept,
+    LeaksFound,
     Load,
     PairDone,
     RankSpent,
@@ -42,7 +43,7 @@ from unfuse.worker.compute_messages import (
 )
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.pairs import ComputePairs
-from unfuse.worker.passing import Passing
+from unfuse.worker.passing import ENDED, Passing
 
 RESTART_S = 1.0  # seconds before a restart that failed is tried again
 
@@ -53,7 +54,9 @@ WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[
+    [Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed], Awaitable[None]
+]
 
 
 class Executor:
@@ -61,7 +64,8 @@ class Executor:
 
     All processes get the tasks; the first one decides the turns, which are passed on to the others here, and answers
     for all. When one dies, all are ended and started again. `report` is called with everything that happens to a task,
-    and with Ready after a restart. Tasks that a dead process had begun are reported as crashed, others as handed back.
+    with Ready after a restart, and with the leaks that any process finds. Tasks that a dead process had begun are
+    reported as crashed, others as handed back.
     A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, if its own memory exceeds
     `memory_limit` bytes (0: any) then, or if it is one of several and stopped. A task that must run alone waits here
     until nothing else runs, and later tasks wait for its end. Processes are forked where there is a `fork_server`.
@@ -96,8 +100,8 @@ class Executor:
         self._before: list[Load] = []
         self._spent: dict[ComputeProcess, Spent] = {}
         self.pairs = ComputePairs(self._send_first)  # moves bytes of the arena, in the first process
-        self.passing = Passing(buffer if len(loads) == 1 else 0, self._send_first)
-        """Passes on inputs that are longer than the `buffer`; where several processes need them, they come whole."""
+        self.passing = Passing(buffer, self._send_passing, len(loads))
+        """Passes on inputs that are longer than the `buffer`."""
 
     @property
     def pids(self) -> list[int]:
@@ -179,17 +183,26 @@ class Executor:
             process.load = load
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]], recorded: tuple[bytes, ...] = ()) -> None:
-        """Give a leased task to the processes, with what is `recorded` of its output; its end is reported."""
+        """Give a leased task to the processes, with what is `recorded` of its output; its end is reported.
+
+        It is handed back if a process that had taken an input of it is gone.
+        """
+        if not self.passing.begins(lease.claim):
+            await self._report(Failed(lease.claim, "hand_back", f"{ENDED}, with an input", reason="compute"))
+            return
         self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
         await self._feed()
 
-    async def cancel(self, claim: Claim, save: bool = False) -> None:
-        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also StateSaved."""
+    async def cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
+        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also StateSaved.
+
+        With `if_saved`, it goes on where its state cannot be saved.
+        """
         if self._waiting.pop(claim, None):
             await self._report(Stopped(claim))
             await self._feed()
         elif claim in self._given:
-            await self._processes[0].send(Cancel(claim, save))
+            await self._processes[0].send(Cancel(claim, save, if_saved))
 
     async def close(self) -> None:
         """End the processes at once."""
@@ -204,10 +217,19 @@ class Executor:
         self.pairs.lost()
         self.passing.lost()
 
-    async def _send_first(self, message: ForPairs | Arrived | Cancel) -> bool:
+    async def _send_first(self, message: ForPairs) -> bool:
         """Returns whether there is a process that answers."""
         if self.ready:
             await self._processes[0].send(message)
+        return self.ready
+
+    async def _send_passing(self, message: Arrived | Cancel) -> bool:
+        """Send all processes a piece of an input; or the first a Cancel, of which its turn tells the others.
+
+        Returns whether they answer.
+        """
+        if self.ready:
+            await self._send(message, self._processes if isinstance(message, Arrived) else self._processes[:1])
         return self.ready
 
     async def _send(self, message: ToCompute, processes: Sequence[ComputeProcess]) -> None:
@@ -229,7 +251,7 @@ class Executor:
         """Handle messages until a process has ended. Returns that process."""
         first, *others = self._processes
         listening = [asyncio.create_task(self._listen(first, self._take))]
-        listening += [asyncio.create_task(self._listen(process, _nothing)) for process in others]
+        listening += [asyncio.create_task(self._listen(process, self._take_from_another)) for process in others]
         try:
             done, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -249,6 +271,8 @@ class Executor:
                 return process
             if isinstance(message, RankSpent):
                 self._spent[process] = message.spent
+            elif isinstance(message, LeaksFound):
+                await self._report(message)
             else:
                 await take(message)
 
@@ -277,6 +301,11 @@ class Executor:
                     self.busy.tell(bool(self._given))
                     await self._report(message)
                     await self._feed()
+
+    async def _take_from_another(self, message: FromCompute) -> None:
+        """The first process answers for all, but each takes the pieces of inputs itself."""
+        if isinstance(message, Taken):
+            self.passing.heard(message)
 
     def _learn(self, message: PairDone | Taken | Shares | TextsHeld | DeviceHeld) -> None:
         match message:
@@ -322,7 +351,3 @@ class Executor:
             reason = "" if crashed else "compute"
             company = crashed and len(begun) > 1
             await self._report(Failed(claim, kind, message, evidence, company=company, reason=reason))
-
-
-async def _nothing(message: FromCompute) -> None:
-    """Ignore a message: the first process answers for all."""

@@ -27,12 +27,15 @@ from unfuse.worker.turn import Job
 
 
 class Collected:
-    """Takes an object from its front to its end. Raises TransientError where there is no memory for it."""
+    """Takes an object from its front to its end, for this one of `ranks`, each of which has it.
 
-    def __init__(self, ref: ObjectRef) -> None:
-        if ref.nbytes > (free := available_memory()):
+    Raises TransientError where there is no memory for all of them.
+    """
+
+    def __init__(self, ref: ObjectRef, ranks: int = 1) -> None:
+        if ranks * ref.nbytes > (free := available_memory()):
             has = f"{readable_bytes(free)} of memory are left"
-            raise TransientError(f"an input of {readable_bytes(ref.nbytes)} comes, and {has}")
+            raise TransientError(f"an input of {ranks} x {readable_bytes(ref.nbytes)} comes, and {has}")
         self._ref, self._memory, self._filled = ref, np.empty(ref.nbytes, np.uint8), 0
 
     def take(self, piece: Any) -> None:
@@ -56,7 +59,7 @@ log = structlog.get_logger(__name__)
 class Intake:
     """Makes jobs of tasks on the stages of one compute process; see StepLoop for what it is made with.
 
-    `exact`: what else tasks must have in common to share a forward is asked.
+    `exact`: what else tasks must have in common to share a forward is asked. There are so many `ranks`.
     """
 
     def __init__(
@@ -66,23 +69,42 @@ class Intake:
         results: ResultStore,
         plain: Collection[str],
         exact: bool,
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
         self._receiving: dict[Claim, dict[str, Receiving]] = {}
 
     def receive(self, arrived: Arrived) -> Taken:
-        """Take what has come of an input, as its stage does, or else into memory; the answer says if that cannot be."""
+        """Take what has come of an input, as its stage does, or else into memory; the answer says if that cannot be.
+
+        Then what came stays until the task is forgotten, as it is on all ranks in the same turn.
+        """
         task, claim, ref = arrived.lease.task, arrived.lease.claim, arrived.ref
         try:
             inputs = self._receiving.setdefault(claim, {})
             if ref.id not in inputs:
                 stage, names = self._stages[declared(task.pool)], [meta.name for meta in ref.tensors]
-                inputs[ref.id] = stage.receive(task.params, task.priority, names) or Collected(ref)
+                inputs[ref.id] = stage.receive(task.params, task.priority, names) or Collected(ref, self._ranks)
             inputs[ref.id].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
-            self.forget(claim)
             return Taken(claim, ref.id, str(error) or type(error).__name__)
         return Taken(claim, ref.id)
+
+    @property
+    def receives(self) -> bool:
+        """Whether an input of a task that has not begun is here in part."""
+        return bool(self._receiving)
+
+    def begun(self, claim: Claim) -> None:
+        """A task runs: its state has what came for it."""
+        self._receiving.pop(claim, None)
+
+    def drop_taken(self, claim: Claim) -> None:
+        """Drop what the stage of a task has taken itself, which it makes again; what came into memory stays."""
+        inputs = self._receiving.get(claim, {})
+        for id in [id for id, one in inputs.items() if not isinstance(one, Collected)]:
+            inputs.pop(id).drop()
 
     def forget(self, claim: Claim) -> None:
         """Drop what has come for a task that will not begin, if anything has."""
@@ -96,7 +118,7 @@ class Intake:
             began = time.monotonic()
             self._store.learn(run.peers)
             for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
+                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
             collected, received = self._came(run.lease)
             tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
             stage = self._stages[declared(task.pool)]
@@ -104,20 +126,9 @@ class Intake:
             prefix += self._prefix(run.lease)
             given = StageInput(
                 task.params, tensors, uploads, run.recorded, task.priority,
-                tuple(map(dict, prefix)), received,
+                tuple(map(dict, prefix)), received, bool(task.extends) and not _is_narrowed(run.lease),
             )  # fmt: skip
-            got = time.monotonic()
-            stage.verify(given)
-            resumed = self._resumed(stage, given, run.lease)
-            state = stage.start(given) if resumed is None else resumed
-            step, _ = stage.progress(state)
-            self._receiving.pop(run.lease.claim, None)
-            key = task.pool, stage.batch_key(task.params), self.likeness(stage, state)
-            started_s = time.monotonic() - got
-            return Job(
-                run.lease, stage, key, inputs, state, got - began, run_s=started_s, share_s=started_s,
-                resumed=step, saved=step, reported=step, grown=len(run.recorded),
-            )  # fmt: skip
+            return self._job(run, stage, given, inputs, get_s=time.monotonic() - began)
         except BaseException as error:
             close(inputs)
             if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
@@ -125,6 +136,24 @@ class Intake:
             raise
         finally:
             close(prefix)
+
+    def _job(self, run: Run, stage: SteppedStage[Any], given: StageInput, inputs: list[Held], get_s: float) -> Job:
+        """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
+        began = time.monotonic()
+        stage.verify(given)
+        resumed = self._resumed(stage, given, run.lease)
+        state = stage.start(given) if resumed is None else resumed
+        try:
+            step, _ = stage.progress(state)
+            key = run.lease.task.pool, stage.batch_key(given.params), self.likeness(stage, state)
+        except BaseException:
+            stage.let_go(state)
+            raise
+        started_s = time.monotonic() - began
+        return Job(
+            run.lease, stage, key, inputs, state, get_s, run_s=started_s, share_s=started_s,
+            resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
+        )  # fmt: skip
 
     def _came(self, lease: Lease) -> tuple[dict[str, Any], Receiving | None]:
         """What has come in pieces: tensors that were put together, and what the stage has taken itself."""
@@ -160,6 +189,11 @@ class Intake:
 
     def _as_torch(self, lease: Lease) -> bool:
         return declared(lease.task.pool) not in self._plain
+
+
+def _is_narrowed(lease: Lease) -> bool:
+    """Whether an input was stored in fewer bits than it was made with."""
+    return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
 def close(inputs: list[Held], output: Unsealed | None = None) -> None:

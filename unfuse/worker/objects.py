@@ -10,22 +10,31 @@ import msgspec
 import structlog
 
 from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.messages import Done, Failed, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import CACHED, Lease, cached_as
+from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.worker.copies import Copies
 
+MOST_COPIED = 256 << 20  # bytes of an object that a worker copies when it stops
+
 
 class DurableCopies:
-    """Writes durable copies in threads, if `places` name a store for them. For one event loop."""
+    """Writes durable copies in threads, if `places` name a store for them. For one event loop.
+
+    `wanted`: some outputs and all checkpoints are copied as they are made. `possible`: a worker that stops can copy
+    what it has. The copies that this worker wrote are remembered, so that none is written twice.
+    """
 
     def __init__(self, store: TensorStore, places: Places) -> None:
         self._store, self._kinds = store, frozenset(places.saved)
-        self.wanted = places.durable != "none"  # whether there is a store for copies
-        self._writing: set[asyncio.Task[None]] = set()
+        self.wanted, self.possible = places.durable != "none", copies_here(places) != "none"
+        self._writing: set[asyncio.Task[bool]] = set()
+        self._written: set[tuple[str, str]] = set()
 
     def begin(self, ref: ObjectRef, kind: str) -> bool:
         """Begin to copy this output, if outputs of this stage kind are to be copied. Returns whether they are."""
@@ -36,12 +45,29 @@ class DurableCopies:
         writing.add_done_callback(self._writing.discard)
         return True
 
-    async def write(self, ref: ObjectRef) -> None:
-        """Copy an object. An error is only logged: without a copy, the stage runs again if the worker dies."""
+    async def write(self, ref: ObjectRef, reader: str = "") -> bool:
+        """Copy an object, for the request `reader` if another one made it. Returns whether there is a copy.
+
+        An error is only logged: without a copy, the stage runs again if the worker dies.
+        """
+        key = reader or ref.request, ref.id
+        if key in self._written:
+            return True
         try:
-            await asyncio.to_thread(self._store.save, ref)
+            await asyncio.to_thread(self._store.save, ref, reader)
         except (ObjectLost, TransientError) as error:
-            log.warning("no durable copy", request=ref.request, stage=ref.stage, reason=str(error))
+            log.warning("no durable copy", request=key[0], stage=ref.stage, reason=str(error))
+            return False
+        self._written.add(key)
+        return True
+
+    def has(self, ref: ObjectRef) -> bool:
+        """Whether this worker wrote a copy of an object, for the request that made it."""
+        return (ref.request, ref.id) in self._written
+
+    def forget(self, request: str) -> None:
+        """A request is over, and its copies are deleted."""
+        self._written = {key for key in self._written if key[0] != request}
 
     async def wait_until_written(self) -> None:
         """Wait until every copy that was begun is written."""
@@ -80,11 +106,14 @@ class Objects:
             threshold=places.threshold,
             spill_capacity=places.spill_capacity,
             durable=places.durable,
+            copies=copies_here(places),
             run_dir=run_dir,
         )
         self.durable = DurableCopies(self.store, places)
         self._arena = self.store.arena
         self._elsewhere: set[str] = set()
+        self._made: dict[str, dict[str, ObjectRef]] = {}
+        """What was made here and may be read: by request, and by id."""
         self.copies = Copies(self.store, owner, engines, options)
 
     @property
@@ -135,6 +164,7 @@ class Objects:
         """A stage of this kind has stored its output: begin to write a durable copy, if it is to have one."""
         if done.output is None:
             return
+        self._remember(done.output)
         if self.durable.begin(done.output, kind) or not self.store.bounded:
             self._elsewhere.add(done.output.request)
 
@@ -144,34 +174,95 @@ class Objects:
             with suppress(ObjectLost):
                 self._arena.share(output.id, cached_as(key, output.id))
 
-    async def save_copy(self, ref: ObjectRef) -> None:
-        """Write a durable copy of a checkpoint, if there is a store for them."""
+    @property
+    def outlasts(self) -> bool:
+        """Whether what is here can be read when this worker has ended: it is copied, or lies in no arena."""
+        return self._arena is None or self.durable.possible
+
+    async def save_copy(self, ref: ObjectRef, *, now: bool = False) -> bool:
+        """Write a durable copy of a checkpoint, if all are copied, or this one is to be copied `now`.
+
+        Returns False if a copy should be there and is not.
+        """
+        self._remember(ref)
+        if not (self.durable.wanted or now and self._arena and self.durable.possible):
+            return True
         if self.durable.wanted:
             self._elsewhere.add(ref.request)
-            await self.durable.write(ref)
+        return await self.durable.write(ref)
+
+    def has_copy(self, ref: ObjectRef) -> bool:
+        """Whether an object can be read when this worker has ended. Of another owner's nothing else is known."""
+        return self._arena is None or ref.owner != self.store.owner or self.durable.has(ref)
+
+    async def copy_all(self, inputs: Iterable[tuple[str, ObjectRef]]) -> None:
+        """Copy what was made here for requests that are not over, the smallest first, so that it outlasts this worker.
+
+        Of `inputs` that another request has made, each is copied for the request that reads it. Objects of more than
+        MOST_COPIED bytes are left out: long texts' keys and values are sooner computed again.
+        """
+        if not (self._arena and self.durable.possible):
+            return
+        for reader, ref in sorted(inputs, key=lambda one: one[1].nbytes):
+            if ref.request != reader:
+                await self.durable.write(ref, reader)
+        made = {request: list(refs.values()) for request, refs in self._made.items()}
+        for request, refs in sorted(made.items(), key=lambda one: sum(ref.nbytes for ref in one[1])):
+            small = [ref for ref in refs if ref.nbytes <= MOST_COPIED]
+            copied = [await self.durable.write(ref) for ref in small if request in self._made]
+            if all(copied) and len(small) == len(refs):
+                self._elsewhere.add(request)
+
+    def _remember(self, ref: ObjectRef) -> None:
+        self._made.setdefault(ref.request, {})[ref.id] = ref
 
     async def delete(self, ref: ObjectRef) -> None:
         """Delete an object that nobody needs any more, and its durable copy."""
+        if refs := self._made.get(ref.request):
+            refs.pop(ref.id, None)
+        is_copied = self.durable.wanted or self.has_copy(ref)
         try:
-            await asyncio.to_thread(self.store.discard, ref)
+            await asyncio.to_thread(self.store.discard if is_copied else self.store.delete, ref)
         except TransientError as error:
             log.warning("an object was not fully deleted", object=ref.id, reason=str(error))
 
+    def unowned(self) -> dict[str, int]:
+        """Bytes in the arena that have no owner, by a name, of a worker that runs no task and reports none."""
+        if not self._arena:
+            return {}
+        found = {_unfinished(extent): extent.nbytes for extent in self._arena.unfinished()}
+        for extent in self.copies.extents:
+            found.pop(_unfinished(extent), None)
+        found |= {name: copy.ref.nbytes for name, copy in self.copies.unused().items()}
+        return found | ({f"{nbytes} bytes of no object": nbytes} if (nbytes := self._arena.unaccounted()) else {})
+
+    def free_copy(self, name: str) -> bool:
+        """Free a copy by its name in `unowned`. Returns False for any other name."""
+        return self.copies.free(name)
+
     def drop(self, ids: Iterable[str]) -> bool:
         """Free those of these objects that are in the arena: nobody reads them any more. Returns whether any was."""
-        before = self.usage().used
-        for id in ids:
+        before, gone = self.usage().used, {*ids}
+        for refs in self._made.values():
+            for id in gone & refs.keys():
+                del refs[id]
+        for id in gone:
             if self._arena:
                 self._arena.delete(id)
         return self.usage().used < before
 
     async def release(self, requests: Iterable[str]) -> None:
-        """Free everything that is held for these requests, durable copies included."""
+        """Free everything that is held for these requests, and the durable copies that workers write as they go.
+
+        Copies that an earlier worker wrote when it stopped are deleted by `serve`.
+        """
         for request in requests:
             self._elsewhere.discard(request)
+            self._made.pop(request, None)
             self.copies.forget(request)
+            self.durable.forget(request)
             try:
-                await asyncio.to_thread(self.store.release, request)
+                await asyncio.to_thread(self.store.release if self.durable.wanted else self.store.abandon, request)
             except TransientError as error:
                 log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
 
@@ -186,6 +277,7 @@ class Objects:
             except TransientError as error:
                 log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
         self._elsewhere.clear()
+        self._made.clear()
 
     async def close(self) -> None:
         """End all transfers and close the store."""
@@ -194,3 +286,7 @@ class Objects:
     def _close(self) -> None:
         self.copies.close()
         self.store.close()
+
+
+def _unfinished(extent: Extent) -> str:
+    return f"an unfinished object {extent.id} of {extent.request}"

@@ -40,10 +40,15 @@ async def free_when_orphaned(
             await objects.abandon()
 
 
-async def until_read(link: Link, objects: Objects, released: asyncio.Event, beat_s: float) -> None:
-    """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so by `released`."""
+async def until_read(
+    link: Link, objects: Objects, released: asyncio.Event, beat_s: float, stops: Callable[[], bool]
+) -> None:
+    """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so by `released`.
+
+    Where that scheduler `stops`, it gives nobody a task that would read it.
+    """
     heard = -1
-    while objects.needed() and heard != link.heard:
+    while objects.needed() and heard != link.heard and not stops():
         heard = link.heard
         released.clear()
         with suppress(TimeoutError):

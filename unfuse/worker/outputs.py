@@ -10,12 +10,13 @@ import structlog
 from unfuse.core.errors import PermanentError, TransientError
 from unfuse.core.messages import Announced
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import prefix_key
 from unfuse.core.request import ResultFile
 from unfuse.stages.base import Media, StageOutput
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Kept
-from unfuse.worker.turn import Job
+from unfuse.worker.turn import Job, Portion
 
 log = structlog.get_logger(__name__)
 
@@ -59,19 +60,38 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
     )
 
 
-def portions(store: TensorStore, job: Job) -> Iterator[Kept]:
-    """Store the portions that the last step completed, for tasks that begin alike. One that cannot be is left out."""
-    task = job.lease.task
-    for number in job.stage.kept(job.state):
-        if number >= len(task.prefixes):
-            return
+def completed(job: Job) -> list[Portion]:
+    """Return copies of the portions that the last step completed, for tasks that begin alike.
+
+    The state may change afterwards. A portion that cannot be had is left out, with those behind it.
+    """
+    task, found = job.lease.task, list[Portion]()
+    try:
+        for number in job.stage.kept(job.state):
+            if number < len(task.prefixes):
+                key, digest = task.prefixes[number], ""
+            elif task.extends:
+                digest = job.stage.digest(job.state, number)
+                key = prefix_key(task.extends, digest)
+            else:
+                break
+            found.append(Portion(key, digest, job.stage.portion(job.state, number)))
+    except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
+        log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
+    return found
+
+
+def store_portions(store: TensorStore, job: Job) -> Iterator[Kept]:
+    """Store the portions that the last step completed. One that cannot be stored is left out, with those behind it."""
+    task, portions = job.lease.task, job.portions
+    job.portions = []
+    for portion in portions:
         try:
-            tensors = job.stage.portion(job.state, number)
-            ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
-        except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
-            log.info("not kept", request=task.request, stage=task.stage, portion=number, reason=str(error))
+            ref = store.put(portion.tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+        except Exception as error:  # as above
+            log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
             return
-        yield Kept(job.claim, task.prefixes[number], ref)
+        yield Kept(job.claim, portion.key, ref, portion.digest)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:

@@ -5,30 +5,56 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, TransientError
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.transfer.session import Transfers
+from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 
 MOST = 64  # inputs that pass at one time
 LOOK_AGAIN_S = 0.01  # seconds between two looks for room
+UNWANTED, ENDED = "it is not wanted any more", "the compute process ended"
+
+
+Input = tuple[Claim, str]  # of a task, by the id of its object
+
+
+@dataclass
+class _Answers:
+    """The answers of processes to a piece: `left` are missing, and it is `over` with the last, or where none comes."""
+
+    left: int
+    over: asyncio.Future[None]
+    error: str = ""
 
 
 class Passing:
-    """Passes inputs on piece by piece, each when the process has taken the one before. For one event loop.
+    """Passes inputs on piece by piece, each when all processes have taken the one before. For one event loop.
 
-    `send` gives the compute process a message, and returns whether there is one.
+    `send` gives each of so many `processes` a piece, and the first one a Cancel; it returns whether they run.
     """
 
-    def __init__(self, tokens: int, send: Callable[[Arrived | Cancel], Awaitable[bool]]) -> None:
-        self._tokens, self._send, self._loop = tokens, send, asyncio.get_running_loop()
-        self._waiting: dict[tuple[Claim, str], asyncio.Future[None]] = {}
+    def __init__(self, tokens: int, send: Callable[[Arrived | Cancel], Awaitable[bool]], processes: int = 1) -> None:
+        self._tokens, self._send, self._processes = tokens, send, processes
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[Input, _Answers] = {}
+        self._unwanted = set[Input]()  # inputs of which no more is passed on
+        self._passed = set[Claim]()  # tasks of whose inputs the processes have something
+        self._lost = set[Claim]()  # tasks of whose inputs processes had something that are gone
+        self._windows: dict[str, Extent] = {}
+        self._closing = set[asyncio.Task[None]]()
         self._drains = ThreadPoolExecutor(MOST, "input-window")
+
+    @property
+    def extents(self) -> list[Extent]:
+        """The windows that exist now."""
+        return [*self._windows.values()]
 
     def window(self, task: Task, ref: ObjectRef) -> int:
         """Bytes of the window for an input of a task; 0 where it comes whole: its prompt is not longer than the buffer.
@@ -43,50 +69,83 @@ class Passing:
     async def through(
         self, lease: Lease, ref: ObjectRef, store: TensorStore, transfers: Transfers, wait: float
     ) -> None:
-        """Fetch an object, and have the process take it as it comes. Raises what the transfer fails with.
+        """Fetch an object, and have the processes take it as it comes. Raises what the transfer fails with.
 
-        Raises ArenaFull if there is no room for the window within `wait` seconds, and TransientError if the process
-        ends.
+        Raises ArenaFull if there is no room for the window within `wait` seconds, and TransientError if a process
+        cannot take it, or ends.
         """
         arena = store.arena
         assert arena
         extent = await self._room(store, self.window(lease.task, ref), lease.task.request, wait)
         window = Window(arena.writable(extent), ref)
         session = transfers.fetch(ref, window)
+        self._windows[extent.id] = extent
         draining = self._loop.run_in_executor(self._drains, self._drain, lease, ref, extent, window)
         try:
             await asyncio.shield(draining)
         except BaseException:
             session.cancel()
-            self.heard(Taken(lease.claim, ref.id, "it is not wanted any more"))
+            self._unwanted.add((lease.claim, ref.id))
+            self._end((lease.claim, ref.id), UNWANTED)
             raise
         finally:
-            await asyncio.wait({draining})
-            await asyncio.to_thread(session.wait)  # until then it may write there
-            arena.abort(extent.id)
+            ending = self._close_window((lease.claim, ref.id), arena, extent, draining, session)
+            closing = self._loop.create_task(ending)
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)  # it goes on where this task is cancelled once more
 
     async def drop(self, claim: Claim) -> None:
-        """A task will not run, and nothing passes for it: what the process has taken is of no use. Idempotent."""
+        """A task will not run, and nothing passes for it: what the processes have taken is of no use. Idempotent."""
+        self.begins(claim)
         await self._send(Cancel(claim))
 
+    def begins(self, claim: Claim) -> bool:
+        """Nothing more passes for a task. Returns whether the processes have all that has passed."""
+        is_lost = claim in self._lost
+        self._lost.discard(claim)
+        self._passed.discard(claim)
+        return not is_lost
+
     def heard(self, taken: Taken) -> None:
-        """The process has answered."""
-        waiting = self._waiting.pop((taken.claim, taken.object), None)
-        if waiting and not waiting.done():
-            if taken.error:
-                waiting.set_exception(TransientError(taken.error))
-            else:
-                waiting.set_result(None)
+        """A process has answered. Also after an error the place of a piece is not free before all have."""
+        key = taken.claim, taken.object
+        if answers := self._waiting.get(key):
+            answers.left -= 1
+            answers.error = answers.error or taken.error
+            if not answers.left:
+                self._end(key, answers.error)
 
     def lost(self) -> None:
-        """The process is gone, with all that it had taken."""
-        for claim, id in list(self._waiting):
-            self.heard(Taken(claim, id, "the compute process ended"))
+        """A process is gone, and the others with it, and all that they had taken: the next ones have no part of it."""
+        self._lost |= self._passed
+        self._passed.clear()
+        for key in list(self._waiting):
+            self._end(key, ENDED)
 
     def close(self) -> None:
         """Pass nothing more."""
         self.lost()
         self._drains.shutdown(wait=False)
+
+    def _end(self, key: Input, error: str) -> None:
+        """Wait for no more answers to a piece of this input, if any are awaited."""
+        answers = self._waiting.pop(key, None)
+        if answers and not answers.over.done():
+            if error:
+                answers.over.set_exception(TransientError(error))
+            else:
+                answers.over.set_result(None)
+
+    async def _close_window(
+        self, key: Input, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: Session
+    ) -> None:
+        """Free a window when nothing reads or writes there any more."""
+        await asyncio.wait({draining})
+        await asyncio.to_thread(session.wait)
+        arena.abort(extent.id)
+        del self._windows[extent.id]
+        self._unwanted.discard(key)
 
     async def _room(self, store: TensorStore, nbytes: int, request: str, wait: float) -> Extent:
         until = self._loop.time() + wait
@@ -108,8 +167,13 @@ class Passing:
             start += piece.nbytes
 
     async def _pass(self, arrived: Arrived) -> None:
-        claim, id = arrived.lease.claim, arrived.ref.id
-        waiting = self._waiting[claim, id] = self._loop.create_future()
+        key = arrived.lease.claim, arrived.ref.id
+        if key in self._unwanted:
+            raise TransientError(UNWANTED)
+        if key[0] in self._lost:
+            raise TransientError(ENDED)
+        self._passed.add(key[0])
+        answers = self._waiting[key] = _Answers(self._processes, self._loop.create_future())
         if not await self._send(arrived):
-            self.heard(Taken(claim, id, "no compute process runs"))
-        await waiting
+            self._end(key, "no compute process runs")
+        await answers.over

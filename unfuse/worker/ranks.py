@@ -18,8 +18,9 @@ TELL_S = 0.1  # the least seconds between two times that a rank says what it has
 
 
 class Exchange(Protocol):
-    """All ranks, of which this process is number `rank`. It has waited for them for so many seconds."""
+    """All ranks, so many, of which this process is number `rank`. It has waited for them for so many seconds."""
 
+    size: int
     rank: int
     waited_s: float
 
@@ -36,6 +37,11 @@ class Ranks:
     """The only rank of a worker."""
 
     leads = True  # whether this one decides the turns, stores what is made, and reports
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1
 
     @property
     def exchange_s(self) -> float:
@@ -64,6 +70,11 @@ class SeveralRanks(Ranks):
     def __init__(self, others: Exchange, send: Callable[[Turn | RankSpent], None]) -> None:
         self._others, self._send, self.leads = others, send, others.rank == 0
         self._stepped_s, self._told_at = 0.0, 0.0
+
+    @property
+    @override
+    def size(self) -> int:
+        return self._others.size
 
     @property
     @override

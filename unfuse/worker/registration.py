@@ -13,6 +13,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome
+from unfuse.core.model_names import is_path, name_of
 from unfuse.core.plan import Choice, StageSpec, slots_of
 from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch
@@ -103,8 +104,14 @@ def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSp
 
 
 def _source_here(name: str, offered: str) -> str:
-    """What a model that `--model` names is found by: its name if it is here, unless components come from elsewhere."""
-    return name if is_local(name) and not split_name(offered)[1] else offered
+    """Return what a model that `--model` names is found by.
+
+    That is where the scheduler says that it is, if that is here. Otherwise it is its name, if it is here by that,
+    unless components come from elsewhere. A name that an admin gave a model may be that of something else here.
+    """
+    is_its_own = is_path(name) or name_of(offered).partition("@")[0] == name
+    is_by_name = is_its_own and is_local(name) and not is_local(offered) and not split_name(offered)[1]
+    return name if is_by_name else offered
 
 
 def _composed(models: Models, components: Mapping[str, str]) -> Models:

@@ -17,7 +17,9 @@ class SavedStates:
 
     def __init__(self, objects: Objects, link: Link) -> None:
         self._objects, self._link = objects, link
+        self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
         self._known: dict[Claim, ObjectRef | None] = {}
+        self._portions: dict[Claim, set[asyncio.Future[None]]] = {}
         self._lock = asyncio.Lock()
 
     def begin(self, lease: Lease) -> None:
@@ -29,20 +31,38 @@ class SavedStates:
         if isinstance(saved, StateSaved):
             await self._save(saved)
         elif self._link.welcome.keeps:
-            answer = await self._link.call(Keep(saved.claim, saved.key, saved.output))
+            await self._share(saved)
+
+    async def _share(self, kept: Kept) -> None:
+        """Have a portion recorded, and hold it for others."""
+        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pending = self._portions.setdefault(kept.claim, set())
+        pending.add(recorded)
+        try:
+            answer = await self._link.call(Keep(kept.claim, kept.key, kept.output, kept.digest))
             if isinstance(answer, Accepted):
-                self._objects.share(saved.key, saved.output)
+                self._objects.share(kept.key, kept.output)
+        finally:
+            recorded.set_result(None)
+            pending.discard(recorded)
+            if not pending:
+                self._portions.pop(kept.claim, None)
 
     async def _save(self, saved: StateSaved) -> None:
-        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded."""
+        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
+
+        One that cannot be copied, as when the disk is full, replaces none that is.
+        """
         async with self._lock:
-            await self._objects.save_copy(saved.checkpoint)
-            answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+            before = self._known.get(saved.claim)
             useless: ObjectRef | None = saved.checkpoint
-            if isinstance(answer, Accepted):
-                useless = self._known.get(saved.claim)
-                if saved.claim in self._known:
-                    self._known[saved.claim] = saved.checkpoint
+            is_copied = await self._objects.save_copy(saved.checkpoint, now=self.stops)
+            if is_copied or before is None or not self._objects.has_copy(before):
+                answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+                if isinstance(answer, Accepted):
+                    useless = before
+                    if saved.claim in self._known:
+                        self._known[saved.claim] = saved.checkpoint
             if useless:
                 await self._objects.delete(useless)
 
@@ -50,6 +70,11 @@ class SavedStates:
         """Wait until every checkpoint so far is recorded."""
         async with self._lock:
             return
+
+    async def shared(self, claim: Claim) -> None:
+        """Wait until every portion of a task so far is recorded."""
+        while pending := self._portions.get(claim):
+            await asyncio.wait(pending)
 
     async def end(self, claim: Claim, done: bool) -> None:
         """A task has ended here. If it is not `done`, its checkpoint stays, so that another worker can resume it."""

@@ -8,7 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from unfuse.core.growth import Grown
 from unfuse.stores.results import ResultStore
-from unfuse.worker.compute_messages import Stepped
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.compute_messages import Kept, Stepped
+from unfuse.worker.outputs import store_portions
 from unfuse.worker.shown import show_part, show_preview
 from unfuse.worker.turn import Job
 
@@ -17,16 +19,22 @@ Told = list[tuple[Job, Exception | None]]  # tasks that were told what their ste
 
 
 class Settling:
-    """Sends what tasks have grown by, and that they made a step; shows clients previews and parts, where it `leads`.
+    """Sends what tasks have grown by, and that they made a step; stores their portions for other tasks, and shows
+    clients previews and parts, where it `leads`.
 
     `beside`: in a thread of its own, while the next step is computed, of tasks whose stage can go on before that.
     What it finds out in the meantime, such as that a text is over, counts when it has been waited for.
     """
 
     def __init__(
-        self, results: ResultStore, send: Callable[[Grown | Stepped], object], leads: bool, beside: bool
+        self,
+        store: TensorStore,
+        results: ResultStore,
+        send: Callable[[Grown | Kept | Stepped], object],
+        leads: bool,
+        beside: bool,
     ) -> None:
-        self._results, self._send, self._leads = results, send, leads
+        self._store, self._results, self._send, self._leads = store, results, send, leads
         self._thread = ThreadPoolExecutor(1, "settling") if beside else None
         self._under_way: Future[Told] | None = None
 
@@ -49,6 +57,8 @@ class Settling:
         try:
             if grown := job.growth():
                 self._send(grown)
+            for kept in store_portions(self._store, job):
+                self._send(kept)
             step, steps = job.stage.progress(job.state)
             if step < steps and self._leads:
                 show_preview(self._results, job, step)

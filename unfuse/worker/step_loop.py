@@ -28,7 +28,8 @@ from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.outputs import announce, portions, put, write
+from unfuse.worker.leaks import ComputeLeakCheck
+from unfuse.worker.outputs import announce, completed, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
 from unfuse.worker.shown import withdraw_parts
@@ -112,20 +113,26 @@ class StepLoop:
         overlapped: bool = False,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._intake = Intake(stages, store, results, plain, exactness is not None)
+        self._intake = Intake(stages, store, results, plain, exactness is not None, self._ranks.size)
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._meter = TextMeter(stages.values(), self._send)
+        self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._batches = Batches(batch, exactness, self._ranks, self._send)
-        self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
+        self._settling = Settling(store, results, self._send, self._ranks.leads, overlapped)
+        self._answer = send  # also of a rank that does not report
         self._arrived: dict[Claim, messages.Run] = {}
+        self._pieces: dict[tuple[Claim, str], messages.Arrived] = {}  # of inputs that come, to be taken in a turn
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
+        self._to_save, self._saving = set[Claim](), set[Claim]()  # what is to be saved, then dropped, and what was just
 
     def run(self) -> None:
         """Run tasks until the process ends."""
         while True:
+            if not (self._jobs or self._arrived or self._intake.receives):
+                self._leaks.look()
             self._meter.tell(busy=bool(self._jobs))
             turn = self.decide() if self._ranks.leads else self._told()
             self._ranks.tell(turn)
@@ -140,17 +147,25 @@ class StepLoop:
     def decide(self) -> messages.Turn:
         """Decide the next turn; waits for a message if there is nothing to do.
 
-        New messages get a turn of their own, before the next step, because a new task may be the most urgent one.
+        New messages get a turn of their own, before the next step, because a new task may be the most urgent one. Tasks
+        that are to be dropped if they can be saved are saved in one turn, and dropped in the next one.
         """
-        dropped = self._hear()
+        safe = [messages.Cancel(claim) for claim in self._saving if self._is_safe(claim)]
+        self._saving = set()
+        dropped = (*safe, *self._hear())
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
+        pieces = tuple(self._pieces)
         if dropped or self._arrived or again:
-            return messages.Turn(dropped, tuple(self._arrived), again)
+            return messages.Turn(dropped, tuple(self._arrived), again, receive=pieces)
+        if self._to_save:
+            self._saving, self._to_save = self._to_save, set()
+            return messages.Turn(save=tuple(self._saving), receive=pieces)
         if not self._jobs:
-            return messages.Turn()
+            return messages.Turn(receive=pieces)
         batch, how = self._batches.pick(self._jobs.values())
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
-        return messages.Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch), how=how)
+        save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
+        return messages.Turn(save=save, step=step, how=how, receive=pieces)
 
     def carry_out(self, turn: messages.Turn) -> None:
         """Carry a turn out. Tasks that have ended since it was decided are skipped.
@@ -158,6 +173,8 @@ class StepLoop:
         Where the loop is overlapped, a step is made while it is told what the one before has made of tasks; all of that
         is told before anything but a step. A task that turns out to be over has made a step too many, which is dropped.
         """
+        for piece in turn.receive:
+            self._answer(self._intake.receive(self._pieces.pop(piece)))
         if turn.changes:
             self._end(self._settling.rest())
         self._begin([self._arrived.pop(claim) for claim in turn.admit])
@@ -188,10 +205,13 @@ class StepLoop:
     def _take(
         self, message: messages.Run | messages.Arrived | messages.Cancel | messages.Turn
     ) -> list[messages.Cancel]:
+        if isinstance(message, messages.Cancel) and message.if_saved:
+            self._to_save.add(message.claim)
+            return []
         if isinstance(message, messages.Run):
             self._arrived[message.lease.claim] = message
         elif isinstance(message, messages.Arrived):
-            self._send(self._intake.receive(message))
+            self._pieces[message.lease.claim, message.ref.id] = message
         return [message] if isinstance(message, messages.Cancel) else []
 
     def _begin(self, runs: Sequence[messages.Run]) -> None:
@@ -199,16 +219,22 @@ class StepLoop:
         begun = [self._begun(run) for run in runs]
         verdicts = self._ranks.agree([verdict_of(run, own) for run, own in zip(runs, begun, strict=True)])
         for run, own, verdict in zip(runs, begun, verdicts, strict=True):
+            claim = run.lease.claim
             if isinstance(own, Job) and verdict == own.resumed:
-                self._jobs[own.claim] = own
+                self._intake.begun(claim)
+                self._jobs[claim] = own
                 announce(self._store, own, self._encodings, self._send if self._ranks.leads else None)
                 continue
             if isinstance(own, Job):
                 self._let_go(own)
             if isinstance(verdict, Failed):
+                self._intake.forget(claim)
                 self._send(verdict)
-            elif isinstance(verdict, messages.Waits):
-                self._park(run.lease.claim, own, partial(self._begin, [run]))
+                continue
+            if self._ranks.size > 1:  # another rank may have given up what it had taken
+                self._intake.drop_taken(claim)
+            if isinstance(verdict, messages.Waits):
+                self._park(claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._begin([msgspec.structs.replace(run, lease=lease)])
@@ -251,6 +277,11 @@ class StepLoop:
             job.priority < priority or self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
         )
 
+    def _is_safe(self, claim: Claim) -> bool:
+        """Whether the next attempt at a task that runs need not make any step of it again."""
+        job = self._jobs.get(claim)
+        return job is not None and job.stage.progress(job.state)[0] == job.safe
+
     def _goes_on(self, job: Job, made: Any) -> bool:
         """Whether a task has gone on from what a step made of it."""
         try:
@@ -258,8 +289,7 @@ class StepLoop:
                 raise made
             job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
-            for kept in portions(self._store, job) if self._ranks.leads else ():
-                self._send(kept)
+            job.portions = completed(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False
@@ -295,6 +325,7 @@ class StepLoop:
             if checkpoint:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
                 self._send(messages.StateSaved(job.claim, ref, step))
+                job.safe = step
                 self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
             log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))

@@ -11,9 +11,20 @@ from unfuse.core.errors import PermanentError, ProtocolError
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import SteppedStage
+from unfuse.stages.base import SteppedStage, Tensors
 from unfuse.stores.tensor_store import Held
 from unfuse.stores.unsealed import Unsealed
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a step completed for other tasks, not stored yet: its key, its digest if that is not among the task's own
+    `prefixes`, and its tensors, which share no memory with the task's state.
+    """
+
+    key: str
+    digest: str
+    tensors: Tensors
 
 
 @dataclass(eq=False)
@@ -22,7 +33,8 @@ class Job:
 
     `run_s` are seconds of computing, `share_s` its share of them: those of a forward are divided among its tasks.
     `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
-    steps that were saved and reported, at `saved_at` and `reported_at`.
+    steps that were saved, as far as that worked, and reported, at `saved_at` and `reported_at`. The next attempt can go
+    on from step `safe`.
     """
 
     lease: Lease
@@ -39,6 +51,7 @@ class Job:
     turn: int = 0  # when its last step was decided, in the order of such turns
     mates: int = 0  # the number of tasks in its forwards, itself included, summed over its steps
     saved: int = 0
+    safe: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     save_s: float = 0.0
     exchange_s: float = 0.0
@@ -47,6 +60,7 @@ class Job:
     previews: list[int] = field(default_factory=list)
     grown: int = 0  # the number of the next piece of its output
     part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
+    portions: list[Portion] = field(default_factory=list)  # those that its last step completed
     output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
 
     def growth(self) -> Grown | None:

@@ -34,17 +34,20 @@ from unfuse.core.messages import (
     ToWorker,
     WorkerInfo,
 )
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared, manned
 from unfuse.core.task import Claim, Lease
+from unfuse.supervision.budget import StopBudget
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped
+from unfuse.worker.compute_messages import Kept, LeaksFound, Ready, StateSaved, Stepped
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.heartbeat import heartbeat
 from unfuse.worker.holding import WITHDRAW, Holding
+from unfuse.worker.leaks import WorkerLeakCheck
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import KEPT_LORAS, WorkerOptions
@@ -57,8 +60,9 @@ from unfuse.worker.telling import Growing, Telling
 from unfuse.worker.weight_files import WeightFiles
 
 BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
-LEAVE_S = 1.0  # seconds that a leaving worker waits for one answer, and a third of those for its last messages together
-SAVING = 0.25  # the share of the drain timeout for saving and handing back tasks that are not finished
+LEAVE_S = 1.0  # seconds that a leaving worker waits for one answer; up to three times that for its last messages
+SAVING, LAST = 0.25, 0.1
+"""The shares of the drain timeout for saving and handing back tasks that are not finished, and for the end."""
 
 LEAVES = "the worker leaves before it is done"
 
@@ -87,6 +91,8 @@ class Worker:
         self._reporting, self._loaded, self._device = 0, "", ""
         self._outcome: dict[str, str] = {}
         self._changed, self._draining = asyncio.Event(), asyncio.Event()
+        self._budget = StopBudget(options.drain_timeout)  # of the stop, from its begin on
+        self._scheduler_stops = False
         self._link = Link(options.schedulers, options.trust, self._changed.set)
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -97,6 +103,7 @@ class Worker:
         self._served: Served | None = None
         self._weights: WeightFiles | None = None
         self._saved_states: SavedStates | None = None
+        self._leaks = WorkerLeakCheck()
         self._background = Supervisor()
         self._telling = Telling(self._link, self._background, self._cancel)
         self._growing = Growing(self._link, self._background, self._cancel)
@@ -138,8 +145,15 @@ class Worker:
         return "; ".join(sorted({str(file) for file in self._weights.changed.values()})) if self._weights else ""
 
     def drain(self) -> None:
-        """Take no new tasks, finish those that run, then let `run` return."""
+        """Take no new tasks, save those that run, or finish them, then let `run` return: within the drain timeout."""
+        if not self.draining:
+            self._budget = StopBudget(self._options.drain_timeout)
         self._draining.set()
+
+    def hurry(self) -> None:
+        """Hand back at once what runs, then let `run` return."""
+        self.drain()
+        self._budget.hurry.set()
 
     def _info(self, pools: Sequence[str]) -> WorkerInfo:
         options, objects = self._options, self._objects
@@ -293,6 +307,7 @@ class Worker:
             await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
         elif not (executor.ready and self._swapping.fits(lease)) or self._is_left_out(lease):
+            await executor.passing.drop(lease.claim)
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers, recorded)
@@ -308,7 +323,7 @@ class Worker:
             await self._link.call(news)
 
     async def _hear(
-        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed
+        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
@@ -327,13 +342,15 @@ class Worker:
             self._background.once("announcing an output", partial(self._announce, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)
+        elif isinstance(message, LeaksFound):
+            self._leaks.found(message.leaks)
         else:
             self._telling.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
 
-    async def _cancel(self, claim: Claim, save: bool = False) -> None:
+    async def _cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
         if self._executor and not (self._objects and self._objects.copies.cancel(claim)):
-            await self._executor.cancel(claim, save)
+            await self._executor.cancel(claim, save, if_saved=if_saved)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
         """Have all recorded that it grew, free the task's slot, then report its end until that is recorded."""
@@ -365,6 +382,8 @@ class Worker:
             message = Failed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
         if self._saved_states and isinstance(message, Failed):
             await self._saved_states.settled()  # the next attempt resumes from there
+        if self._saved_states and isinstance(message, Done) and lease and lease.task.extends:
+            await self._saved_states.shared(message.claim)  # none is taken any more once the request is over
         if self._objects and lease:
             message = self._objects.settle(lease, message, declared(lease.task.pool) in self._read_here)
         log_outcome(message)
@@ -413,12 +432,15 @@ class Worker:
         held, by = self._active.keys() - ended, self._executor
         moved, arriving = objects.copies.counters.take(), self._holding.arriving
         beat = heartbeat(tuple(held), objects, moved, self._beat_s, by, self._swapping, arriving)
+        self._leaks.look(objects, idle=self._idle.is_set() and by is not None and by.ready)
+        beat = msgspec.structs.replace(beat, leaked=self._leaks.take())
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except TimeoutError:
             return  # a scheduler that answers late counts what it was told, and one that is gone counts nothing
         except OSError:
             objects.copies.counters.put_back(moved)
+            self._leaks.put_back(beat.leaked)
             if by:
                 by.retracted += beat.retracted
             return
@@ -434,7 +456,8 @@ class Worker:
         ended &= self._active.keys()
         for claim in pulse.ended:
             await self._cancel(claim)
-        if pulse.over:
+        self._scheduler_stops = pulse.stops and len(self._options.schedulers) == 1
+        if pulse.over or pulse.stops:
             await objects.release(pulse.over)
             self._changed.set()
             self._released.set()
@@ -442,23 +465,41 @@ class Worker:
             self._changed.set()
 
     async def _leave(self) -> None:
-        """Within the drain timeout: finish, or save and hand back, let others read what lies here, and sign off."""
+        """Stop within the budget: hand back what runs, let others read what lies here, and sign off."""
         log.info("draining", running=len(self._active))
+        budget = self._budget
+        await budget.within(LEAVE_S, self._link.call(WITHDRAW))
+        inputs = [(claim.request, ref) for claim, lease in self._active.items() for ref in lease.task.inputs]
+        if self._objects and self._objects.outlasts:
+            await self._save_all(if_saved=True)
+        for reserve in (SAVING * budget.seconds, LAST * budget.seconds):
+            await budget.within(budget.left(reserve), self._finish(inputs))
+            await self._save_all()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                await self._link.call(WITHDRAW)
-        for share in (1 - SAVING, SAVING):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(share * self._options.drain_timeout):
-                    await self._idle.wait()
-                    if self._objects:
-                        await self._objects.durable.wait_until_written()
-                        await until_read(self._link, self._objects, self._released, self._beat_s)
-            for claim in list(self._active):  # a copy, because tasks end meanwhile
-                await self._cancel(claim, save=True)
+            async with asyncio.timeout(LEAVE_S / 2):
+                while self._reporting:
+                    await asyncio.sleep(BEAT_PAUSE_S)
         unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)
         last: list[ToScheduler] = [*unfinished, Bye()]
+        most = LEAVE_S if budget.hurry.is_set() else max(LEAVE_S, min(3 * LEAVE_S, budget.left() / 2))
         with suppress(TimeoutError):
-            async with asyncio.timeout(3 * LEAVE_S):
+            async with asyncio.timeout(most):
                 for message in last:
                     await self._link.call(message, LEAVE_S)
+
+    async def _save_all(self, *, if_saved: bool = False) -> None:
+        """Have what runs handed back at its next step, from its state then; or, `if_saved`, what can be saved."""
+        if self._saved_states:
+            self._saved_states.stops = True
+        for claim in list(self._active):  # a copy, because tasks end meanwhile
+            await self._cancel(claim, save=True, if_saved=if_saved)
+
+    async def _finish(self, inputs: Sequence[tuple[str, ObjectRef]]) -> None:
+        """Wait until nothing runs, and nobody needs what lies here alone: copy that where it outlasts this worker."""
+        if objects := self._objects:
+            await objects.copy_all(inputs)
+        await self._idle.wait()
+        if objects:
+            await objects.durable.wait_until_written()
+            await objects.copy_all(())
+            await until_read(self._link, objects, self._released, self._beat_s, lambda: self._scheduler_stops)

@@ -69,7 +69,18 @@ function verbs.bye()
   end
 end
 
-function verbs.declare() call('HSET', P .. ':declared', A.by, A.declaration) end
+-- Whether models of a stored declaration are to be served. Its first byte is the version of its encoding.
+local function is_current(stored)
+  local one = sound(cmsgpack.unpack, string.sub(stored, 2))
+  return type(one) == 'table' and #(one.cards or {}) > 0 and #(one.gone or {}) == 0 and (one.failed or '') == ''
+end
+
+function verbs.declare()
+  local stored = A.new and call('HGET', P .. ':declared', A.by)
+  if stored and is_current(stored) then return 0 end
+  call('HSET', P .. ':declared', A.by, A.declaration)
+  return 1
+end
 
 -- The secret of a name: the one that is proposed first.
 function verbs.secret()

@@ -1,0 +1,45 @@
+"""What a model may be called, and what a folder is called without saying where it lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from unfuse.core.model_names import MAX_NAME, is_name, is_path, name_of, without_source
+
+
+@pytest.mark.parametrize(
+    "name", ["flux", "owner/flux", "FLUX.1-dev", "a/b@v1", "_x", "7b", "q:4+1", "a..b", "x" * MAX_NAME]
+)
+def test_names_are_those_of_hubs(name: str) -> None:
+    assert is_name(name) and not is_path(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "/", "/models/flux", "./flux", "../flux", "~/flux", "~root", "a/b/c", "a//b", "a/", "/a", "a/../b", "a/./b",
+        "-x", "a b", "a\nb", "a\n", "a\x00", "a\\b", "C:\\m", "a#b=c", "é", "x" * (MAX_NAME + 1), "a/-b", "a/.b", "%2e",
+    ],
+)  # fmt: skip
+def test_a_path_is_no_name(name: str) -> None:
+    assert not is_name(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("owner/model", "owner/model"), ("smollm2", "smollm2"), ("owner/model@v1", "owner/model@v1"),
+        ("/models/flux", "flux"), ("/models/flux/", "flux"), ("./flux", "flux"), ("../a/flux", "flux"),
+        ("~/flux", "flux"), ("/models/q.gguf", "q.gguf"), ("a/b/c", "c"), ("/", "model"), ("..", "model"),
+        ("~", "model"), (".", "model"), ("/m/flux#vae=/other/vae", "flux"), ("a/b#vae=/other/vae", "a/b"),
+        ("/m/a#b", "a#b"),
+    ],
+)  # fmt: skip
+def test_a_model_is_called_by_the_last_part_of_its_path(source: str, name: str) -> None:
+    assert name_of(source) == name
+
+
+def test_texts_for_clients_have_no_path() -> None:
+    said = "model /srv/my models/flux: vae is damaged, see '/etc/x/y' and /srv/other/z"
+    assert without_source(said, "/srv/my models/flux", "flux") == ("model flux: vae is damaged, see '…/y' and …/z")
+    assert without_source("a model a/b is gated", "a", "x") == "a model a/b is gated", "a hub name is no secret"

@@ -1,0 +1,109 @@
+"""A server of the built-in model whose workers exist on paper: who is started, ended and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.models.conftest import SHAPES
+from tools.asking import asking
+from unfuse.core.card import ModelCard
+from unfuse.core.messages import Places
+from unfuse.launch.base import Launcher
+from unfuse.launch.placement import PROCESS
+from unfuse.queues.base import TaskQueue
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.service.crews import Crews
+from unfuse.service.logs import Logs
+from unfuse.service.options import options as options_of
+from unfuse.service.plan import Plan
+from unfuse.service.service import Service, plan as plan_of
+from unfuse.service.settings import load
+from unfuse.supervision.clock import SystemClock
+
+ONE = 64 + 18
+"""MiB for an arena and one of the models, which take 15, and no second denoiser of 8."""
+
+
+class Started(Launcher):
+    """Workers of a plan that exist on paper."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.models, self.stopped = [model.card.name for model in plan.models], False
+        self.swaps = [worker.swaps for worker in plan.workers]
+        self.failed = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Nothing is to be started."""
+
+    async def stop(self, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+        self.stopped = True
+        if not self.failed.done():
+            self.failed.cancel()
+
+
+class Machine:
+    """A scheduler, its crews, all launchers of workers that were started, in order, and what plans were asked with."""
+
+    def __init__(
+        self, mib: int, queue: TaskQueue | None = None, server: str = "here:8000", workers: str = "auto"
+    ) -> None:
+        self.scheduler = Scheduler(queue or MemoryQueue(SystemClock()))
+        dispatcher = Dispatcher(self.scheduler, [], Places("memory:"))
+        room = f"cpu={PROCESS + (mib << 20)}"
+        given = {"serve.device_memory": (room,), "arena.bytes": 64 << 20, "compute.device": "cpu"}
+        options = options_of(load({**given, "serve.workers": workers}, None, {}))
+        self.service = Service(options, plan_of(options), Logs())
+        self.launchers, self.offered, self.asked = list[Started](), list[list[str]](), list[list[int]]()
+        self.crews = Crews(self.scheduler, dispatcher, self.plan, self.start, self.changed, 1.0, server)
+
+    def plan(self, models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> Plan:
+        self.asked.append([others["cpu"], coming["cpu"]])
+        return self.service._planned(models, others, coming)
+
+    def start(self, plan: Plan, first: int) -> Started:
+        self.launchers.append(Started(plan))
+        return self.launchers[-1]
+
+    def changed(self, plans: Sequence[Plan]) -> None:
+        self.offered.append(sorted(model.card.name for plan in plans for model in plan.models))
+
+    async def begin(self) -> None:
+        """Serve the built-in model."""
+        first = self.plan({"unfuse/shapes": "unfuse/shapes"}, Counter(), Counter())
+        await self.scheduler.registry.declare([model.card for model in first.models])
+        self.crews.begin(first)
+
+    @property
+    def live(self) -> list[list[str]]:
+        return [launcher.models for launcher in self.launchers if not launcher.stopped]
+
+    async def served(self) -> set[str]:
+        return {*await self.scheduler.registry.cards()}
+
+    async def ask(self, model: str) -> str:
+        """The id of a request for a model, which waits."""
+        return await self.ask_card((await self.scheduler.registry.cards())[model])
+
+    async def ask_card(self, card: ModelCard) -> str:
+        """The same of the model of a card, whether or not it is served."""
+        params = card.defaults | {"prompt": "a red circle", "seed": 1, "num_frames": 1}
+        return (await self.scheduler.submit(*asking(card, params))).context.id
+
+    async def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            await self.crews.look()
+
+
+def shifted(folder: Path, shift: float) -> str:
+    """A copy of the built-in model with a noise scheduler of its own."""
+    shutil.copytree(SHAPES, folder)
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": shift}))
+    return str(folder)

@@ -1,0 +1,89 @@
+"""Models that come and go while a server runs: removed while they load, added twice at once, with what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.paper import ONE, Machine, shifted
+from unfuse.core.errors import ConfigError
+from unfuse.launch.placement import PROCESS
+from unfuse.server.errors import Refusal
+from unfuse.server.joining import Progress
+from unfuse.service import crews as module
+
+TWO = 2 * ONE + PROCESS // (1 << 20)
+"""Room for two models beside each other, in MiB."""
+
+
+@pytest.fixture
+async def machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Machine]:
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    found = Machine(TWO, workers="all=1")
+    await found.begin()
+    yield found
+    await found.scheduler.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return shifted(tmp_path / "shifted", 3.0)
+
+
+async def test_one_that_is_removed_while_it_loads_is_gone_and_can_be_added_again(machine: Machine, folder: str) -> None:
+    await machine.crews.add("added", folder)
+    await machine.scheduler.registry.dismiss("added")
+    assert await machine.served() == {"unfuse/shapes"}
+    with pytest.raises(Refusal, match="is leaving") as refused:
+        await machine.crews.add("added", folder)
+    assert (refused.value.status, refused.value.code) == (409, "model_leaves")
+    await machine.look(module.QUIET)
+    assert machine.live == [["unfuse/shapes"]] and await machine.scheduler.registry.recorded() == {}
+    await machine.crews.add("added", folder)
+    assert await machine.served() == {"unfuse/shapes", "added"}
+
+
+async def test_one_whose_workers_fail_after_it_was_removed_is_no_failure(machine: Machine, folder: str) -> None:
+    await machine.crews.add("added", folder)
+    request = await machine.ask("added")
+    await machine.scheduler.registry.dismiss("added")
+    machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
+    await machine.look()
+    assert machine.live == [["unfuse/shapes"]] and await machine.served() == {"unfuse/shapes"}
+    assert machine.scheduler.registry.failed == {} and await machine.scheduler.registry.recorded() == {}
+    assert (await machine.scheduler.queue.load(request)).status == "failed"
+
+
+async def test_one_that_is_added_twice_at_once_is_added_once(machine: Machine, folder: str, tmp_path: Path) -> None:
+    second = shifted(tmp_path / "second", 6.0)
+    calls = [machine.crews.add("added", source) for source in (folder, second)]
+    first, other = await asyncio.gather(*calls, return_exceptions=True)
+    assert first is None and isinstance(other, Refusal) and (other.status, other.code) == (409, "model_exists")
+    assert machine.live == [["unfuse/shapes"], ["added"]]
+    assert (await machine.scheduler.registry.cards())["added"].source == folder
+
+
+async def test_what_workers_say_is_the_progress_of_their_models_alone(machine: Machine, folder: str) -> None:
+    await machine.crews.add("added", folder)
+    assert machine.crews.progress("added") == Progress("starting")
+    machine.crews.hear(2, b'{"event": "loading", "level": "info", "done": 1, "total": 2}')
+    assert machine.crews.progress("added") == Progress("loading", 1, 2)
+    assert machine.crews.progress("unfuse/shapes") == Progress("starting")
+    machine.crews.hear(2, b'{"event": "ready", "level": "info"}')
+    assert machine.crews.progress("added") is None
+    machine.crews.hear(99, b"unfuse: nobody's")
+    assert machine.crews.progress("nobody") is None
+
+
+async def test_a_late_request_of_one_that_cannot_be_served_fails_too(machine: Machine, folder: str) -> None:
+    """Given a request that was checked before its model failed, and stored after, then it fails at the next look."""
+    await machine.crews.add("added", folder)
+    card = (await machine.scheduler.registry.cards())["added"]
+    machine.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
+    await machine.look()
+    late = await machine.ask_card(card)
+    await machine.look()
+    assert (await machine.scheduler.queue.load(late)).status == "failed"

@@ -1,0 +1,238 @@
+"""Models that were added at run time are served again by a server that is started after the last one was killed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.service.paper import ONE, Machine, shifted
+from unfuse.core.errors import ConfigError
+from unfuse.core.request import ErrorInfo
+from unfuse.launch.placement import PROCESS
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.lifecycle import MODEL_FAILED
+from unfuse.server.errors import Refusal
+from unfuse.service import crews as module
+from unfuse.supervision.clock import SystemClock
+
+TWO = 2 * ONE + PROCESS // (1 << 20)
+"""Room for two models beside each other, in MiB."""
+
+Start = Callable[..., Machine]
+
+
+class SharedQueue(MemoryQueue):
+    """A queue that several servers use."""
+
+    shared = True
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[MemoryQueue]:
+    """What outlives a server."""
+    found = SharedQueue(SystemClock())
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def start(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """Start a server over the queue; those before it count as killed: nothing of theirs is ended in order."""
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    started = list[Machine]()
+
+    def begun(server: str = "here:8000", workers: str = "all=1") -> Machine:
+        started.append(Machine(TWO, queue, server, workers))
+        return started[-1]
+
+    yield begun
+    for one in started:
+        await one.scheduler.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shifted(tmp_path / "shifted", 3.0))
+
+
+async def killed_with_a_request(start: Start, folder: Path) -> str:
+    """A server that is killed after a model was added, and asked."""
+    one = start()
+    await one.begin()
+    await one.crews.add("added", str(folder))
+    return await one.ask("added")
+
+
+async def error_of(machine: Machine, request: str) -> tuple[str, ErrorInfo | None, bool]:
+    context = (await machine.scheduler.queue.load(request)).context
+    return context.status, context.error, context.dead
+
+
+async def test_it_has_workers_again_and_its_requests_wait_for_these(start: Start, folder: Path) -> None:
+    request = await killed_with_a_request(start, folder)
+    other = start()
+    await other.begin()
+    assert await other.served() == {"unfuse/shapes", "added"}, "requests are accepted from the first moment on"
+    await other.look(3)
+    assert other.live == [["unfuse/shapes"], ["added"]]
+    assert (await error_of(other, request))[0] == "queued"
+    with pytest.raises(Refusal, match="served already"):
+        await other.crews.add("added", str(folder))
+
+
+async def test_where_its_files_are_gone_its_requests_fail_with_the_reason_and_it_is_tried_at_the_next_start(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    request = await killed_with_a_request(start, folder)
+    aside = shutil.move(folder, tmp_path / "aside")
+    other = start()
+    await other.begin()
+    await other.look(module.QUIET + 2)
+    assert other.live == [["unfuse/shapes"]] and await other.served() == {"unfuse/shapes"}
+    reason = other.scheduler.registry.failed["added"].failed
+    assert "is no folder" in reason and str(tmp_path) not in reason
+    status, error, dead = await error_of(other, request)
+    assert (status, dead) == ("failed", True) and error and error.code == MODEL_FAILED
+    assert error.message == f"the model cannot be served: {reason}"
+
+    shutil.move(aside, folder)
+    third = start()
+    await third.begin()
+    await third.look()
+    assert third.live == [["unfuse/shapes"], ["added"]] and await third.served() == {"unfuse/shapes", "added"}
+    assert third.scheduler.registry.failed == {}
+
+
+async def test_one_whose_workers_cannot_start_again_fails_its_requests(start: Start, folder: Path) -> None:
+    request = await killed_with_a_request(start, folder)
+    other = start()
+    await other.begin()
+    await other.look()
+    other.crews.hear(2, f"unfuse: {folder}/vae is damaged\n".encode())
+    other.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
+    late = await other.ask("added")
+    await other.look()
+    for one in (request, late):
+        status, error, _ = await error_of(other, one)
+        assert status == "failed" and error and error.message == "the model cannot be served: added/vae is damaged"
+    await other.look(module.QUIET + 2)
+    assert other.live == [["unfuse/shapes"]]
+
+
+async def test_one_that_never_could_be_served_is_not_tried_at_the_next_start(start: Start, folder: Path) -> None:
+    one = start()
+    await one.begin()
+    await one.crews.add("added", str(folder))
+    one.launchers[-1].failed.set_exception(ConfigError("a worker could not start"))
+    await one.look()
+    other = start()
+    await other.begin()
+    await other.look(2)
+    assert other.live == [["unfuse/shapes"]] and await other.served() == {"unfuse/shapes"}
+    assert other.scheduler.registry.failed["added"].failed == "a worker could not start", "it can still be read"
+    await other.crews.add("added", str(folder))
+    assert await other.served() == {"unfuse/shapes", "added"} and other.scheduler.registry.failed == {}
+
+
+async def test_one_that_was_removed_has_workers_until_its_last_request_is_over(start: Start, folder: Path) -> None:
+    request = await killed_with_a_request(start, folder)
+    one = start()
+    await one.scheduler.registry.dismiss("added")
+    other = start()
+    await other.begin()
+    await other.look(module.QUIET + 1)
+    assert other.live == [["unfuse/shapes"], ["added"]] and await other.served() == {"unfuse/shapes"}
+    await other.scheduler.cancel(request)
+    await other.look(module.QUIET)
+    assert other.live == [["unfuse/shapes"]]
+    third = start()
+    await third.begin()
+    await third.look(2)
+    assert third.live == [["unfuse/shapes"]]
+    await third.crews.add("added", str(folder))
+
+
+async def test_requests_of_files_that_have_changed_fail_and_new_ones_are_served(start: Start, folder: Path) -> None:
+    """Given other weights at the place of a model, then nobody has the pools that its old requests wait for."""
+    request = await killed_with_a_request(start, folder)
+    (file,) = folder.glob("transformer/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    other = start()
+    await other.begin()
+    await other.look()
+    status, error, _ = await error_of(other, request)
+    assert status == "failed" and error and "its files, or --dtype, have changed" in error.message
+    assert other.live == [["unfuse/shapes"], ["added"]]
+    found = (await other.scheduler.registry.cards())["added"].pools()
+    (plan,) = [plan for plan in (crew.plan for crew in other.crews._crews) if plan.models[0].card.name == "added"]
+    assert found == plan.models[0].card.pools()
+
+
+async def test_what_another_server_of_the_queue_added_is_left_to_that_one(start: Start, folder: Path) -> None:
+    await killed_with_a_request(start, folder)
+    other = start(server="there:8000")
+    await other.begin()
+    await other.look(2)
+    assert other.live == [["unfuse/shapes"]]
+    assert await other.served() == {"unfuse/shapes", "added"}, "it is known all the same"
+
+
+async def test_what_a_server_without_workers_added_is_offered_by_all_such_servers(start: Start, folder: Path) -> None:
+    one, other = start(workers="none"), start(server="there:8000", workers="none")
+    for machine in (one, other):
+        await machine.begin()
+    await one.crews.add("added", str(folder))
+    await other.look(2)
+    assert other.offered[-1] == one.offered[-1] == ["added", "unfuse/shapes"]
+    shutil.rmtree(folder)
+    third = start(server="yonder:8000", workers="none")
+    await third.begin()
+    await third.look(2)
+    assert await third.served() == {"unfuse/shapes", "added"}, "workers elsewhere may have it"
+    assert third.offered[-1] == ["unfuse/shapes"]
+
+
+async def test_what_is_named_at_the_start_is_recorded_no_longer(start: Start, folder: Path) -> None:
+    await killed_with_a_request(start, folder)
+    other = start()
+    await other.begin()
+    found = (await other.scheduler.registry.recorded())["added"].cards[0]
+    other.scheduler.registry._cards["added"] = found
+    await other.look()
+    assert await other.scheduler.registry.recorded() == {}
+    assert other.live == [["unfuse/shapes"]]
+
+
+async def test_of_two_that_are_added_at_once_under_one_name_one_is_refused(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    """Given two servers of one queue that looked into a model each, then one of them is told that the name is taken."""
+    one, other = start(), start(server="there:8000")
+    for machine in (one, other):
+        await machine.begin()
+    second = shifted(tmp_path / "second", 6.0)
+    planned, crew = await one.crews._placed("added", str(folder))
+    await other.crews.add("added", second)
+    assert crew is None and not await one.scheduler.registry.admit(planned.models[0].card, "here:8000")
+    with pytest.raises(Refusal, match="served already"):
+        await one.crews.add("added", str(folder))
+    assert {machine.scheduler.registry.failed == {} for machine in (one, other)} == {True}
+    assert (await one.scheduler.registry.cards())["added"].source == second
+
+
+async def test_requests_of_a_model_that_nobody_serves_any_more_are_told_of_once(start: Start) -> None:
+    """Given a server that is started without a model that it had, then its log says for what requests wait."""
+    one = start()
+    await one.begin()
+    await one.ask("unfuse/shapes")
+    other = start()
+    await other.scheduler.registry.declare([])
+    with capture_logs() as logs:
+        await other.look(2)
+    (line,) = [line for line in logs if line["log_level"] == "warning"]
+    assert line["event"].startswith("requests wait for a model that is not served")
+    assert (line["model"], line["requests"]) == ("unfuse/shapes", 1)

@@ -1,0 +1,148 @@
+"""What the documents say is so: extras, files, metrics, error codes, numbers and targets of make that they name.
+
+The other side of each comparison is the code, or a table in this file; no page is compared with another page.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tools.references import exported, metric, refusals
+from tools.snippets import PAGES, ROOT, blocks, commands
+from unfuse.core import parameters, pixels
+from unfuse.models import FAMILIES
+from unfuse.queues.base import MAX_CACHED
+from unfuse.scheduler.upkeep import GONE, RETURN_S
+from unfuse.server import body, connections, fetching, key_lines, links, shown, targets, uploads
+from unfuse.transfer import BACKENDS
+
+INSTALLED = re.compile(r"pip install (?:\S+ )*'?\.\[([\w,]+)\]")
+"""A command that installs unfuse from a clone with extras. From an index it cannot be installed yet."""
+
+NEEDED = {
+    r"\brediss?(\+sentinel|\+cluster)?://": "redis",
+    r"\bs3://": "s3",
+    r"--loras\b": "lora",
+    r"--launcher ray\b": "ray",
+    r"--engine \S*mooncake\b": "mooncake",
+    r"--engine \S*nixl\b": "nixl",
+    r"\bunfuse operator\b": "operator",
+}
+"""The extra without which a command or a setting that contains this is refused."""
+
+
+def needed_by(block: str) -> set[str]:
+    """The extras that a block's commands and settings need; what helm and kubectl start has an image with all."""
+    lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+    ours = [line for line in lines if re.match(r"(\S*/)?unfuse |UNFUSE_", line)]
+    return {extra for sign, extra in NEEDED.items() for line in ours if re.search(sign, line)}
+
+
+def lacking(page: Path) -> set[str]:
+    """The extras that a page needs and does not install; one that installs no server has to name them."""
+    needed = set().union(*(needed_by(block) for block in blocks(page)))
+    typed = [" ".join(words) for block in blocks(page) for words in commands(block)]
+    servers = [found[1].split(",") for line in typed if (found := INSTALLED.search(line)) and "serve" in found[1]]
+    named = re.findall(r"(?:unfuse|\.)\[([\w,]+)\]", page.read_text())
+    return needed - {extra for extras in servers or [one.split(",") for one in named] for extra in extras}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_installs_the_extras_that_its_commands_need(page: Path) -> None:
+    assert lacking(page) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_command_installs_from_an_index_what_is_not_there(page: Path) -> None:
+    """unfuse is installed from a clone, whose folder is named as `.`."""
+    typed = [words for block in blocks(page) for words in commands(block) if words[0].endswith("pip")]
+    assert [words for words in typed if any(re.match(r"unfuse\b", word) for word in words)] == []
+
+
+def test_an_extra_that_a_page_lacks_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("\n\n    bin/pip install '.[serve]'\n\n    UNFUSE_SERVE__QUEUE=redis://10.0.0.1:6379/0\n\n")
+    assert lacking(page) == {"redis"}
+
+    page.write_text("`pip install 'unfuse[redis]'`\n\n    unfuse serve --queue redis+sentinel://h:1/a --loras /l\n\n")
+    assert lacking(page) == {"lora"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_that_a_page_names_is_there(page: Path) -> None:
+    """In backticks, with a folder: `tools/tiny.py`, or `tests/stores/test_spill.py::test_name`."""
+    places = [page.parent, *(ROOT / folder for folder in ("", "unfuse", "docs", "tests"))]
+    named = re.findall(r"`([a-z][\w.-]*/[\w./-]+\.(?:py|md|ya?ml|json|sh|service|lua))(?:::(\w+))?`", page.read_text())
+    for path, test in named:
+        found = [place / path for place in places if (place / path).exists()]
+        assert found, path
+        assert not test or f"def {test}(" in found[0].read_text(), f"{path}::{test}"
+
+
+@cache
+def metrics() -> set[str]:
+    """The names of all metrics."""
+    return {metric(one)[0].strip("`") for one in exported()}
+
+
+@cache
+def codes() -> set[tuple[int, str]]:
+    """All statuses of errors, with their codes."""
+    return {(status, name) for name, statuses in refusals().items() for status in statuses}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_metric_that_a_page_names_is_exported(page: Path) -> None:
+    named = {
+        re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bunfuse_[a-z_]*[a-z]\b", page.read_text())
+    }
+    assert named - metrics() == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_an_error_code_that_a_page_names_has_that_status(page: Path) -> None:
+    """As in 409 `model_exists`."""
+    named = {(int(status), name) for status, name in re.findall(r"\b([45]\d\d) `([a-z_]+)`", page.read_text())}
+    assert named - codes() == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_target_of_make_that_a_page_names_is_one(page: Path) -> None:
+    rules = re.findall(r"^([a-z ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = set(re.findall(r"(?:`|^    )make ([a-z]+)", page.read_text(), re.MULTILINE))
+    assert named <= {target for rule in rules for target in rule.split()}
+
+
+MIB = 1 << 20
+FACTS = [
+    ("docs/serving.md", f"a body at most {body.MAX_BODY // MIB} MiB ({body.MAX_SHOWN_BODY // MIB} MiB where it may"),
+    ("docs/serving.md", f"or as a form), {body.MAX_VALUES:,} values"),
+    ("docs/serving.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
+    ("docs/serving.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
+    ("docs/serving.md", f"at most {fetching.MOST} a chat, of {uploads.MAX_BYTES // MIB} MiB, within"),
+    ("docs/serving.md", f"may show {shown.MAX_SHOWN} pictures and videos of {uploads.MAX_BYTES // MIB} MiB and"),
+    ("docs/serving.md", f"a body of {body.MAX_SHOWN_BODY // MIB} MiB, and {shown.MAX_PIXELS // 10**6} million pixels"),
+    ("docs/serving.md", f"at most {shown.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (shown.MAX_FILM == 10**10)),
+    ("docs/serving.md", f"{pixels.MAX_SIDE:,} pixels a side and {pixels.MAX_PIXELS // 10**6} million in all"),
+    ("docs/serving.md", f"a `data:` URL (of {body.MAX_SHOWN_BODY // MIB} MiB of JSON)"),
+    ("docs/serving.md", f"of at least {key_lines.LEAST_CHARACTERS} characters"),
+    ("docs/serving.md", "without a key for an hour" * (links.LASTS_S == 3600)),
+    ("docs/serving.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LASTS_S == 86400)),
+    ("docs/serving.md", f"does not answer 2xx within {targets.CALL_S:.0f} s"),
+    ("docs/serving.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED == 8)),
+    ("docs/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
+    ("docs/reliability.md", f"silent for {GONE} lease times"),
+    ("docs/architecture.md", f"at most {MAX_CACHED} entries"),
+    *(("docs/serving.md", f"`{name}`" if name.endswith("Pipeline") else name) for name in FAMILIES),
+    *(("docs/data-plane.md", f"| `{name}`") for name in BACKENDS),
+]  # fmt: skip
+"""Sentences with the numbers and names that the code has. A number in words is there only if the code's is the same."""
+
+
+@pytest.mark.parametrize(("page", "sentence"), FACTS)
+def test_numbers_and_names_of_a_page_are_those_of_the_code(page: str, sentence: str) -> None:
+    assert sentence and sentence in " ".join((ROOT / page).read_text().split())

@@ -1,0 +1,245 @@
+"""What a worker without a task must not hold: each leak is reported once, and freed where that harms nobody."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from tests.worker.test_objects import PIECE, far, folders, freed, granted, made, near, reading
+from tests.worker.test_step_loop import Bench, Count
+from unfuse.core.messages import Failed, Stopped
+from unfuse.core.request import Timings
+from unfuse.core.task import Lease
+from unfuse.stages.base import StageInput
+from unfuse.stages.paged_kv import PagedKv
+from unfuse.stages.sequences import Sequences
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.compute_messages import Leak, LeaksFound
+from unfuse.worker.leaks import MOST_LINES, ComputeLeakCheck, WorkerLeakCheck
+from unfuse.worker.objects import Objects
+
+__all__ = ["far", "folders", "near"]
+
+BLOCK = 2 * 3 * 2 * 16 * 8 * 4
+"""Bytes of a block: keys and values of 3 layers, 2 heads, 16 tokens and 8 numbers of float32."""
+
+
+def sequences() -> Sequences:
+    """Of a model that is not asked for anything."""
+    model: Any = None
+    return Sequences(model, PagedKv(3, 2, 8, tokens=160))
+
+
+def check(texts: Sequences, store: TensorStore, *, frees: bool = True) -> tuple[ComputeLeakCheck, list[LeaksFound]]:
+    sent = list[LeaksFound]()
+    stages: Any = [SimpleNamespace(texts=texts), SimpleNamespace(texts=texts), SimpleNamespace(texts=None)]
+    return ComputeLeakCheck(stages, store, sent.append, frees=frees), sent
+
+
+def test_sequences_that_are_left_are_reported_and_freed() -> None:
+    """Given a sequence with blocks and one without, of which no state is left, then both are ended."""
+    with TensorStore.create("memory") as store:
+        texts = sequences()
+        leaks, sent = check(texts, store)
+        leaks.look()
+        texts.begin(0).grow(17)
+        texts.begin(0)
+        leaks.look()
+        leaks.look()
+        first, second = "sequence 1 of 17 tokens", "sequence 2 of 0 tokens"
+        assert sent == [LeaksFound((Leak("kv", first, 2 * BLOCK, True), Leak("kv", second, 0, True)))]
+        assert texts.usage().used == 0
+        texts.begin(0).grow(1)
+        leaks.look()
+        assert sent[1:] == [LeaksFound((Leak("kv", "sequence 3 of 1 tokens", BLOCK, True),))]
+
+
+def test_blocks_of_no_sequence_stay() -> None:
+    with TensorStore.create("memory") as store:
+        texts = sequences()
+        leaks, sent = check(texts, store)
+        texts._kv.sequence().grow(40)
+        for _ in range(2):
+            leaks.look()
+        assert sent == [LeaksFound((Leak("kv", "3 blocks of no sequence", 3 * BLOCK),))]
+
+
+def test_ranks_report_sequences_and_do_not_free_them() -> None:
+    """All ranks need the same blocks, and another one may not have this leak."""
+    with TensorStore.create("memory") as store:
+        texts = sequences()
+        leaks, sent = check(texts, store, frees=False)
+        texts.begin(0).grow(1)
+        for _ in range(2):
+            leaks.look()
+        assert sent == [LeaksFound((Leak("kv", "sequence 1 of 1 tokens", BLOCK),))]
+        assert texts.usage().used == 1
+
+
+def test_inputs_that_are_still_mapped_are_reported() -> None:
+    """Those that are only garbage are none."""
+    with TensorStore.create("memory") as store:
+        leaks, sent = check(sequences(), store)
+        ref = store.put({"x": np.ones(5, np.uint8)}, request="req_a", stage="s", attempt=1)
+        garbage: dict[str, Any] = {"held": store.get(ref)}
+        garbage["itself"] = garbage
+        del garbage
+        leaks.look()
+        assert not sent
+
+        held = store.get(ref)
+        for _ in range(2):
+            leaks.look()
+        assert sent == [LeaksFound((Leak("arena", f"an input, object {ref.id} of req_a, s", ref.nbytes),))]
+        held.close()
+        assert not store.held()
+
+
+class Idle(queue.SimpleQueue[Any]):
+    """The inbox of a loop that ends where it would wait."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if self.empty():
+            raise KeyboardInterrupt
+        return super().get()
+
+
+class Forgetful(Count):
+    """Begins a sequence for each task, and ends none."""
+
+    def __init__(self, texts: Sequences) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def start(self, task: StageInput) -> tuple[StageInput, int]:
+        assert isinstance(self.texts, Sequences)
+        self.texts.begin(task.priority).grow(16)
+        return super().start(task)
+
+
+def test_a_loop_looks_when_it_has_no_task(tmp_path: Path) -> None:
+    """Given a stage that leaks at each task, when two tasks run and the loop waits for more, then both leaks are sent
+    behind the ends of the tasks, and the blocks are free."""
+    bench = Bench(tmp_path, {"count": Forgetful(texts := sequences())}, 1)
+    bench.loop._inbox = bench.inbox = Idle()
+    for _ in range(2):
+        bench.run(steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        bench.loop.run()
+    kinds = [type(message).__name__ for message in bench.sent]
+    assert kinds.index("LeaksFound") > max(at for at, kind in enumerate(kinds) if kind == "Done")
+    (found,) = (message for message in bench.sent if isinstance(message, LeaksFound))
+    assert [(leak.bytes, leak.freed) for leak in found.leaks] == [(BLOCK, True)] * 2
+    assert texts.usage().used == 0
+
+
+def test_a_state_is_given_up_where_its_stage_fails_behind_it(tmp_path: Path) -> None:
+    """Also where nothing says how far it is: before, what it had was never freed."""
+
+    class Lost(Count):
+        def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
+            raise RuntimeError("no progress")
+
+        def let_go(self, state: tuple[StageInput, int]) -> None:
+            given_up.append(state)
+
+    given_up = list[Any]()
+    bench = Bench(tmp_path, {"count": Lost()}, 1)
+    assert isinstance(bench.outcome(bench.run()), Failed)
+    assert len(given_up) == 1
+
+
+def looked(leaks: WorkerLeakCheck, objects: Objects, times: int = 2, *, idle: bool = True) -> list[tuple[Any, ...]]:
+    """What is logged by so many looks: name, bytes, and whether it was freed."""
+    with capture_logs() as logs:
+        for _ in range(times):
+            leaks.look(objects, idle=idle)
+    return [(line["what"], line["bytes"], line["freed"]) for line in logs if line["event"].startswith("memory leak")]
+
+
+async def test_an_unfinished_object_is_reported_once_and_stays(near: Objects) -> None:
+    """Also when its request is over: whoever forgot it may still write there. While there is a task, it may be that
+    task's."""
+    leaks = WorkerLeakCheck()
+    extent = near.store.reserve(PIECE, "req_a")
+    assert not looked(leaks, near, idle=False)
+    assert not looked(leaks, near, times=1)
+    assert not looked(leaks, near, times=1, idle=False)
+    assert not looked(leaks, near, times=1)
+    await near.release(["req_a"])
+    assert looked(leaks, near) == [(f"an unfinished object {extent.id} of req_a", PIECE, False)]
+    assert not looked(leaks, near)
+    assert near.usage().used == PIECE
+    assert leaks.take() == {"arena": PIECE}
+    assert leaks.take() == {}
+
+
+async def test_room_of_no_object_is_reported(near: Objects) -> None:
+    leaks = WorkerLeakCheck()
+    assert near._arena
+    near._arena._space.allocate(PIECE)
+    assert looked(leaks, near) == [(f"{PIECE} bytes of no object", PIECE, False)]
+
+
+async def test_what_requests_and_caches_own_is_no_leak(near: Objects) -> None:
+    """Whatever is held, deleted, cached or spilled."""
+    leaks = WorkerLeakCheck()
+    for nbytes in (0, 1, 5000):
+        made(near, nbytes=nbytes)
+    near.share("key", cached := made(near, request="req_b"))
+    await near.release(["req_b"])
+    with near.store.get(deleted := made(near)):
+        near.store.delete(deleted)
+        assert near._arena
+        near._arena.spill(made(near).id)
+        assert not looked(leaks, near)
+    assert cached.id
+
+
+async def brought(near: Objects, far: Objects, lease: Lease) -> None:
+    assert await near.copies.bring(lease, granted(far))
+
+
+async def test_a_copy_of_a_task_that_is_over_is_freed(near: Objects, far: Objects) -> None:
+    """Given a copy that nobody let go of when its task ended, then it is reported, and its room is free."""
+    leaks, ref = WorkerLeakCheck(), made(far)
+    await brought(near, far, reading(ref))
+    assert looked(leaks, near) == [(f"a copy of object {ref.id} for req_a", PIECE, True)]
+    await freed(near)
+    assert not looked(leaks, near)
+
+
+async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: Objects, far: Objects) -> None:
+    leaks, lease = WorkerLeakCheck(), reading(made(far))
+    await brought(near, far, lease)
+    near.settle(lease, Failed(lease.claim, "crash", "it died"), read_here=False)
+    assert not looked(leaks, near)
+    assert near.usage().used == PIECE
+
+    other = reading(made(far, request="req_b"), request="req_b")
+    await brought(near, far, other)
+    near.settle(other, Stopped(other.claim, Timings()), read_here=False)
+    assert not looked(leaks, near)
+
+
+async def test_what_could_not_be_told_is_counted_again(near: Objects) -> None:
+    leaks = WorkerLeakCheck()
+    leaks.found([Leak("kv", "one", 5, True), Leak("kv", "another", 6), Leak("arena", "a third", 7)])
+    leaks.put_back(leaks.take())
+    leaks.found([Leak("arena", "a fourth", 8)])
+    assert leaks.take() == {"kv": 11, "arena": 15}
+
+
+def test_of_very_many_leaks_the_rest_is_one_line() -> None:
+    leaks = WorkerLeakCheck()
+    with capture_logs() as logs:
+        leaks.found(Leak("kv", f"sequence {number}", 3) for number in range(MOST_LINES + 2))
+    assert len(logs) == MOST_LINES + 1
+    assert (logs[-1]["number"], logs[-1]["bytes"]) == (2, 6)
+    assert leaks.take() == {"kv": 3 * (MOST_LINES + 2)}
