@@ -133,6 +133,7 @@ def test_no_field_is_blamed_where_several_are_wrong() -> None:
     ("LTXPipeline", "UniPCMultistepScheduler", {"use_flow_sigmas": True}, ""),
     ("LTXPipeline", "UniPCMultistepScheduler", {}, "passes mu and sigmas to its noise scheduler, which UniPC"),
     ("HunyuanVideoPipeline", "EDMEulerScheduler", {}, "passes sigmas to its noise scheduler, which EDMEuler"),
+    ("HunyuanVideoPipeline", "EulerDiscreteScheduler", {"use_dynamic_shifting": True}, ""),  # a field of other classes
     ("QwenImagePipeline", "DPMSolverMultistepScheduler", {"use_dynamic_shifting": True}, "passes sigmas to its"),
     ("StableDiffusionPipeline", "FlowMatchEulerDiscreteScheduler", {}, "uses init_noise_sigma"),
     ("StableDiffusionPipeline", "LCMScheduler", {}, ""),
@@ -144,7 +145,7 @@ def test_what_a_pipeline_cannot_run_with_is_said_before_a_request(
     pipeline: str, kind: str, config: dict[str, Any], reason: str
 ) -> None:
     made = object.__new__(getattr(diffusers, pipeline))
-    object.__setattr__(made, "scheduler", getattr(diffusers, kind)(**config))
+    object.__setattr__(made, "scheduler", getattr(diffusers, kind).from_config(config))
 
     assert misfit(made) == reason or (reason and reason in misfit(made))
 

@@ -129,8 +129,9 @@ class StageState(msgspec.Struct, frozen=True):
     raised. The task is not leased to the worker in `avoids` while another one could run it.
 
     `timings` are those of the attempt that is on the bill. `lost_s` maps devices to the seconds that lost attempts used
-    there. Attempts up to number `accounted` are on the bill or lost, `unreported` ones as far as is known; `begun` of
-    them had begun to run, `unbegun` ones were handed back before. The last one made `step` of `steps` steps.
+    there. Attempts up to number `accounted` are on the bill or lost; of those in `unreported` the worker's last report
+    may still come. `begun` of them had begun to run, `unbegun` were handed back before. The last one made `step` of
+    `steps` steps.
     """
 
     status: TaskStatus = "waiting"

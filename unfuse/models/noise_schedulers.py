@@ -116,11 +116,13 @@ def _rejection(scheduler: Any, given: set[str]) -> Exception | None:
     """Return the error that a noise scheduler raises for such arguments (`sigmas`, `mu`); None if it accepts them.
 
     `sigmas` are tried as an array and as a list, since pipelines pass either. A shift (`mu`) is also given to a
-    scheduler that requires one.
+    scheduler that requires one. Its configuration may have fields that belong to other classes.
     """
     import numpy as np
 
-    mu = {"mu": 0.5} if "mu" in given or scheduler.config.get("use_dynamic_shifting") else {}
+    takes_shift = "mu" in inspect.signature(scheduler.set_timesteps).parameters
+    shifts = takes_shift and scheduler.config.get("use_dynamic_shifting")
+    mu = {"mu": 0.5} if "mu" in given or shifts else {}
     sigmas = np.linspace(1.0, 0.25, 4)
     tried: list[dict[str, Any]] = [{"num_inference_steps": 4}]
     if "sigmas" in given:
