@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo quick test system lint bench gpu nightly soak oldest newest clean
 
 demo: $(VENV)/installed
-	$(BIN)/unfuse generate "a red circle on white" -o out.png
+	$(BIN)/unfuse generate "a red circle on white" -o out.png --overwrite
 
 # what starts no process and needs no diffusers: under two minutes on two cores, to be run after every change
 quick: $(VENV)/installed-test

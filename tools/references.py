@@ -44,9 +44,8 @@ What `/metrics` has. Where keys are configured, metrics that name a tenant, mone
 `admin=yes` for those of all tenants ([keys](serving.md#who-may-ask)). Counters count since the gateway started; each
 gateway has its own, and gauges are of the whole queue. `pool` is a pool's declared name: stage kind, first digits of a
 hash of the weights, and dtype, as in `denoise:edcc212e02d1:float32`; `unfuse pools` lists the models of each.
-`outcome` is the hash of everything else that its bytes depend on. `model` is a model's folder or hub name, not the name
-that clients use. What to watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md).
-{WRITTEN}
+`outcome` is the hash of everything else that its bytes depend on. `model` is the name that clients use. What to watch
+is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md). {WRITTEN}
 
 """
 

@@ -140,7 +140,7 @@ def test_a_hyphen_is_the_text_on_standard_input(stdin: Typed, data: bytes, text:
         (b"", "standard input is empty"),
         (b" \n\t\n", "standard input is empty"),
         (b"caf\xe9", "standard input is not UTF-8 (unexpected end of data at byte 3)"),
-        (b"x" * (files.MAX_STDIN + 1), "more than the 2097152 bytes"),
+        (b"x" * (files.MAX_STDIN + 1), "longer than the 2 MiB"),
     ],
 )
 def test_what_is_no_prompt_on_standard_input_is_refused(stdin: Typed, data: bytes, said: str) -> None:
@@ -168,4 +168,4 @@ def test_a_line_that_is_no_text_is_told_in_its_place_and_the_others_come(stdin: 
     first, second, third, last = lines_of_stdin()
     assert (first, last) == ("hello", "bye")
     assert "line 3 of standard input is not UTF-8" in str(second)
-    assert isinstance(third, InvalidParameter) and "more than the 2097152 bytes" in str(third)
+    assert isinstance(third, InvalidParameter) and "longer than the 2 MiB" in str(third)

@@ -215,7 +215,7 @@ def test_no_file_that_is_there_is_overwritten_unasked(drawing: tuple[Run, Served
     (tmp_path / "out.png").write_bytes(b"mine")
     code, out, err = unfuse("generate", "a circle")
     assert (code, out.split()[0]) == (0, "out-2.png")
-    assert "out.png is there already, so it is out-2.png; --overwrite replaces what is there" in err.splitlines()
+    assert "out.png exists, so the new file is out-2.png; --overwrite replaces existing files" in err.splitlines()
     assert (tmp_path / "out.png").read_bytes() == b"mine"
 
     code, out, err = unfuse("generate", "a circle", "-n", "3")  # of which out-2.png would be one
@@ -278,7 +278,7 @@ def test_a_request_that_can_be_made_starts_workers(alone: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--lora", "ink"], 2, "name that by --loras FOLDER"),
+        (["--lora", "ink"], 2, "give that folder by --loras FOLDER"),
         (["--lora", "ink", "--loras", "loras"], 2, "no lora 'ink' is there; there are empty"),
         (["--lora", "empty", "--loras", "loras"], 2, "lora 'empty' is empty"),
         (["--lora-scale", "0.5"], 2, "send the name of one as lora too"),
@@ -311,7 +311,7 @@ def test_a_library_that_adapters_need_is_missed_before_anything_starts(
 def test_servers_that_run_here_are_said_where_none_is_named(alone: Run) -> None:
     with listening(server_socket(load().settings.run_dir, 23456)):
         code, _, err = alone("generate", "a circle", "--size", "100x100")
-    assert "a server of yours runs here: --server http://127.0.0.1:23456 asks it, instead of starting workers" in err
+    assert "to ask it instead of starting workers, add --server http://127.0.0.1:23456" in err
     assert code == 2
 
 

@@ -51,7 +51,7 @@ def test_a_prompt_from_a_pipe_with_unknown_words_makes_a_new_file_and_says_what_
     assert made.returncode == 0, made.stderr
     assert "unfuse/shapes does not know spaceship: it makes one or two shapes, such as" in made.stderr
     assert json.loads(made.stdout)["files"] == ["out-2.png"]
-    assert "out.png is there already, so it is out-2.png" in made.stderr
+    assert "out.png exists, so the new file is out-2.png" in made.stderr
     assert (tmp_path / "out.png").read_bytes() == b"mine"
     with Image.open(tmp_path / "out-2.png") as picture:
         assert picture.size == (128, 128)

@@ -416,13 +416,13 @@ def test_what_is_asked_for_in_vain_is_said() -> None:
     spec = pipeline(FULL | {"stages": [*FULL["stages"], {"name": "all", "pool": "enc", "model": {"path": "c"}}]})
     assert unmet("p", spec, {"enc": "encoder", "dit": "all"}, frozenset()) == [
         "workers of pool enc do not run all, which stage all needs",
-        "stage all is of what is served, not of c: serve one model alone",
+        "stage all does not take its weights from c: serve one model alone",
         "nothing scales its pools: that takes KEDA, which this cluster does not have",
     ]
     assert unmet("p", pipeline(LEAST), {}, frozenset()) == []
     one = pipeline(LEAST | {"stages": [{"name": "encoding", "pool": "enc", "model": {"path": "c"}}]})
     assert unmet("p", one, {"enc": "encoder"}, EVERY) == [
-        "stage encoding is of what is served, not of c: say of which component in model.component"
+        "stage encoding does not take its weights from c: name its component in model.component"
     ]
     assert unmet("p", pipeline(FULL), {"dit": "decoder"}, EVERY) == [
         "workers of pool dit do not run denoiser, which stage denoising needs"

@@ -435,7 +435,9 @@ async def test_gpus_that_workers_do_not_use_are_said(server: Server, page: dict[
         await ready(server, "p", "enc", "dit")
         await until(is_told(server, POOL, "dit", "Degraded", "IdleGPUs"))
         said = told(server, POOL, "dit", "Degraded")[2]
-        assert said == "its workers have 8 GPUs and compute on 5: its stages cannot be divided by more"
+        assert said == (
+            "its workers have 8 GPUs and compute on 5: its stages cannot be divided by more, so ask for 5 GPUs"
+        )
         assert told(server, POOL, "dit")[0] == "True", "it serves"
         assert "pool dit: its workers have 8 GPUs" in told(server, PIPELINE, "p", "Degraded")[2]
         page["ranks dit-1"] = 8.0

@@ -307,7 +307,7 @@ def test_metadata_that_do_not_fit_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(("metadata", "says"), [
-    ({"expert_count": 8}, "cannot be served: it is a mixture of experts, which is served of qwen3moe alone"),
+    ({"expert_count": 8}, "it is a mixture of experts: of these only the architecture qwen3moe is served"),
     ({"attention.value_length": 8}, "4 heads, 2 of them with keys"),
     ({"rope.dimension_count": 8}, "cannot be served: its rotary positions turn a part of each head"),
     ({"rope.scaling.type": "yarn"}, "cannot be served: its rotary positions are scaled by yarn: linear is served"),

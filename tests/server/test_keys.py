@@ -191,7 +191,7 @@ def test_plain_keys_in_files_are_one_warning_that_names_the_command(tmp_path: Pa
     (second := tmp_path / "second").write_text("cy k3\n")
     (third := tmp_path / "third").write_text(line("dan", "k4") + "\n")
     warning = Keys(files=[str(first), str(second), str(third)]).warning
-    assert f"`unfuse keys hash {first}`, `unfuse keys hash {second}` writes" in warning
+    assert f"`unfuse keys hash {first}`, `unfuse keys hash {second}`" in warning
     assert "k1" not in warning and str(third) not in warning
     assert Keys([GIVEN], [str(third)]).warning == Keys([GIVEN]).warning == Keys().warning == ""
 

@@ -145,7 +145,7 @@ def test_a_folder_whose_name_clients_cannot_use_needs_another_one(port: int, fol
     strange = folder.rename(folder.with_name("my model (v2)"))
     with client(port) as http:
         answer = http.post("models", json={"model": str(strange)})
-        assert error(answer) == (400, "invalid_parameter") and "send a name too" in answer.text
+        assert error(answer) == (400, "invalid_parameter") and "send name too" in answer.text
 
 
 def test_a_model_that_is_added_twice_at_once_is_added_once(tmp_path: Path, folder: Path) -> None:

@@ -45,7 +45,7 @@ def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_a
 
 
 def test_what_stages_took_before_is_an_estimate_at_once() -> None:
-    assert Told(8.0).said[0].endswith(": about 2 min, by what stages took here before")
+    assert Told(8.0).said[0].endswith(": about 2 min, by what stages took on this machine before")
 
 
 @pytest.mark.parametrize(

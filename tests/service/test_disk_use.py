@@ -53,7 +53,7 @@ def test_what_a_stop_saved_is_a_row_of_its_own(tmp_path: Path) -> None:
     """Given results on a disk, then what workers save there when they stop is neither results nor other data."""
     open_results(f"disk:{tmp_path}/copies").put(id_of(1), 0, "image/png", bytes(50))
     rows = by_what({"data_dir": str(tmp_path)})
-    assert rows["running requests of the last stop"]["bytes"] == 50
+    assert rows["saved by the last stop"]["bytes"] == 50
     assert rows["results"]["bytes"] == rows["other data"]["bytes"] == 0
 
 

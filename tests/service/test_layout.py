@@ -113,7 +113,7 @@ def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) 
 def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
     needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted({}, {}, auto=True, first=frozenset({"whole"}))
     chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), Means(2))
-    assert chosen.why == "layout all=2: each worker runs all stages, since these have one role, whole"
+    assert chosen.why == "layout all=2: each worker runs all stages, since all have the role whole"
 
 
 def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> None:
@@ -121,7 +121,7 @@ def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> 
     for one in chosen:
         assert one.why.startswith(f"layout {one.chosen.workers}: ")
         assert not re.search("×|rate|guess|--workers|;", one.why)
-    assert chosen[1].why.endswith("workers run all stages on the GPUs where these fit, and denoiser on the others")
+    assert chosen[1].why.endswith("workers run all stages on the GPUs where these fit, and only denoiser on the others")
     assert "since all do not fit in one: the models do not fit: cuda:0 would hold" in chosen[2].why
 
 

@@ -100,7 +100,7 @@ def test_it_is_not_called_ready_while_a_role_has_no_worker_here() -> None:
     part = Part("transformer", "float32", 1)
     own = replace(planned(PICTURES, workers=(Placed("denoiser", CPU, (part,)),)), needs=dict.fromkeys(ROLES, (part,)))
     assert StartScreen(own, {}, keyed=False).ready(URL, 13.4) == [
-        "the workers here are ready in 13 s: requests wait for others (encoder, decoder)"
+        "the workers here are ready in 13 s: requests wait until others come (encoder, decoder)"
     ]
     for roles in (["all"], ["encoder+denoiser", "decoder"]):
         workers = tuple(Placed(role, CPU, (part,)) for role in roles)

@@ -35,7 +35,10 @@ def chat(
     terminal: Terminal,
     prompt: Annotated[
         str | None,
-        typer.Argument(help="What to say; - reads it from standard input. Without it, each line is.", metavar="TEXT"),
+        typer.Argument(
+            help="What to say; - reads it from standard input. Without it, each line of standard input is a message.",
+            metavar="TEXT",
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.", metavar="TEXT")] = None,
@@ -55,8 +58,8 @@ def chat(
 ) -> None:
     """Talk with a language model. Answers are shown as they come; the end of input ends the conversation.
 
-    A line that is refused, or is not UTF-8, is left out of the conversation, which goes on. Where lines come from a
-    file or a pipe, the exit code tells of it.
+    A line that is refused, or is not UTF-8, is left out of the conversation, which goes on. If lines come from a file
+    or a pipe, the exit code is then that of the first refusal.
     """
     require_files([("--image", file) for file in image or ()])
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
@@ -106,7 +109,7 @@ def _wait_until_loaded(client: Client, progress: Progress) -> None:
 def _image_part(file: Path) -> dict[str, Any]:
     """Return the content part with a picture as a data URL. Raises InvalidParameter for a large file, and OSError."""
     if file.stat().st_size > MAX_IMAGE:
-        raise InvalidParameter(f"--image {file} has more than the {MAX_IMAGE} bytes that servers read", "image")
+        raise InvalidParameter(f"--image {file} is larger than {MAX_IMAGE >> 20} MiB: give a smaller file", "image")
     kind = mimetypes.guess_type(file.name)[0] or "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 

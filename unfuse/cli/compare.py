@@ -156,7 +156,7 @@ def _report_layouts(rates: Mapping[str, float], json: bool) -> None:
     show.listing(rows, ["layout", "requests a second"], "nothing was measured", json)
     if rates and not json:
         best = max(rates, key=lambda workers: rates[workers])
-        typer.echo(f"{best} made most; serve goes by this from now on, on this machine and with these settings")
+        typer.echo(f"{best} gave most: serve chooses its layout by these rates, on this machine with these settings")
 
 
 def _report(whole: Figures, split: Figures, workers: int, json: bool) -> None:

@@ -53,7 +53,7 @@ def client_of(
         from unfuse.service.local import own_pools
 
         for url in servers_here(loaded.settings.run_dir):
-            terminal.say(f"a server of yours runs here: --server {url} asks it, instead of starting workers")
+            terminal.say(f"a server of yours runs here: to ask it instead of starting workers, add --server {url}")
         with own_pools(loaded, terminal, loading, check) as client:
             yield client, progress
 

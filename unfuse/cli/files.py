@@ -128,7 +128,7 @@ def argument_of(text: str, terminal: Terminal) -> str:
         terminal.say("type the prompt, and end it with Enter and Ctrl-D")
     found = _text(_read_stdin(lines=False), "standard input").strip()
     if not found:
-        raise InvalidParameter("standard input is empty: write a prompt to it, or name it as the argument")
+        raise InvalidParameter("standard input is empty: write a prompt to it, or give the prompt as the argument")
     return found
 
 
@@ -183,7 +183,9 @@ def _read_stdin(*, lines: bool) -> bytes:
             data = stream.readline(MAX_STDIN)
     except OSError as error:
         raise UsageError(f"standard input cannot be read: {error.strerror or error}") from error
-    raise InvalidParameter(f"standard input has more than the {MAX_STDIN} bytes that a prompt may have")
+    raise InvalidParameter(
+        f"standard input is longer than the {MAX_STDIN >> 20} MiB that a prompt may have: shorten it"
+    )
 
 
 def _text(data: bytes, what: str) -> str:
@@ -191,5 +193,5 @@ def _text(data: bytes, what: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        message = f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert it, as by iconv"
+        message = f"{what} is not UTF-8 ({error.reason} at byte {error.start}): convert it, for example with iconv"
         raise InvalidParameter(message) from error

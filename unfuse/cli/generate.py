@@ -84,7 +84,7 @@ def generate(
     files = save(result, output, overwrite)
     _report(result, files, terminal, video, json)
     if files and files[0] not in result.files_at(output):
-        terminal.say(f"{output} is there already, so it is {files[0]}; --overwrite replaces what is there")
+        terminal.say(f"{output} exists, so the new file is {files[0]}; --overwrite replaces existing files")
     if not whole:
         terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt

@@ -40,16 +40,25 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", 
 def add(
     terminal: Terminal,
     name: Annotated[str, typer.Argument(help="Whose key it is: a tenant, which may have several.", metavar="NAME")],
-    admin: Annotated[bool, typer.Option("--admin", help="It also opens workers, pools and others' requests.")] = False,
-    read: Annotated[bool, typer.Option("--read", help="It only reads, and sees all of /metrics.")] = False,
-    models: Annotated[str, typer.Option("--models", help="All it may ask for, like a,b.", metavar="NAMES")] = "",
-    rate: Annotated[str, typer.Option("--rate", help="So many new requests, like 60/min.", metavar="N/TIME")] = "",
-    concurrent: Annotated[int, typer.Option("--concurrent", help="So many at a time.", metavar="N", min=0)] = 0,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Let it see workers and everybody's requests, and add and remove models.")
+    ] = False,
+    read: Annotated[bool, typer.Option("--read", help="Let it only read, and see all of /metrics.")] = False,
+    models: Annotated[
+        str, typer.Option("--models", help="The only models that it may use, like a,b.", metavar="NAMES")
+    ] = "",
+    rate: Annotated[
+        str, typer.Option("--rate", help="Most new requests in a time, like 60/min.", metavar="N/TIME")
+    ] = "",
+    concurrent: Annotated[
+        int, typer.Option("--concurrent", help="Most requests in progress; 0: any number.", metavar="N", min=0)
+    ] = 0,
     file: File = None,
     config: Config = None,
 ) -> None:
-    """Make a key of the HTTP API and print it, once: its hash is added to a key file. A server that has the file knows
-    the key within seconds.
+    """Make a key of the HTTP API, print it once, and add its hash to a key file.
+
+    A server that has the file accepts the key within seconds.
 
     Example: unfuse keys add anna --rate 60/min --concurrent 4
     """
@@ -60,8 +69,8 @@ def add(
     place = _place(terminal, file, config)
     typer.echo(key_file.add(place, name, {field: value for field, value in fields.items() if value}))
     terminal.say(
-        f"the key is shown once: {place} has only its hash; start a server with --api-keys {place}; one that has the "
-        "file knows the key within seconds"
+        f"this key is not shown again, since {place} has only its hash; a server that has this file accepts the key "
+        f"within seconds, and a new one is started with --api-keys {place}"
     )
 
 

@@ -32,8 +32,8 @@ Name = Annotated[str, typer.Argument(help="Name of the model, as `models ls` has
 def ls(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """List the models that a server serves, and those that could be served from here.
 
-    The latter come with unfuse, are installed, or lie in the hub library's cache; so could any folder, GGUF file or hub
-    name of a family listed. Without the packages of a server there are none.
+    The latter come with unfuse, are installed, or are in the hub library's cache. Any other folder, GGUF file or hub
+    name of a listed family can be served too. Without the packages of a server none of these are listed.
     """
     served: list[dict[str, Any]] = []
     can_serve = not missing_here()

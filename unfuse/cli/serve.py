@@ -95,7 +95,7 @@ def tell(plan: Plan, say: Callable[[str], object]) -> None:
     for line in show.table(plan.rows(), columns, "no worker is started here"):
         say(line)
     for component, times in plan.repeats().items():
-        say(f"{component} is listed {times} times in a worker: each stage that uses it has its own")
+        say(f"{component} is listed {times} times in a worker: each stage that uses it loads its own copy")
     for sums in plan.memory():
         takes = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, processes and arenas counted"
         say(f"{sums['device']}: {takes}; activations come on top")

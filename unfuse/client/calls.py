@@ -68,7 +68,9 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
     """What an HTTP client of that gateway is made with. Raises InvalidParameter for a key that cannot be sent."""
     key = (key or "").strip()
     if not KEY.fullmatch(key):
-        raise InvalidParameter("an API key is printable ASCII without spaces: look whether it was copied whole", "key")
+        raise InvalidParameter(
+            "an API key is printable ASCII without spaces: check that it was copied completely", "key"
+        )
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
 

@@ -67,8 +67,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ge=0, le=256,
     )] = 0  # fmt: skip
     loop: Annotated[Loop, Meta(
-        description="Of texts: overlapped sends a token, and stores a chunk of a prompt for other requests, while the "
-        "next one is computed, in a thread of its own; normal does so before that. Tokens are the same."
+        description="Loop of texts: overlapped sends a token, and stores a chunk of a prompt for other requests, while "
+        "the next one is computed, in a thread of its own; normal does so before that. Tokens are the same."
     )] = "overlapped"  # fmt: skip
     guidance_halves: Annotated[Literal["auto", "apart", "fused"], Meta(
         description="Whether both halves of guidance share a forward; auto lets them in batched pools, and in exact "

@@ -20,7 +20,7 @@ RANDOM_SEED = -1
 MIN_S, MAX_S = 0.001, 86_400  # bounds of a time that a client may say, in seconds
 
 DELIVERED = (
-    Parameter("model", "any", use="request", description="may be left out where one model is served"),
+    Parameter("model", "any", use="request", description="without it, the first model that serve named"),
     Parameter("priority", "integer", -100, 100, use="delivery", description="the higher, the sooner"),
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
     Parameter("metadata", "texts", use="delivery", description="texts that are printable with the request"),

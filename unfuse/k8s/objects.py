@@ -144,8 +144,8 @@ def unmet(name: str, spec: Object, roles: Mapping[str, str], apis: frozenset[str
             model = stage.get("model", {})
             path = model.get("path", models(spec)[0])
             if path not in models(spec) and component_sources(spec).get(model.get("component")) != path:
-                why = "say of which component in model.component" if len(models(spec)) == 1 else "serve one model alone"
-                said.append(f"stage {stage['name']} is of what is served, not of {path}: {why}")
+                does = "name its component in model.component" if len(models(spec)) == 1 else "serve one model alone"
+                said.append(f"stage {stage['name']} does not take its weights from {path}: {does}")
     if spec.get("autoscaling", {}).get("enabled") and KEDA not in apis:
         said.append("nothing scales its pools: that takes KEDA, which this cluster does not have")
     return said

@@ -148,7 +148,8 @@ async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[Wrong]
     if count is None or count >= there:
         return []
     told = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
-    why = "its stages cannot be divided by more" if said == AUTO else f"parallel is {said}" if said else told
+    most = f"its stages cannot be divided by more, so ask for {count} GPUs"
+    why = most if said == AUTO else f"parallel is {said}" if said else told
     return [Wrong("IdleGPUs", f"its workers have {there} GPUs and compute on {count}: {why}")]
 
 

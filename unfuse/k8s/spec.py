@@ -84,7 +84,7 @@ def parallel(stages: Sequence[Object]) -> str:
         if its == ALL or not its.isidentifier():
             raise Wrong(
                 "InvalidSpec",
-                f"stage {stage['name']} is spread by {how}, and its role {its} is several: say so in a pool",
+                f"stage {stage['name']} is spread by {how}, and its role {its} is several: set parallel in its pool",
             )
         if said.setdefault(its, how) != how or (AUTO in said.values()) != (how == AUTO):
             raise Wrong("InvalidSpec", f"stages of one pool are spread in two ways, {how} and {said[its]}: say one")

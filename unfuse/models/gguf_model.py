@@ -197,7 +197,7 @@ def config_of(found: Contents) -> dict[str, Any]:
     if said.get("split.count", 1) > 1:
         raise ConfigError("it is one of several files: join them (llama-gguf-split --merge), and give the result")
     if own.get("expert_count") and architecture != ROUTED:
-        raise ConfigError(f"it is a mixture of experts, which is served of {ROUTED} alone")
+        raise ConfigError(f"it is a mixture of experts: of these only the architecture {ROUTED} is served")
     hidden, heads = _whole(own, "embedding_length"), _whole(own, "attention.head_count")
     kept = _whole(own, "attention.head_count_kv", heads)
     width = _whole(own, "attention.key_length", hidden // heads)

@@ -139,7 +139,8 @@ class Call:
                 raise
         if not queue.answers(id):
             helps = self.caller.allowance == Allowance()  # else all of the tenant's requests live there
-            raise (KeyUnavailable if helps else TransientError)("the part of the queue for this call does not answer")
+            message = "the shard of the queue for this call does not answer: repeat the call later"
+            raise (KeyUnavailable if helps else TransientError)(message)
 
     async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
         """Check everything, cheap checks first; store the picture, then submit the request."""

@@ -65,7 +65,7 @@ REQUEST = thing({
     "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES}, flagged=FLAG)),
     "error": perhaps(ERROR), "metadata": table(TEXT),
     "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
-    "hint": perhaps({**TEXT, "description": "what to know of the request: words that its model does not know"}),
+    "hint": perhaps({**TEXT, "description": "words of the prompt that the model does not know, and what it makes"}),
 })  # fmt: skip
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
 VIDEO = thing({

@@ -165,7 +165,7 @@ def _unauthorized(shown: str) -> Refusal:
 
 
 def _withdrawn() -> Refusal:
-    return _refusal("this server does not know this key any more: it was removed, or opens less than before")
+    return _refusal("this server does not know this key any more: it was removed, or its rights were reduced")
 
 
 def _refusal(message: str) -> Refusal:

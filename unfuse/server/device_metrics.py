@@ -62,7 +62,7 @@ class DeviceMetrics(Observer):
         says = "Times that a worker loaded a set of weights in the place of another"
         self._swaps = Counter("unfuse_swaps", says, ["loaded"], registry=registry)
         self._loading = Counter("unfuse_loading_seconds", "Seconds that it took", ["loaded"], registry=registry)
-        says = "Bytes that workers without a task held for nobody, of keys and values (kv) or their arenas (arena)"
+        says = "Bytes that leaked, as workers without tasks found them: of keys and values (kv) or in arenas (arena)"
         self._leaked = Counter("unfuse_leaked_bytes", says, ["role", "memory"], registry=registry)
 
     @override

@@ -134,7 +134,7 @@ def _trouble(error: Exception) -> Refusal:
         case errors.KeyUnavailable():
             log.info("unavailable", reason=str(error))
             message = (
-                "the part of the queue for requests with this Idempotency-Key does not answer, so nothing was queued: "
+                "the shard of the queue for requests with this Idempotency-Key does not answer, so nothing was queued: "
                 "repeat the call later, or send another key if this one was never used before"
             )
             return Refusal(503, "key_unavailable", message, "Idempotency-Key", {"retry-after": "2"})

@@ -293,7 +293,8 @@ class Gateway(Observer):
         """
         message = f"the server is stopping; {id} may still be completed"
         stopping = Refusal(503, "stopping", message, headers={"retry-after": "2"})
-        lost = Refusal(503, "lost", f"the queue knows {id} no more: repeat the call", headers={"retry-after": "2"})
+        message = f"request {id} is not in the queue any more: repeat the call"
+        lost = Refusal(503, "lost", message, headers={"retry-after": "2"})
         has_ended = False
         try:
             with self.awaiting(id):

@@ -80,7 +80,7 @@ class Keys:
         if not self._plain:
             return ""
         commands = ", ".join(f"`unfuse keys hash {file}`" for file in self._plain)
-        return f"keys are stored as plain text: {commands} writes their hashes in their place"
+        return f"keys are stored as plain text: replace them by their hashes with {commands}"
 
     def of(self, shown: str) -> Key | None:
         """Return what the key that a client sends opens; None if it is unknown."""

@@ -86,12 +86,10 @@ def _added(given: Mapping[str, Any]) -> tuple[str, str]:
     source, name = str(given.get("model")), given.get("name")
     is_source = source.isprintable() and 0 < len(source) <= MAX_SOURCE and source[0] not in "-~"
     if given.get("model") != source or not is_source or given.keys() - {"model", "name"}:
-        message = (
-            "send model, a folder of the server's machine or a hub name such as a/b, and if you like a name for it"
-        )
+        message = "send model, a folder of the server's machine or a hub name such as a/b, and optionally name"
         raise InvalidParameter(message, "model")
     if name is None and not is_name(name_of(source)):
-        raise InvalidParameter("send a name too: what the path ends with is none that clients can use", "name")
+        raise InvalidParameter("send name too, since the last part of the path cannot be a name", "name")
     if name is not None and not (isinstance(name, str) and is_name(name)):
         says = f"letters, digits and . _ - : @ + of at most {MAX_NAME} characters, with at most one slash, and no path"
         raise InvalidParameter(f"name is what clients call the model, such as mine or owner/mine: {says}", "name")

@@ -30,7 +30,7 @@ class Course:
         self._is_known = False
         requests = ", then ".join(f"{count} requests with {side}" for side, count in totals.items())
         whole = sum(totals.values()) * self._each_s
-        known = f"about {duration(whole)}, by what stages took here before"
+        known = f"about {duration(whole)}, by what stages took on this machine before"
         say(f"{requests}: {known if whole else 'the first one will tell how long that takes'}")
 
     def begin(self, side: str) -> None:

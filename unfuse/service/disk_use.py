@@ -29,7 +29,7 @@ def disk_use(settings: Settings) -> list[dict[str, Any]]:
         rows += [_row("copies of outputs", durable, "nothing: they go with their requests")]
     elif results.startswith("disk:"):
         saved = f"{results.partition('?')[0].rstrip('/')}/{COPIES}"
-        rows += [_row("running requests of the last stop", saved, "nothing: they go with their requests")]
+        rows += [_row("saved by the last stop", saved, "nothing: it goes with its requests")]
     if spill:
         rows += [_row("spilled tensors", spill, "nothing: they go with their requests; doctor --clean removes others")]
     own = Path(settings.data_dir)

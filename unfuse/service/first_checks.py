@@ -44,7 +44,9 @@ def check_request(plan: Plan, asked: Mapping[str, Any], loras: str) -> None:
     if not card.takes_lora:
         raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
     if not loras:
-        raise InvalidParameter("--lora names a file in the folder of adapters: name that by --loras FOLDER", "lora")
+        raise InvalidParameter(
+            "--lora names a file in a folder of adapters: give that folder by --loras FOLDER", "lora"
+        )
     try:
         Loras(loras).check(str(params["lora"]))
     except (NotFound, Unsuitable) as error:

@@ -39,7 +39,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: Annotated[str, says("Branch, tag or commit of the models that come from the hub.")] = ""
     component_source: Annotated[tuple[str, ...], says(
         "COMPONENT=FOLDER or COMPONENT=HUB_NAME: the weights of one component from elsewhere, like "
-        "text_encoder_2=/weights/t5. It is for one model, and has to fit the rest of it."
+        "text_encoder_2=/weights/t5. Only where one model is served; the component has to fit the rest of it."
     )] = ()  # fmt: skip
     served_model_name: Annotated[
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
@@ -104,16 +104,16 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = "shared_memory"  # fmt: skip
     durable: Annotated[str, says(
         "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
-        "instead of being computed again: disk:PATH, redis://… or s3://…. With none, copies are made when workers "
-        "stop, beside results on a disk or in S3."
+        "instead of being computed again: disk:PATH, redis://… or s3://…. With none, copies are made only when workers "
+        "stop, beside the results, if these are on a disk or in S3."
     )] = "none"  # fmt: skip
     durable_stages: Annotated[
         tuple[str, ...], says("Kinds of stages whose outputs --durable copies, such as text_encode.")
     ] = ("denoise",)
     checkpoint: Annotated[str, says(
         "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
-        "seconds (30s); auto weighs what saving costs against what would be lost; all of them also when their worker "
-        "stops. none never saves it."
+        "seconds (30s); auto weighs what saving costs against what would be lost. Each of these also saves when a "
+        "worker stops; none never saves."
     )] = "auto"  # fmt: skip
     encode: Annotated[tuple[str, ...], says(
         "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit floats "

@@ -87,11 +87,11 @@ class Layouts(msgspec.Struct, frozen=True):
             refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
             reason = f"each stage has workers of its own, since all do not fit in one: {refused.partition(';')[0]}"
         elif main != ALL:
-            reason = f"workers run all stages on the GPUs where these fit, and {main} on the others"
+            reason = f"workers run all stages on the GPUs where these fit, and only {main} on the others"
         elif gave:
             reason = f"each worker runs all stages, which gave most when measured here: {gave:.2g} requests a second"
         elif len(self.roles) == 1:
-            reason = f"each worker runs all stages, since these have one role, {self.roles[0]}"
+            reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
         else:
             reason = "each worker runs all stages, since models that fit whole keep a machine busiest"
         return f"layout {workers}: {reason}"

@@ -26,7 +26,7 @@ DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
 PARSED: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}
 """What reads numbers that are written with a unit, by that unit."""
 
-ADMIN_KEYS = "a key of --api-keys FILE is an admin's by admin=yes on its line (`unfuse keys add NAME --admin`)"
+ADMIN_KEYS = "make an admin's key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
 
 GONE = {
     "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"

@@ -33,7 +33,7 @@ class StartScreen:
         """How long it took until everything was there, and how to try it."""
         took = f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
         if missing := self._plan.missing_roles():
-            return [f"the workers here are ready in {took} s: requests wait for others ({', '.join(missing)})"]
+            return [f"the workers here are ready in {took} s: requests wait until others come ({', '.join(missing)})"]
         return [f"ready in {took} s: open {url}/docs, or try", f"    {self.example(url)}"]
 
     def example(self, url: str) -> str:

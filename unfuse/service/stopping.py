@@ -30,5 +30,5 @@ def end_after(seconds: float) -> None:
 
 
 def _end(seconds: float) -> None:
-    log.error("the stop took longer than --drain-timeout: ending now", drain_timeout_s=seconds)
+    log.error("the stop was not over in time: this process ends now, and what runs begins again", seconds=seconds)
     os._exit(1)

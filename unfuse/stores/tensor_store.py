@@ -287,7 +287,7 @@ class TensorStore:
         except TransientError as error:
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
         if copies is None:
-            raise ObjectLost(f"object {ref.id} is lost, and there are no copies", ref.id)
+            raise ObjectLost(f"object {ref.id} is lost, and this worker makes no copies", ref.id)
         return copies.hold(ref)
 
     def _create(self, nbytes: int, request: str, wait: float) -> Draft:

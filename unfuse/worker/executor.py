@@ -188,7 +188,7 @@ class Executor:
         It is handed back if a process that had taken an input of it is gone.
         """
         if not self.passing.begins(lease.claim):
-            await self._report(Failed(lease.claim, "hand_back", f"{ENDED}, with an input", reason="compute"))
+            await self._report(Failed(lease.claim, "hand_back", f"{ENDED}, and its inputs with it", reason="compute"))
             return
         self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
         await self._feed()

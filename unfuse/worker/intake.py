@@ -34,8 +34,8 @@ class Collected:
 
     def __init__(self, ref: ObjectRef, ranks: int = 1) -> None:
         if ranks * ref.nbytes > (free := available_memory()):
-            has = f"{readable_bytes(free)} of memory are left"
-            raise TransientError(f"an input of {ranks} x {readable_bytes(ref.nbytes)} comes, and {has}")
+            has = f"{readable_bytes(free)} are free"
+            raise TransientError(f"an input takes {ranks} x {readable_bytes(ref.nbytes)} of memory, and {has}")
         self._ref, self._memory, self._filled = ref, np.empty(ref.nbytes, np.uint8), 0
 
     def take(self, piece: Any) -> None:
