@@ -98,7 +98,7 @@ redis
 {{- $names = append $names .name -}}
 {{- with .autoscaling -}}
 {{- if eq (hasKey . "seconds") (hasKey . "tasks") -}}
-{{- fail "autoscaling needs either seconds, of predicted work, or tasks, that wait" -}}
+{{- fail "autoscaling needs one of seconds (predicted work for each worker) and tasks (waiting tasks for each worker)" -}}
 {{- end -}}
 {{- if and .query (eq $.Values.autoscaling.by "hpa") -}}{{- fail "autoscaling.query is for KEDA: an HPA has no query" -}}{{- end -}}
 {{- if lt (int .max) (int .min) -}}{{- fail "autoscaling.max is below autoscaling.min" -}}{{- end -}}
