@@ -69,8 +69,8 @@ def add(
     place = _place(terminal, file, config)
     typer.echo(key_file.add(place, name, {field: value for field, value in fields.items() if value}))
     terminal.say(
-        f"this key is not shown again, since {place} has only its hash; a server that has this file accepts the key "
-        f"within seconds, and a new one is started with --api-keys {place}"
+        f"this key is not shown again, since the file has only its hash; start a server with --api-keys {place}; one "
+        "that has this file already accepts the key within seconds"
     )
 
 
@@ -125,14 +125,14 @@ def rm(
 
 @app.verb(server=True)
 def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file.", metavar="FILE")]) -> None:
-    """Write the hashes of plain keys in their place in a key file. The keys stay valid; their calls continue.
+    """Replace plain keys in a key file by their hashes. The keys stay valid; their calls continue.
 
     Example: unfuse keys hash keys.txt
     """
     from unfuse.server.key_file import hash_keys
 
     count, short = hash_keys(file)
-    terminal.say(f"{file}: {count} plain keys are hashes now" if count else f"{file} has no plain key")
+    terminal.say(f"plain keys that are hashes now in {file}: {count}" if count else f"{file} has no plain key")
     if short:
         terminal.say(
             f"short keys can be guessed from their hashes: make new ones for {', '.join(dict.fromkeys(short))} by "

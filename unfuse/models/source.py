@@ -130,7 +130,7 @@ def _from_hub(name: str, revision: str | None, components: Collection[str] | Non
     try:
         folder = ModelFolder(_configurations(name, revision))
     except hub_errors() as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).removeprefix("Got: ").rstrip(".")
         if isinstance(error, GatedRepoError):
             raise ConfigError(
                 f"model {name!r} is gated: agree to its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
