@@ -334,7 +334,7 @@ def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pyte
     assert "cuda:0 would hold" in found["refusal"] and "300.0 MiB free" in found["refusal"]
     out = unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0")[1]
     assert "there is no device cuda:0 for the denoiser" in out
-    assert "give its memory, such as --device-memory cuda:0=24GiB" in out
+    assert "say how large it is, as by --device-memory cuda:0=24GiB" in out
     assert unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0", "--device-memory", "cuda:0=2GiB")[0] == 0
 
 

@@ -131,7 +131,7 @@ def _print_plan(plan: Plan, data_dir: str) -> None:
     if plan.refusal:
         typer.echo(f"serve would refuse: {plan.refusal}")
         if plan.refusal.startswith(NO_DEVICE):
-            typer.echo("to plan for a machine that has it, give its memory, such as --device-memory cuda:0=24GiB")
+            typer.echo("to size a machine that has it, say how large it is, as by --device-memory cuda:0=24GiB")
     else:
         if plan.layouts:
             typer.echo(plan.layouts.why)
