@@ -66,8 +66,8 @@ def test_a_worker_told_to_stop_saves_what_it_runs_for_the_next_one_and_exits_0(b
 
 
 @pytest.mark.nightly
-def test_a_worker_told_to_stop_stays_until_what_it_made_was_read(tmp_path: Path) -> None:
-    """Given latents that nobody has read yet, then a decoder that comes later gets them: nothing is made again."""
+def test_a_worker_told_to_stop_leaves_what_it_made_for_others(tmp_path: Path) -> None:
+    """Given latents that nobody has read yet, then a decoder that comes later reads a copy: nothing is made again."""
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--no-workers", **variables) as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
@@ -81,12 +81,10 @@ def test_a_worker_told_to_stop_stays_until_what_it_made_was_read(tmp_path: Path)
 
         until(denoised, "the latents", server.process)
         worker.terminate()
-        with pytest.raises(subprocess.TimeoutExpired):
-            worker.wait(2)
+        assert worker.wait(600) == 0
         server.worker("decoder", **variables)
         shown = server.finished(request)
         assert (shown["status"], shown["attempts"]) == ("completed", 1)
-        assert worker.wait(600) == 0
 
 
 @pytest.mark.parametrize(
