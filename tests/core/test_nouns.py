@@ -43,9 +43,10 @@ def test_a_noun_is_frozen(kind: type[msgspec.Struct]) -> None:
 
 
 def test_a_request_is_no_grab_bag() -> None:
-    """The last four came with callers that leave (`callers`), with results that are given again (`makes`), with pools
-    that sleep (`moved`), and with starts that are told truly (`started_at`)."""
-    assert len(RequestContext.__struct_fields__) <= 27
+    """The last five came with callers that leave (`callers`), with results that are given again (`makes`), with pools
+    that sleep (`moved`), with starts that are told truly (`started_at`), and with models that know few words (`hint`).
+    """
+    assert len(RequestContext.__struct_fields__) <= 28
     assert {"tenant", "idempotency_key", "version"} <= set(RequestContext.__struct_fields__)
 
 
@@ -107,6 +108,7 @@ def test_the_type_decides_the_retry() -> None:
         errors.ObjectLost,
         errors.ArenaFull,
         errors.ResultsUnavailable,
+        errors.KeyUnavailable,
     }
     assert not issubclass(errors.PermanentError, errors.TransientError)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_models_come_and_go import add, asked_of, model_or_error, refused
+from tests.integration.test_models_come_and_go import add, asked_of, model, refused
 from tests.models.hub import serve
 from tools.server import serving, until
 from tools.tiny_whole import build
@@ -42,8 +42,8 @@ def test_a_pipeline_comes_from_a_hub_that_breaks_off_and_is_served(tmp_path: Pat
 @pytest.mark.nightly
 def test_a_model_whose_hub_vanishes_is_given_up_and_can_be_added_again(tmp_path: Path) -> None:
     """Given a model that is added by a hub name, when the hub is slow, and gone in the middle of the weights, then what
-    was asked of it is cancelled, it is said to whom it may concern, the server goes on, and once the hub is back the
-    model can be added: what had come stays."""
+    was asked of it fails, the model is listed as failed, the server goes on, and once the hub is back the model can be
+    added: what had come stays."""
     local = build("sd", tmp_path / "sd")
     files = {str(file.relative_to(local)): file.read_bytes() for file in local.rglob("*") if file.is_file()}
     weights = sum(len(content) for path, content in files.items() if path.endswith(".safetensors"))
@@ -58,8 +58,9 @@ def test_a_model_whose_hub_vanishes_is_given_up_and_can_be_added_again(tmp_path:
             request = asked_of(server, model="owner/sd")
             until(lambda: hub.sent > weights // 4, "some of the weights", server.process)
             hub.gone = True
-            assert server.finished(request)["status"] == "cancelled"
-            assert "it was added, and a worker could not start" in refused(404, model_or_error, server, "owner/sd")
+            over = server.finished(request)
+            assert (over["status"], over["error"]["code"]) == ("failed", "model_failed")
+            assert model(server, "owner/sd")["state"] == "failed"
             assert "cannot be brought" in server.log() and "Traceback" not in server.log()
             assert server.finished(asked_of(server, model="unfuse/shapes"))["status"] == "completed"
 

@@ -22,6 +22,7 @@ import pytest
 
 from tests.integration.pictures import SHAPES
 from tests.once import once
+from tools.redis_server import RedisServer
 from tools.server import Server, all_gone, computes_of, family_of, serving, until
 from tools.tiny import build
 from unfuse.service.load_progress import PHASES
@@ -277,11 +278,14 @@ SERVE = ["--workers", "all=1", "--arena", "64MiB"]
 
 
 @pytest.fixture
-def queued(request: pytest.FixtureRequest) -> list[str]:
-    """The arguments of a server that keeps its queue there."""
+def queued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The arguments of a server that keeps its queue there, where nothing else was declared."""
     if request.param == "sqlite":
-        return SERVE
-    return [*SERVE, "--queue", request.getfixturevalue("redis_server").url]
+        yield SERVE
+        return
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield [*SERVE, "--queue", server.url]
+    server.stop()
 
 
 @pytest.mark.parametrize("queued", ["sqlite", pytest.param("redis", marks=pytest.mark.nightly)], indirect=True)

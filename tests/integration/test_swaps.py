@@ -125,15 +125,15 @@ def test_a_worker_that_is_killed_while_it_swaps_loses_nothing(capped: Server) ->
 def test_a_model_that_cannot_be_loaded_again_leaves_the_other_one_served(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Given a resting model whose weights have vanished, when it is asked for, then the one before is loaded again and
-    goes on."""
+    """Given a resting model whose weights have vanished, when it is asked for, then its request fails with the reason,
+    and the other model goes on."""
     folder = shifted(tmp_path / "sibling", 6.0)
     arguments = ["unfuse/shapes", str(folder), "--arena", "64MiB", "--workers", "swap", "--log-level", "info"]
     with serving(tmp_path_factory.mktemp("broken"), *arguments) as server:
         server.ready()
         shutil.rmtree(folder / "transformer")
-        server.submit(model=str(folder), seed=1, **ASKED)
-        until(lambda: "compute did not start" in said(server), "the model to fail to load", server.process)
+        over = server.finished(server.submit(model=str(folder), seed=1, **ASKED))
+        assert (over["status"], over["error"]["code"]) == ("failed", "weights_changed")
         assert made(server, "unfuse/shapes", 1)
 
 

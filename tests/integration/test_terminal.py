@@ -158,7 +158,7 @@ def test_a_signal_while_it_starts_ends_it_without_a_traceback(
 def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
     home: dict[str, str], number: int, code: int
 ) -> None:
-    command = [*COMMAND, "serve", "--port", "0", "--queue", "memory", "--log-format", "json"]
+    command = [*COMMAND, "serve", "--port", "0", "--queue", "memory", "--log-format", "json", "--log-level", "debug"]
     with subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         said = next(line for line in process.stderr if '"importing"' in line)

@@ -188,6 +188,7 @@ def test_what_a_file_of_all_parts_has_of_others_may_be_quantised(
     folder = tmp_path / component
     folder.mkdir()
     (folder / "config.json").write_text('{"_class_name": "Any"}')
+    (tmp_path / "model_index.json").write_text(json.dumps({component: ["diffusers", "Any"]}))
     as_they_are(folder / "all.safetensors", tensors)
 
     if own is None:

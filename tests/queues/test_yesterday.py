@@ -12,19 +12,15 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from tests.queues.conftest import Server
-from tests.queues.test_twins import FEW, shared_twins
 from tests.queues.yesterday.fill import CARD, POOLS, STATES, WORKER, done
 from unfuse import queues
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Allowance, Record, StageState
 from unfuse.core.task import ARENA, SLOTS, Task
-from unfuse.queues import leases, redis
-from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
+from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler.scheduler import Scheduler
@@ -265,32 +261,6 @@ class Yesterdays(Reviewed):
             if not await self._redis.exists(f"{self._tag}:request:{id}"):
                 await self._redis.delete(f"{self._tag}:pieces:{name.decode()}")
                 await self._redis.srem(f"{self._tag}:grown", name)
-
-
-def test_the_earlier_version_beside_this_one(server: Server) -> None:
-    """Random histories of which each verb goes to either, in turns: with the answers of a queue in memory."""
-
-    class BesideYesterday(shared_twins(server)):  # type: ignore[misc]
-        lengths: list[int] = []
-
-        def opened(self) -> TaskQueue:
-            server.client.flushall()
-            self.over_one = [kind.at(server.url, self.clock) for kind in (Reviewed, Yesterdays)]
-            return self.over_one[0]
-
-        def pushed(self, *drawn: Any) -> list[Task]:
-            """It gives a task to anybody, whatever the task needs."""
-            return [msgspec.structs.replace(task, needs={}) for task in super().pushed(*drawn)]
-
-        async def stats(self, side: Any) -> Stats:
-            """It does not keep when a task was first pushed."""
-            found = await super().stats(side)
-            lines = {name: msgspec.structs.replace(line, oldest_s=0.0) for name, line in found.pools.items()}
-            return msgspec.structs.replace(found, pools=lines)
-
-    many = 1_000_000  # returns: the earlier version's leases do not count them
-    with patch.object(redis, "MOST_RETURNS", many), patch.object(leases, "MOST_RETURNS", many):
-        run_state_machine_as_test(BesideYesterday, settings=settings(FEW, max_examples=15))
 
 
 async def test_what_the_earlier_version_does_meanwhile_is_found(server: Server) -> None:

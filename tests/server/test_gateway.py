@@ -327,7 +327,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
         name: {
             value for family in families.values() for sample in family.samples for value in [sample.labels.get(name)]
         }
-        for name in ("model", "stage", "pool", "outcome", "backend", "role", "engine", "tenant", "device")
+        for name in ("model", "stage", "pool", "outcome", "backend", "role", "engine", "tenant", "device", "memory")
     }
     assert labels["model"] <= {PICTURES.name, IDLE.name, None}
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
@@ -338,6 +338,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert labels["engine"] <= {"tcp", None}
     assert labels["tenant"] <= {"default", None}
     assert labels["device"] <= {"", "unknown", None}
+    assert labels["memory"] <= {"kv", "arena", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
     assert names <= {*labels, "component", "le", "node", "state"}
 

@@ -7,9 +7,14 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 
 from tools.shapes import scenes
 from tools.shapes.dit import Denoiser
-from tools.shapes.words import MAX_TOKENS, make_tokenizer
+from tools.shapes.words import MAX_TOKENS, SPELLINGS, WORDS, make_tokenizer
 
 SHIFT = 1.5  # the schedule spends more of its steps at high noise, where the shape is decided
+
+EXAMPLES = (
+    '"a red circle on white", "a blue star left of a green ring on gray" or "a yellow cross moving left on black"'
+)
+KINDS = "; ".join(", ".join(names) for names in (scenes.COLOURS, scenes.SHAPES, scenes.GROUNDS))
 
 SERVING = {
     "defaults": {
@@ -29,6 +34,10 @@ SERVING = {
         "max_frames": 17,
         "max_steps": 100,
         "max_prompt_chars": 2000,
+    },
+    "vocabulary": {
+        "words": [*WORDS, *SPELLINGS],
+        "makes": f"one or two shapes, such as {EXAMPLES} ({KINDS})",
     },
 }
 

@@ -14,6 +14,8 @@ SPECIAL = ("<pad>", "</s>", "<unk>")
 GLUE = ("a", "on", "the", "of", "and", "with", "in", "background", "picture", "image", "shape", "color")
 PLACES = ("left", "right", "above", "below", "moving", "up", "down", "to", "moves", "over", "under", "towards")
 SPARE = ("two", "big", "small", "next")  # in the vocabulary, but in no caption
+WORDS = (*GLUE, *scenes.COLOURS, *scenes.SHAPES, *scenes.GROUNDS, *PLACES, *SPARE)
+SPELLINGS = ("an", "grey", "colour")  # read as words of these
 
 # How captions are worded in training: mostly the first, the others so that a person's own wording works too.
 # A wording that leaves something out also teaches that colour, shape and ground are separate.
@@ -57,7 +59,7 @@ def wordings(scene: scenes.Scene) -> list[str]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """`An Orange star, on grey` and `a orange star on gray` give the same tokens."""
-    words = (*SPECIAL, *GLUE, *scenes.COLOURS, *scenes.SHAPES, *scenes.GROUNDS, *PLACES, *SPARE)
+    words = (*SPECIAL, *WORDS)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [

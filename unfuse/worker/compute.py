@@ -43,7 +43,7 @@ from unfuse.worker.exactness import Exactness
 from unfuse.worker.options import KEPT_LORAS
 from unfuse.worker.pairs import PairServer
 from unfuse.worker.ranks import Ranks, SeveralRanks
-from unfuse.worker.records import write_records
+from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 def compute(descriptor: int) -> None:
     """Be a compute process, with that descriptor of a socket to the executor."""
     write_records(sys.stderr)
+    mute_libraries()
     connection = socket.socket(fileno=descriptor)
     Path("/proc/self/comm").write_text(f"compute {peer_of(connection)[0]}")  # lists of processes show of which worker
     channel = messages.ComputeChannel(connection)

@@ -23,6 +23,7 @@ import msgspec
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.models import find, resolve_source
+from unfuse.worker.records import mute_libraries
 
 MAX_REQUEST = 256 * 1024
 """The most bytes of a Fork: an environment."""
@@ -67,6 +68,7 @@ def main() -> None:
 
 def import_for(models: Sequence[str]) -> str:
     """Import what computing with these models needs. Returns why no process can be forked here, or ""."""
+    mute_libraries()
     try:
         import_module(COMPUTE)
         for model in models:

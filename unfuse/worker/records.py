@@ -10,6 +10,9 @@ import structlog
 
 LEVELS = {name.lower(): level for name, level in logging.getLevelNamesMapping().items() if level}
 
+MUTED = "torchao", "torch.utils._pytree", "diffusers.quantizers"
+"""Loggers of libraries that warn, whenever torchao is imported, of kernels that it has for other versions of torch."""
+
 Record = dict[str, Any]  # one log line: `event`, `level` by name, `timestamp`, and the fields that were logged with it
 
 
@@ -27,6 +30,12 @@ def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
         logger_factory=structlog.WriteLoggerFactory(stream),
     )
     logging.lastResort = _Libraries(logging.WARNING)
+
+
+def mute_libraries() -> None:
+    """Leave out warnings that libraries give at every import, whatever is done with them. To be called before it."""
+    for name in MUTED:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def read_record(line: bytes) -> Record | None:
