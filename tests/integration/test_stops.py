@@ -143,42 +143,43 @@ def test_a_second_sigterm_ends_at_once_and_charges_nobody(amid: str, tmp_path: P
             assert (shown["status"], denoise["failures"], denoise["crashes"]) == ("completed", 0, 0)
 
 
-def picture(server: Server, steps: int) -> Any:
+def picture(server: Server, steps: int, priority: int = 0) -> Any:
     """The answer to a call that waits for its picture."""
-    return server.post("/v1/images/generations", {"prompt": PROMPT, "seed": 1, "num_inference_steps": steps})
+    asked = {"prompt": PROMPT, "seed": 1, "num_inference_steps": steps, "priority": priority}
+    return server.post("/v1/images/generations", asked)
 
 
-def running(server: Server, *calls: Future[Any]) -> dict[int, dict[str, Any]]:
-    """The requests that run, by their number of steps. None of these calls may have ended."""
-    assert not [call.exception() or call.result() for call in calls if call.done()]
-    found = server.get("/v1/requests?status=in_progress") or {"data": []}
-    return {one["steps"]: one for one in found["data"] if one["stage"] == "denoise.0"}
+def reached(server: Server, step: int, call: Future[Any], steps: int) -> dict[str, Any]:
+    """Wait until the request of so many steps has made `step` of them; its call may not have ended before."""
+
+    def found() -> Any:
+        assert not call.done(), call.exception() or call.result()
+        running = (server.get("/v1/requests?status=in_progress") or {"data": []})["data"]
+        return next((one for one in running if one["steps"] == steps and one["step"] >= step), None)
+
+    return dict(until(found, f"step {step} of {steps}", server.process))
 
 
 @pytest.mark.nightly
 def test_who_waits_for_a_short_request_gets_it_and_others_are_told(tmp_path: Path) -> None:
     """Given two synchronous calls, when the server gets SIGTERM, then the one that is soon over is answered; the other
     one is told that its request goes on, which it does at its step."""
-    with ThreadPoolExecutor(2) as callers, stopping(tmp_path) as server:  # a server that is gone ends all calls
+    with ThreadPoolExecutor(2) as callers, stopping(tmp_path) as server:  # calls end with the server
         picture(server, 20)  # by which it is known how long a step takes
-        calls = [callers.submit(picture, server, steps) for steps in (STEPS, LONG)]
-
-        def amid() -> Any:
-            found = running(server, *calls)
-            near = found.keys() == {STEPS, LONG} and found[STEPS]["step"] > STEPS / 2
-            return found[LONG] if near else None
-
-        before = until(amid, "the short one to be almost over", server.process)
+        long = callers.submit(picture, server, LONG)
+        before = reached(server, 3, long, LONG)
+        short = callers.submit(picture, server, STEPS, 10)  # which goes first
+        reached(server, STEPS // 2, short, STEPS)
         assert stopped(server) <= BUDGET_S
-        answered, refused = calls[0].result(), raised(calls[1])
-        assert b64decode(answered["data"][0]["b64_json"]) == expected(PROMPT, 1, steps=STEPS)
+        assert b64decode(short.result()["data"][0]["b64_json"]) == expected(PROMPT, 1, steps=STEPS)
+        refused = raised(long)
         error = json.loads(refused.read())["error"]
         assert (refused.code, error["code"], before["id"] in error["message"]) == (503, "stopping", True)
         assert int(refused.headers["retry-after"]) > 0
         server.killed_and_started_again().ready()
         shown = server.finished(before["id"])
         assert (shown["status"], shown["attempts"]) == ("completed", 2)
-        assert stage(shown, "denoise.0")["resumed"] >= before["step"] > 0
+        assert stage(shown, "denoise.0")["resumed"] >= before["step"] >= 3
         assert server.result(before["id"]) == expected(PROMPT, 1, steps=LONG)
 
 
