@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # one more than the cores that a run is measured on: tests wait for processes about a tenth of the time
 WORKERS ?= 3
-BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idle stores pull tokens recovery narrow sides kv chat grammar encode costs lora resume feature_cache overhead disturb reuse stream flexible turns
+BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idle stores pull tokens recovery narrow sides kv chat grammar encode costs lora resume feature_cache overhead disturb reuse stream flexible turns stops
 REQUESTS ?= 100000
 SOAK_LOG ?= soak.jsonl
 

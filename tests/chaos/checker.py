@@ -12,7 +12,9 @@ import msgspec
 from tests.chaos.history import TERMINAL, Final, Leaks, Operation, Told
 
 TERMINAL_EVENTS = ("completed", "failed", "cancelled")
-CONTROL = ("kill scheduler", "kill redis", "kill primary", "freeze primary")
+CONTROL = (
+    "kill scheduler", "restart scheduler", "kill redis", "kill primary", "freeze primary", "kill shard", "fill disk",
+)  # fmt: skip
 BESIDE = ", control plane away"
 AWAY_S = 4.0
 """A fault of the control plane so close to another one may delay what is done about it."""
@@ -35,6 +37,8 @@ class Fault(msgspec.Struct):
     held: tuple[Held, ...] = ()
     spare: bool = True
     """Whether another worker of the pool was up."""
+    lasts: float = 0.0
+    """For how many seconds at least it went on: other faults were made beside it."""
 
 
 class Verdict(msgspec.Struct):
@@ -45,6 +49,8 @@ class Verdict(msgspec.Struct):
     acknowledged: int = 0
     completed: int = 0
     faults: dict[str, int] = {}
+    beside: dict[str, list[str]] = {}
+    """Faults that were made while another one went on, by that one."""
     refused: int = 0
     reconnects: int = 0
     recovered: int = 0
@@ -95,6 +101,9 @@ def check(name: str, history: Iterable[Operation], final: Final, faults: Sequenc
             verdict.unexpected += [f"{id}: nobody asked for it" for id in ids]
     for id, told in final.requests.items():
         _events(verdict, id, told)
+    for lasting in (fault for fault in faults if fault.lasts):
+        also = [other.kind for other in faults if lasting.at < other.at < lasting.at + lasting.lasts]
+        verdict.beside.setdefault(lasting.kind, []).extend(also)
     for kind, seconds in _recoveries(faults, final):
         verdict.recovery_s.setdefault(kind, []).append(seconds)
     return verdict

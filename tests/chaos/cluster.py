@@ -157,7 +157,7 @@ class Gateway(Process):
 class Redis(Process):
     """A server that has written down what it acknowledged."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str], name: str = "redis") -> None:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
@@ -169,7 +169,7 @@ class Redis(Process):
             "--appendfsync",
             "always",
         ]
-        super().__init__("redis", command, folder / "redis.log", environment)
+        super().__init__(name, command, folder / "redis.log", environment)
         self.ready()
 
     def ready(self) -> None:
@@ -183,11 +183,11 @@ class Redis(Process):
 
 
 class Cluster:
-    """`schedulers` gateways over Redis, or over a service of several ("sentinel"), or one over SQLite, and workers that
-    know all of them.
+    """`schedulers` gateways and workers that know all of them. The queue is in Redis, in a service of several
+    ("sentinel"), in two of them ("shards"), or in SQLite, which has one gateway.
 
     `workers` is how many of each role; those `apart` have run folders of their own, so that tensors move
-    between them as between machines.
+    between them as between machines. Results, and a queue in SQLite, are on a `disk` of their own, if there is one.
     """
 
     def __init__(
@@ -200,9 +200,10 @@ class Cluster:
         serve: Sequence[str] = (),
         worker: Sequence[str] = (),
         apart: bool = False,
+        disk: Path | None = None,
         **variables: str,
     ) -> None:
-        self.folder, self._apart = folder, apart
+        self.folder, self._apart, self.disk = folder, apart, disk
         site, self.model = install(folder)
         clean = {name: value for name, value in os.environ.items() if name == RUN_DIR or not name.startswith("UNFUSE_")}
         paths = os.pathsep.join(filter(None, [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
@@ -211,6 +212,9 @@ class Cluster:
             "UNFUSE_LEASE__TTL_S": str(LEASE_S), **variables,
         }  # fmt: skip
         self.redis: Redis | None = None
+        self.shards: list[Redis] = []
+        self.away: list[Process] = []
+        """What is not running on purpose."""
         self.service: Service | None = None
         self.gateways: list[Gateway] = []
         self.workers: list[Process] = []
@@ -224,11 +228,14 @@ class Cluster:
                 self.redis = Redis(folder, self._environment)
             elif queue == "sentinel":
                 self.service = Service(folder)
-            replicated = f"{self.service.url}?replicas=1" if self.service else f"sqlite:{folder}/queue.db"
-            address = self.redis.url if self.redis else replicated
+            elif queue == "shards":
+                for name in ("shard-0", "shard-1"):
+                    (folder / name).mkdir()
+                    self.shards.append(Redis(folder / name, self._environment, name))
             arguments = [
-                str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", address,
-                "--results", f"disk:{folder}/results", "--device", "cpu", "--checkpoint", "1", *self._keys, *serve,
+                str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", self._queue(),
+                "--results", f"disk:{disk or folder}/results", "--device", "cpu", "--checkpoint", "1",
+                *self._keys, *serve,
             ]  # fmt: skip
             for number in range(schedulers):
                 name = f"serve-{number}"
@@ -239,6 +246,15 @@ class Cluster:
         except BaseException:
             self.close()
             raise
+
+    def _queue(self) -> str:
+        """The address of the queue."""
+        if self.service:
+            return f"{self.service.url}?replicas=1"
+        if self.shards:
+            servers = ",".join(f"127.0.0.1:{shard.port}" for shard in self.shards)
+            return f"redis://{servers}/0?shards={len(self.shards)}"
+        return self.redis.url if self.redis else f"sqlite:{self.disk or self.folder}/queue.db"
 
     def worker(self, role: str, *arguments: str) -> Process:
         """Start one more worker."""
@@ -275,7 +291,7 @@ class Cluster:
 
     def require_alive(self) -> None:
         """Nothing may have ended by itself."""
-        for process in self._everyone():
+        for process in (process for process in self._everyone() if process not in self.away):
             assert process.alive, f"{process.name} ended with {process.popen.returncode}:\n{process.log()[-3000:]}"
 
     def members(self) -> dict[int, dict[str, Any]]:
@@ -295,7 +311,7 @@ class Cluster:
         return sum(one.log().count(words) for one in self._everyone())
 
     def _everyone(self) -> list[Process]:
-        return [*self.workers, *self.gateways, *([self.redis] if self.redis else [])]
+        return [*self.workers, *self.gateways, *([self.redis] if self.redis else []), *self.shards]
 
     def close(self) -> None:
         for process in self._everyone():

@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from tests.chaos.checker import Fault, Held
-from tests.chaos.cluster import LEASE_S, ROLES, Cluster, Gateway, Process, until
+from tests.chaos.cluster import LEASE_S, ROLES, START_S, Cluster, Gateway, Process, until
 from tests.chaos.history import Leaks
+from tests.disks import fill
 
 LOST_LEASES = 2
 """Leases that one stage of a request may lose by our doing: a third is left to chance, a fourth would end it."""
@@ -31,6 +33,9 @@ FROZEN_S = LEASE_S + 1.5
 SETTLE_S = LEASE_S + 1.0
 """Between two faults that leave nobody who could end a lease: each forgives all leases once, and then they must end."""
 
+LASTS_S = LEASE_S + 2.0
+"""How long a disk stays full and a shard is away: longer than a lease, and than it takes to make other faults."""
+
 DRAIN_S = 60.0
 
 
@@ -43,15 +48,22 @@ class Monkey:
         self._hit: dict[tuple[str, str], Held] = {}
         self._lost = Counter[tuple[str, str]]()
         self._thaw_at: dict[Process, float] = {}
+        self._mend_at: dict[str, tuple[float, Callable[[], object]]] = {}
+        """When, and how, a fault ends that lasts, by its kind."""
+        self._unseen: list[dict[str, Any]] = []
+        """The requests that ran when a shard was killed: those that live there cannot be seen."""
         self._settled_at = 0.0
 
     def rampage(self, plan: Mapping[str, int], busy: Callable[[], bool]) -> None:
         """So many faults of each kind in random order; ends early when nobody is at work any more."""
         deeds = {
-            "kill compute": self._kill_compute, "kill worker": self._kill_worker, "kill scheduler": self._kill_gateway,
+            "kill compute": self._kill_compute, "kill worker": self._kill_worker,
+            "kill scheduler": partial(self._end_gateway, "kill scheduler"),
             "kill redis": self._kill_redis, "kill primary": partial(self._fail_over, "kill primary"),
             "freeze primary": partial(self._fail_over, "freeze primary"),
-            "freeze worker": self._freeze, QUIETLY: self._kill_one,
+            "freeze worker": self._freeze, QUIETLY: self._kill_one, "restart worker": self._restart_worker,
+            "restart scheduler": partial(self._end_gateway, "restart scheduler"),
+            "kill shard": self._kill_shard, "fill disk": self._fill_disk,
         }  # fmt: skip
         todo = [kind for kind, count in plan.items() for _ in range(count)]
         self._rng.shuffle(todo)
@@ -64,17 +76,19 @@ class Monkey:
         """Whoever was stopped goes on, and everything is up again."""
         for process in list(self._thaw_at):
             self._thaw(process)
+        for kind in list(self._mend_at):
+            self._mend(kind)
         self._cluster.ready()
 
     def _one_of(self, deeds: Mapping[str, Callable[[], bool]], todo: Sequence[str]) -> int:
         """Do the first of what is to be done that may be done now; returns its place, counted from 1, or 0."""
         self._cluster.require_alive()
-        self._thaw_due()
+        self._end_what_is_due()
         return next((number for number, kind in enumerate(todo[:8], 1) if deeds[kind]()), 0)
 
     def _kill_compute(self) -> bool:
         """`kill -9` of a compute process. A stage that has lost one is let finish first: its next crash is its last."""
-        if not self._recovered() or (victim := self._victim()) is None:
+        if self._unseen or not self._recovered() or (victim := self._victim()) is None:
             return False
         process, worker, spare = victim
         computes, held = process.children(), self._held(worker)
@@ -90,6 +104,10 @@ class Monkey:
     def _kill_worker(self) -> bool:
         """`kill -9` of a worker while another of its role is up; a new one takes its place."""
         return self._lose("kill worker", Process.replace)
+
+    def _restart_worker(self) -> bool:
+        """SIGTERM to a worker while another of its role is up; one is started in its place when it has ended."""
+        return self._lose("restart worker", _restart)
 
     def _kill_one(self) -> bool:
         """The same while all workers are up and nothing is lost, of one that holds something."""
@@ -126,16 +144,19 @@ class Monkey:
         deed(process)
         return True
 
-    def _kill_gateway(self) -> bool:
-        """`kill -9` of a gateway with its scheduler, when all are up; it is started again at the same addresses."""
+    def _end_gateway(self, kind: str) -> bool:
+        """End a gateway with its scheduler, when all are up; it is started again at the same addresses."""
         gateways = self._cluster.gateways
         if not self._control_is_up(settled=len(gateways) == 1):
             return False
         victim: Gateway = self._rng.choice(gateways)
-        self._note("kill scheduler", victim.name, (), True)
-        victim.kill()
-        time.sleep(self._rng.uniform(0, 0.5))
-        victim.start()
+        self._note(kind, victim.name, (), True)
+        if kind.startswith("kill"):
+            victim.kill()
+            time.sleep(self._rng.uniform(0, 0.5))
+            victim.start()
+        else:
+            _restart(victim)
         self._settled_at = time.monotonic() + SETTLE_S
         return True
 
@@ -151,6 +172,39 @@ class Monkey:
         self._settled_at = time.monotonic() + SETTLE_S
         return True
 
+    def _kill_shard(self) -> bool:
+        """`kill -9` of one of the servers that have a part of the queue each, which is away for a while."""
+        shards = self._cluster.shards
+        if not shards or self._unseen or not self._control_is_up(settled=True):
+            return False
+        victim = self._rng.choice(shards)
+        self._unseen = self._cluster.running()
+        if not self._unseen:
+            return False
+        self._note("kill shard", victim.name, (), True, LASTS_S)
+        self._cluster.away.append(victim)
+        victim.kill()
+
+        def come_back() -> None:
+            victim.start()
+            victim.ready()
+            self._cluster.away.remove(victim)
+            self._unseen = []
+            self._settled_at = time.monotonic() + SETTLE_S
+
+        self._mend_at["kill shard"] = time.monotonic() + LASTS_S, come_back
+        return True
+
+    def _fill_disk(self) -> bool:
+        """Leave no room on the disk of the results, and of a queue in SQLite, for a while."""
+        disk = self._cluster.disk
+        if disk is None or "fill disk" in self._mend_at:
+            return False
+        self._note("fill disk", disk.name, (), True, LASTS_S)
+        fill(disk)
+        self._mend_at["fill disk"] = time.monotonic() + LASTS_S, (disk / "filler").unlink
+        return True
+
     def _fail_over(self, kind: str) -> bool:
         """Have another server of the service become its primary."""
         service = self._cluster.service
@@ -163,7 +217,8 @@ class Monkey:
 
     def _control_is_up(self, settled: bool) -> bool:
         """Whether all gateways answer, and have done so for long enough if it must be `settled`."""
-        if not all(gateway.get("/ready") for gateway in self._cluster.gateways):
+        asked = "/health" if "fill disk" in self._mend_at else "/ready"
+        if not all(gateway.get(asked) for gateway in self._cluster.gateways):
             self._settled_at = time.monotonic() + SETTLE_S
             return False
         return not settled or time.monotonic() >= self._settled_at
@@ -184,10 +239,16 @@ class Monkey:
         return chosen, member["id"], roles[member["role"]] > 1
 
     def _held(self, worker: str) -> tuple[Held, ...]:
-        """The tasks that it has leased."""
+        """The tasks that it has leased, as far as is known of requests that cannot be seen now."""
+        views = {view["id"]: view for view in self._cluster.running()}
+        views |= {
+            view["id"]: view
+            for view in self._unseen
+            if view["id"] not in views and self._cluster.get(f"/v1/requests/{view['id']}") is None
+        }
         return tuple(
             Held(view["id"], stage["name"], stage["attempt"])
-            for view in self._cluster.running()
+            for view in views.values()
             for stage in view["stages"]
             if stage["status"] == "leased" and stage["worker"] == worker
         )
@@ -204,17 +265,31 @@ class Monkey:
             del self._hit[key]
         return True
 
-    def _thaw_due(self) -> None:
+    def _end_what_is_due(self) -> None:
         for process, at in list(self._thaw_at.items()):
             if time.monotonic() >= at:
                 self._thaw(process)
+        for kind, (at, _) in list(self._mend_at.items()):
+            if time.monotonic() >= at:
+                self._mend(kind)
+
+    def _mend(self, kind: str) -> None:
+        _, mend = self._mend_at.pop(kind)
+        mend()
 
     def _thaw(self, process: Process) -> None:
         del self._thaw_at[process]
         process.send_all(signal.SIGCONT)
 
-    def _note(self, kind: str, victim: str, held: tuple[Held, ...], spare: bool) -> None:
-        self.faults.append(Fault(time.time(), kind, victim, held, spare))
+    def _note(self, kind: str, victim: str, held: tuple[Held, ...], spare: bool, lasts: float = 0.0) -> None:
+        self.faults.append(Fault(time.time(), kind, victim, held, spare, lasts))
+
+
+def _restart(process: Process) -> None:
+    """Have it end in order, however long that takes, and start another in its place."""
+    process.send(signal.SIGTERM)
+    process.popen.wait(START_S)
+    process.start()
 
 
 def drained(cluster: Cluster) -> Leaks:

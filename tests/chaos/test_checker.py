@@ -267,3 +267,13 @@ def test_clients_share_the_work_and_their_errors_come_out() -> None:
 def test_the_script_answers_as_it_says() -> None:
     with gateway(results=[b"x"]) as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/result/0") as answer:
         assert answer.read() == b"x"
+
+
+def test_faults_beside_one_that_lasts_are_told() -> None:
+    faults = [
+        Fault(10.0, "fill disk", "disk", lasts=4.0), Fault(9.0, "kill worker", "a"), Fault(12.0, "kill compute", "a"),
+        Fault(13.0, "kill shard", "shard-0", lasts=4.0), Fault(16.0, "kill scheduler", "serve-0"),
+    ]  # fmt: skip
+    assert verdict(faults=faults).beside == {
+        "fill disk": ["kill compute", "kill shard"], "kill shard": ["kill scheduler"],
+    }  # fmt: skip

@@ -24,8 +24,11 @@ from tests.chaos.cluster import ROLES, START_S, running_cluster, until
 from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
 from tests.chaos.history import Asked, History, Load, healthy
 from tests.chaos.monkey import QUIETLY
+from tests.disks import small_disk
+from unfuse.stores.results import MARK
 
 SCALE = float(os.environ.get("CHAOS_SCALE", "0.1"))
+DISK_KIB = 64 << 10
 
 
 def scaled(faults: dict[str, int]) -> dict[str, int]:
@@ -111,6 +114,36 @@ def test_redis_fails_over(tmp_path: Path, seed: int, record_property: Record) ->
         verdict = drill("failover", cluster, 200, seed, faults)
         say(verdict, record_property)
     assert verdict.faults == faults
+
+
+TOGETHER = {"kill compute": 6, "kill worker": 6, "restart worker": 4, "kill scheduler": 4, "restart scheduler": 3}
+"""Faults that are made beside a full disk and a shard that is away."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("queue", ["shards", "sqlite"])
+def test_all_are_killed_beside_a_full_disk(queue: str, tmp_path: Path, seed: int, record_property: Record) -> None:
+    """Given a queue of two Redis, or of SQLite, and a disk that fills up again and again under the results and SQLite's
+    file, when workers, servers and one of the Redis are killed or told to end meanwhile, then nothing is lost, made
+    twice, wrong or left over."""
+    faults = {**TOGETHER, "fill disk": 6} | ({"kill shard": 5} if queue == "shards" else {})
+    flags, schedulers = ["--drain-timeout", "6"], 2 if queue == "shards" else 1
+    with (
+        small_disk(tmp_path, DISK_KIB) as disk,
+        running_cluster(tmp_path, queue=queue, schedulers=schedulers, disk=disk, serve=flags, worker=flags) as cluster,
+    ):
+        verdict = drill(f"{queue}, full disk", cluster, 200, seed, faults)
+        say(verdict, record_property)
+        results = disk / "results"
+        until(lambda: not unfinished(results), "files of no result to be dropped")
+    assert verdict.faults == faults
+    assert verdict.beside["fill disk"] and (queue == "sqlite" or verdict.beside["kill shard"])
+
+
+def unfinished(results: Path) -> list[Path]:
+    """Files that are no result of a request."""
+    files = [path for path in results.rglob("*") if path.is_file() and path.name != MARK]
+    return [path for path in files if path.parent.parent != results or not path.name.isdecimal()]
 
 
 POISON = {

@@ -18,7 +18,13 @@ SLOW = "a circle [sleep=0.05@denoise]"
 
 def installed(folder: Path) -> tuple[str, dict[str, str]]:
     """A fast model without torch, and the variables it needs."""
-    site, model = install(folder)
+    install(folder)
+    return variables_of(folder)
+
+
+def variables_of(folder: Path) -> tuple[str, dict[str, str]]:
+    """The fast model that was installed there, and the variables it needs."""
+    site, model = folder / "site", folder / "model"
     paths = [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return str(model), {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "UNFUSE_LEASE__TTL_S": "2"}
 

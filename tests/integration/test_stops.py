@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
+import json
 import os
 import shutil
 import signal
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -18,43 +19,29 @@ import pytest
 
 from tests.chaos.oracle import expected
 from tests.disks import small_disk
-from tests.integration.test_restarts import installed
+from tests.integration.test_restarts import installed, variables_of
+from tools.followed import Followed
 from tools.redis_server import RedisServer
 from tools.server import Server, all_gone, family_of, serving, until
 
 STEPS, BUDGET_S = 60, 20.0
+LONG = 500  # steps that take longer than the half of the budget for which callers are waited for
 PROMPT = "a circle [sleep=0.05@denoise]"
 ENDLESS = "a circle [sleep=0.5@denoise]"
 
 
 @contextmanager
 def stopping(folder: Path, *flags: str, **variables: str) -> Iterator[Server]:
-    """A server of the fast model whose worker holds six requests, and steps them one after the other."""
-    model, own = installed(folder)
+    """A server of the fast model whose worker holds six requests, and steps them one after the other.
+
+    Several of them in one folder, one after the other, serve the same model.
+    """
+    if not (folder / "model").exists():
+        installed(folder)
+    model, own = variables_of(folder)
     usual = ("--workers", "all=1", "--arena", "16MiB", "--drain-timeout", f"{BUDGET_S:g}", "--slots", "denoiser=6")
     with serving(folder, model, *usual, *flags, **own, **variables) as server:
         yield server.ready()
-
-
-class Followed:
-    """Requests whose events are read until their server ends, and the last step that was told of each."""
-
-    def __init__(self, server: Server, requests: list[str]) -> None:
-        self._server, self.steps = server, dict.fromkeys(requests, 0)
-        self._threads = ThreadPoolExecutor(len(requests))
-        self._following = [self._threads.submit(self._follow, request) for request in requests]
-
-    def _follow(self, request: str) -> None:
-        with suppress(OSError, http.client.HTTPException):
-            for event in self._server.events(request):
-                if event["type"] == "progress":
-                    self.steps[request] = event["step"]
-
-    def ended(self) -> dict[str, int]:
-        for one in self._following:
-            one.result()
-        self._threads.shutdown()
-        return self.steps
 
 
 def stopped(server: Server, *signals: signal.Signals) -> float:
@@ -104,7 +91,7 @@ def test_a_stop_amid_six_requests_loses_no_step(queue: str, tmp_path: Path) -> N
 
             assert stopped(server) <= BUDGET_S
 
-            made = followed.ended()
+            made = followed.steps()
             server.killed_and_started_again().ready()
             after = [server.finished(request) for request in requests]
             for seed, shown in enumerate(after):
@@ -156,29 +143,44 @@ def test_a_second_sigterm_ends_at_once_and_charges_nobody(amid: str, tmp_path: P
             assert (shown["status"], denoise["failures"], denoise["crashes"]) == ("completed", 0, 0)
 
 
+def picture(server: Server, steps: int, priority: int = 0) -> Any:
+    """The answer to a call that waits for its picture."""
+    asked = {"prompt": PROMPT, "seed": 1, "num_inference_steps": steps, "priority": priority}
+    return server.post("/v1/images/generations", asked)
+
+
+def reached(server: Server, step: int, call: Future[Any], steps: int) -> dict[str, Any]:
+    """Wait until the request of so many steps has made `step` of them; its call may not have ended before."""
+
+    def found() -> Any:
+        assert not call.done(), call.exception() or call.result()
+        running = (server.get("/v1/requests?status=in_progress") or {"data": []})["data"]
+        return next((one for one in running if one["steps"] == steps and one["step"] >= step), None)
+
+    return dict(until(found, f"step {step} of {steps}", server.process))
+
+
 @pytest.mark.nightly
 def test_who_waits_for_a_short_request_gets_it_and_others_are_told(tmp_path: Path) -> None:
-    """Given two synchronous calls, when the server gets SIGTERM, then the one that is soon over is answered, and the
-    other one is told that its request goes on, which it does."""
-
-    def call(server: Server, prompt: str, steps: int) -> Any:
-        return server.post("/v1/images/generations", {"prompt": prompt, "seed": 1, "num_inference_steps": steps})
-
-    with stopping(tmp_path) as server, ThreadPoolExecutor(2) as threads:
-        for _ in range(3):
-            call(server, PROMPT, 20)  # by which it is known how long a step takes
-        short, long = (threads.submit(call, server, PROMPT, steps) for steps in (60, 2000))
-        until(lambda: len(server.get("/v1/requests?status=in_progress")["data"]) == 2, "both to run", server.process)
-        running = server.get("/v1/requests?status=in_progress")["data"]
-        (id,) = (one["id"] for one in running if one["steps"] == 2000)
+    """Given two synchronous calls, when the server gets SIGTERM, then the one that is soon over is answered; the other
+    one is told that its request goes on, which it does at its step."""
+    with ThreadPoolExecutor(2) as callers, stopping(tmp_path) as server:  # calls end with the server
+        picture(server, 20)  # by which it is known how long a step takes
+        long = callers.submit(picture, server, LONG)
+        before = reached(server, 3, long, LONG)
+        short = callers.submit(picture, server, STEPS, 10)  # which goes first
+        reached(server, STEPS // 2, short, STEPS)
         assert stopped(server) <= BUDGET_S
-        assert short.result()["id"]
+        assert b64decode(short.result()["data"][0]["b64_json"]) == expected(PROMPT, 1, steps=STEPS)
         refused = raised(long)
-        assert refused.code == 503 and id in refused.read().decode()
+        error = json.loads(refused.read())["error"]
+        assert (refused.code, error["code"], before["id"] in error["message"]) == (503, "stopping", True)
+        assert int(refused.headers["retry-after"]) > 0
         server.killed_and_started_again().ready()
-        until(lambda: server.get(f"/v1/requests/{id}")["step"] > 1, "it to go on", server.process)
-        server.post(f"/v1/requests/{id}/cancel", {})
-        assert stage(server.finished(id), "denoise.0")["attempt"] == 2
+        shown = server.finished(before["id"])
+        assert (shown["status"], shown["attempts"]) == ("completed", 2)
+        assert stage(shown, "denoise.0")["resumed"] >= before["step"] >= 3
+        assert server.result(before["id"]) == expected(PROMPT, 1, steps=LONG)
 
 
 def raised(call: Future[Any]) -> HTTPError:

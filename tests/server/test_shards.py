@@ -5,8 +5,14 @@ from pathlib import Path
 import httpx2
 
 from tests.queues.sharded import CutShards
+from tests.scheduler.model import CARD, params
 from tests.server.served import PICTURES, serve, until
+from tools.asking import asking
+from unfuse import queues
 from unfuse.client import AsyncClient, Client
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.gateway import Gateway
+from unfuse.stores.results import open_results
 
 MADE = "/v1/images/generations"
 
@@ -81,3 +87,19 @@ async def test_the_asynchronous_client_draws_another_key_too(tmp_path: Path) -> 
         async with AsyncClient(served.url) as client:
             made = [(await client.submit("a red circle", model=PICTURES.name)).id for _ in range(8)]
         assert 1 not in {queue.home(id) for id in made}
+
+
+async def test_a_stop_waits_for_callers_while_a_part_is_away(tmp_path: Path) -> None:
+    """Given a caller whose request lives in a part that does not answer, then a server that stops goes on waiting for
+    its callers: those of the other parts may be answered in time, and the part may come back."""
+    queue = queues.open("tests.queues.sharded:CutShards")
+    assert isinstance(queue, CutShards)
+    scheduler = Scheduler(queue, cards=[CARD])
+    gateway = Gateway(scheduler, open_results(f"disk:{tmp_path}"))
+    request = (await scheduler.submit(*asking(CARD, params()))).context.id
+    queue._answering.shards[queue.home(request)].gone = True  # type: ignore[attr-defined]
+    with gateway.awaiting(request):
+        assert await gateway.awaited_within(60.0)
+    assert not await gateway.awaited_within(60.0)
+    await scheduler.close()
+    await queue.close()

@@ -22,6 +22,7 @@ from unfuse.core.errors import (
     NotFound,
     Overloaded,
     ResultsUnavailable,
+    TransientError,
     UnknownModel,
     Unsuitable,
 )
@@ -276,13 +277,20 @@ class Gateway(Observer):
                 del self.awaited[id]
 
     async def awaited_within(self, seconds: float) -> bool:
-        """Whether a caller waits here for a request that may be over in so many seconds, as far as is predicted."""
+        """Whether a caller waits here for a request that may be over in so many seconds, as far as is predicted.
+
+        Nothing is predicted while the part of the queue is away that has the request: it may come back.
+        """
         for id in list(self.awaited):
-            with suppress(NotFound, Damaged):
+            try:
                 record = await self.queue.load(id)
-                eta = self.scheduler.eta(record)
-                if record.context.over or eta is None or eta <= seconds:
-                    return True
+            except (NotFound, Damaged):
+                continue
+            except TransientError:
+                return True
+            eta = self.scheduler.eta(record)
+            if record.context.over or eta is None or eta <= seconds:
+                return True
         return False
 
     async def completed(self, id: str) -> RequestContext:

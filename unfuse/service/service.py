@@ -332,8 +332,7 @@ class Service:
             while await gateway.awaited_within(budget.left(reserve)):
                 await asyncio.sleep(DRAIN_CHECK_S)
 
-        with contextlib.suppress(TransientError):
-            await budget.within(budget.left(reserve), waits())
+        await budget.within(budget.left(reserve), waits())
 
     async def _close(self, queue: TaskQueue) -> None:
         """Close the queue; in a stop, not beyond its budget, for a server that does not answer takes long."""
