@@ -289,8 +289,7 @@ def lose(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
 
 def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path) -> None:
     """A model that is not there, of a name that would be more than one anywhere else; a name of which none can be made,
-    which this server's rules let in; a field that there is not; one of another kind. Helm installs the operator, and takes
-    it away."""
+    which this server's rules let in; a field that there is not; one of another kind. The operator is of the chart."""
     alone = {"scheduler": {"replicas": 1, "queueBackend": "memory"}}
     name = 'no/such "model"\n- --port=1 {{ .Values }} $name'
     with nodes(kube, "wrong", tmp_path, 200 + os.getpid() % 50) as node, operating(kube, tmp_path, node, by_chart):
