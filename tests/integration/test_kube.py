@@ -14,7 +14,7 @@ import sys
 import tempfile
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,9 @@ def nodes(kube: Kube, namespace: str, folder: Path, network: int) -> Iterator[Ku
     except BaseException:
         node.close()
         print(*node.logs, *node.failed, sep="\n")
-        print(kube.kubectl("-n", namespace, "get", "dp,dpool,pods,events", "-o", "wide"))
+        print(kube.kubectl("-n", namespace, "get", "pods,events", "-o", "wide"))
+        with suppress(AssertionError):  # where nobody defined them yet
+            print(kube.kubectl("-n", namespace, "get", "dp,dpool", "-o", "wide"))
         raise
     node.close()
 
