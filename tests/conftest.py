@@ -10,7 +10,8 @@ from tests.examples import examples
 from tests.forking import Forked
 from tools import server
 
-settings.register_profile("unfuse", max_examples=examples(40))
+# a busy machine is no failure: what hangs ends by the time limit of its test
+settings.register_profile("unfuse", max_examples=examples(40), deadline=None)
 settings.load_profile("unfuse")
 
 

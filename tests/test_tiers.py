@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
 DAY = "not nightly and not gpu"
@@ -97,3 +98,8 @@ def test_make_runs_every_test_by_day_or_by_night() -> None:
     assert f"DAY := {DAY}\n" in made
     runs = re.findall(r"^\t.*(?:pytest|\$\(PYTEST\)) -m \"(.*?)\"(.*)$", made, re.M)
     assert runs == [("$(DAY) and not slow", ""), ("$(DAY)", " --second-run"), ("nightly or hypothesis", "")]
+
+
+def test_no_example_of_a_property_has_a_time_limit() -> None:
+    """Else what is right fails where the machine is busy, as Hypothesis gives each example 0.2 seconds."""
+    assert settings.default is not None and settings.default.deadline is None

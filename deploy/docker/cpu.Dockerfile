@@ -1,4 +1,4 @@
-# unfuse on CPUs. From the repository's root:  docker build -f deploy/docker/cpu.Dockerfile -t unfuse .
+# unfuse on CPUs. From the repository's root:  docker build -f deploy/docker/cpu.Dockerfile -t unfuse:0.1.0 .
 FROM python:3.12-slim-bookworm
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1

@@ -1,8 +1,8 @@
 """A real API server with its controllers, as `tools/kube_api.sh` builds them, and a kubelet for its pods.
 
 The server is Kubernetes 1.20. `Newer` makes up for what it lacks: it calls PodDisruptionBudgets policy/v1, and itself
-1.30. Rules of custom resources (CEL) are unknown to it, and dropped. There are no nodes, images and scheduler:
-`Kubelet` binds each pod to one node and runs it as tests/integration/kubelet.py does.
+1.30, and drops rules of custom resources (CEL). There are no nodes, images and scheduler: `Kubelet` binds each pod to
+one node and runs it as tests/integration/kubelet.py does.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ PROGRAMS = Path(os.environ.get("KUBE_PROGRAMS") or Path(CACHE, "unfuse-kube"), "
 ADMIN = "admin-of-a-test"
 NODE = "here"
 OLD, NEW = b"policy/v1beta1", b"policy/v1"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
 def built(name: str) -> str:
@@ -56,6 +57,8 @@ class Newer(BaseHTTPRequestHandler):
     def _pass(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0))).replace(b'"policy/v1"', b'"policy/v1beta1"')
         path = re.sub(r"^/apis/policy/v1(?![a-z])", "/apis/policy/v1beta1", self.path)
+        if body and path.startswith(DEFINITIONS):
+            body = json.dumps(without_rules(json.loads(body))).encode()
         headers = {key.lower(): value for key, value in self.headers.items()}
         headers |= {"content-length": str(len(body)), "accept-encoding": "identity"}
         accepted = [one for one in headers.get("accept", "*/*").split(",") if "protobuf" not in one]
@@ -88,6 +91,13 @@ class Newer(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """What was asked is not told."""
+
+
+def without_rules(value: Any) -> Any:
+    """A part of a definition without its rules in CEL."""
+    if isinstance(value, dict):
+        return {key: without_rules(one) for key, one in value.items() if key != "x-kubernetes-validations"}
+    return [without_rules(one) for one in value] if isinstance(value, list) else value
 
 
 def renamed(group: Object) -> Object:
@@ -308,7 +318,10 @@ class Kubelet(Node):
                 while self.lost:
                     self._vanish(self.lost.pop())
                 self._connect()
-                for pod in self.made.of("Pod").values():
+                pods = [*self.made.of("Pod").values()]
+                for uid in self._running.keys() - {pod["metadata"]["uid"] for pod in pods}:
+                    self._remove(uid)  # one that had ended is deleted at once, and never seen to be about to go
+                for pod in pods:
                     self._look(pod)
             except BaseException as error:  # told by the test
                 self.failed.append(error)
@@ -356,10 +369,13 @@ class Kubelet(Node):
 
     def _vanish(self, name: str) -> None:
         (uid,) = (uid for uid, pod in self._running.items() if pod.called == name)
+        self._remove(uid)
+        self._kube.ask("DELETE", f"{self._at}/pods/{name}?gracePeriodSeconds=0")
+
+    def _remove(self, uid: str) -> None:
         self._running[uid].kill()
         shutil.rmtree(self._running[uid].folder)
         self.pods.remove(self._running.pop(uid))
-        self._kube.ask("DELETE", f"{self._at}/pods/{name}?gracePeriodSeconds=0")
 
     def _may_start(self, spec: Object) -> bool:
         """Whether all that it names is there: a name server would say so later."""

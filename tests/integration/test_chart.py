@@ -77,6 +77,21 @@ def chart(case: str, plain: bool = False) -> Made:
     return made(CASES[case], apis=set()) if plain else made(CASES[case])
 
 
+def notes(values: Object) -> str:
+    """What Helm prints behind an installation in a cluster that knows Kubernetes' own kinds alone."""
+    told = call("install", "u", str(CHART), "--dry-run=client", "--output", "json", values=values)
+    return str(json.loads(told)["info"]["notes"])
+
+
+UNITS = {"m": 1e-3, "": 1.0, "mb": 2.0**20, "Mi": 2.0**20, "Gi": 2.0**30}
+
+
+def amount(text: str) -> float:
+    """An amount as Kubernetes or Redis reads it, in bytes or CPUs."""
+    number, unit = re.fullmatch(r"([\d.]+)(\w*)", text).groups()  # type: ignore[union-attr]
+    return float(number) * UNITS[unit]
+
+
 def containers(pod: Object) -> list[Object]:
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
 
@@ -112,9 +127,8 @@ def test_what_a_cluster_does_not_know_is_left_out() -> None:
     assert chart("split").kinds() >= foreign and not chart("split", plain=True).kinds() & foreign
     assert chart("split", plain=True).of("StatefulSet")["u-dit"]["spec"]["replicas"] == 4
     assert "replicas" not in chart("split").of("StatefulSet")["u-dit"]["spec"]
-    told = call("install", "u", str(CHART), "--dry-run=client", "--output", "json", values=SPLIT)
-    notes = json.loads(told)["info"]["notes"]
-    assert "Nothing scales u-dit: that takes KEDA" in notes and "no Prometheus operator" in notes
+    told = notes(SPLIT)
+    assert "Nothing scales u-dit: that takes KEDA" in told and "no Prometheus operator" in told
 
 
 def test_versions_are_those_of_unfuse() -> None:
@@ -537,13 +551,49 @@ def test_without_values_tasks_and_results_have_a_place_and_pods_know_each_other(
 
 
 def test_what_is_for_trying_alone_is_said_after_an_installation_without_values() -> None:
-    def notes(values: Object) -> str:
-        told = call("install", "u", str(CHART), "--dry-run=client", "--output", "json", values=values)
-        return str(json.loads(told)["info"]["notes"])
-
     warnings = ("Its Redis is for trying", "Results are in that Redis too", "Schedulers and workers share one secret")
     assert all(warning in notes(NONE) for warning in warnings)
     assert not any(warning in notes(SPLIT) for warning in warnings)
+
+
+def test_the_notes_tell_how_to_make_an_image_that_is_in_no_registry() -> None:
+    """As the Dockerfile has it, under the name by which the pods ask for it."""
+    build = f"docker build -f deploy/docker/cpu.Dockerfile -t unfuse:{__version__} ."
+    assert f"  {build}\n" in notes(NONE)
+    assert (ROOT / "deploy/docker/cpu.Dockerfile").read_text().partition("\n")[0].endswith(f"  {build}")
+    assert chart("none").pods()["u-all"]["spec"]["containers"][0]["image"] == f"unfuse:{__version__}"
+    assert "docker build" not in notes({"image": {"repository": "registry.example/unfuse"}})
+
+
+def test_pods_of_an_installation_without_values_find_room_in_a_small_cluster() -> None:
+    """minikube has two CPUs and 4 GiB if it is told nothing, of which its own pods ask for 0.75 and 0.2."""
+    objects = chart("none")
+    asked = [
+        (one["spec"]["replicas"], container["resources"]["requests"])
+        for one in (*objects.of("Deployment").values(), *objects.of("StatefulSet").values())
+        for container in one["spec"]["template"]["spec"]["containers"]
+    ]
+    assert len(asked) == 3
+    assert sum(replicas * amount(requests["cpu"]) for replicas, requests in asked) <= 1.1
+    assert sum(replicas * amount(requests["memory"]) for replicas, requests in asked) <= 2.2 * UNITS["Gi"]
+
+
+def test_the_redis_for_trying_refuses_what_its_pod_has_no_room_for() -> None:
+    """In memory, also while it writes its file anew, and on its disk, where the old file then is beside the new."""
+    spec = chart("none").of("StatefulSet")["u-redis"]["spec"]
+    (redis,), (claim,) = spec["template"]["spec"]["containers"], spec["volumeClaimTemplates"]
+    flags = dict(zip(redis["args"][1::2], redis["args"][2::2], strict=True))
+    assert (flags["--appendonly"], flags["--save"], flags["--maxmemory-policy"]) == ("yes", "", "noeviction")
+    most = amount(flags["--maxmemory"])
+    assert 2 * amount("256Mi") < most < 0.75 * amount(redis["resources"]["limits"]["memory"])
+    assert 3 * most < amount(claim["spec"]["resources"]["requests"]["storage"])
+
+
+def test_every_pod_may_take_its_image_from_a_registry_with_a_password() -> None:
+    secrets = [{"name": "registry"}]
+    pods = made({"imagePullSecrets": secrets, "operator": {"enabled": True}}).pods()
+    assert {*pods} == {"u-scheduler", "u-all", "u-redis", "u-picture", "u-operator"}
+    assert [pod["spec"].get("imagePullSecrets") for pod in pods.values()] == [secrets] * 5
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_what_is_left_out_has_its_default() -> None:
     stored = completed({"spec": PIPELINE | {"stages": [{"name": "s", "pool": "p"}]}}, schema("DiffusionPipeline"))
     assert stored["spec"]["scheduler"] == {
         "redis": {"host": "r", "port": 6379, "database": 0}, "replicas": 1, "queueBackend": "redis",
-        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
     }  # fmt: skip
     assert stored["spec"]["modelCache"] == {"size": "100Gi"}
     assert stored["spec"]["stages"] == [{"name": "s", "pool": "p", "replicas": 1}]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from base64 import b64decode
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from PIL import Image
 
 from tests.integration.kube import Kube, Kubelet, answers, named
 from tests.integration.test_chart_runs import seconds
-from tools.helm import CHART, Object
+from tools.helm import CHART, Object, packed
 from tools.redis_server import RedisServer
 from tools.server import family_of, until
 
@@ -64,6 +65,7 @@ ALL = (
     "dp,dpool,deployments,replicasets,statefulsets,controllerrevisions,pods,configmaps,secrets,services,endpoints,"
     "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,scaledobjects"
 )
+DEFINED = ("diffusionpipelines.unfuse.dev", "diffusionpools.unfuse.dev", "clusterkopfpeerings.kopf.dev")
 LEFT = ALL.replace("dp,dpool,", "serviceaccounts,").replace("persistentvolumeclaims,scaledobjects", "jobs")
 
 
@@ -89,16 +91,34 @@ def nodes(kube: Kube, namespace: str, folder: Path, network: int) -> Iterator[Ku
     except BaseException:
         node.close()
         print(*node.logs, *node.failed, sep="\n")
-        print(kube.kubectl("-n", namespace, "get", "dp,dpool,pods,events", "-o", "wide"))
+        print(kube.kubectl("-n", namespace, "get", "pods,events", "-o", "wide"))
+        with suppress(AssertionError):  # where nobody defined them yet
+            print(kube.kubectl("-n", namespace, "get", "dp,dpool", "-o", "wide"))
         raise
     node.close()
 
 
-@contextmanager
-def operating(kube: Kube, folder: Path, node: Kubelet) -> Iterator[None]:
-    """The operator of the manifest, with its account's own rights; it is there before the definitions are."""
+def by_manifest(kube: Kube) -> tuple[str, str]:
+    """Install the operator before the definitions are there. Returns its namespace and its account."""
     kube.kubectl("apply", "-f", str(DEPLOY / "operator.yaml"))
-    token = kube.kubectl("-n", "unfuse", "create", "token", "unfuse-operator").strip()
+    return "unfuse", "unfuse-operator"
+
+
+def by_chart(kube: Kube) -> tuple[str, str]:
+    """Install the operator alone, as the chart has it. Returns its namespace and its account."""
+    alone = ("--set=operator.enabled=true", "--set=serving.enabled=false")
+    helm = partial(kube.kubectl, "--namespace=by-chart", program="helm")
+    print(helm("install", "o", str(CHART), "--create-namespace", *alone))
+    return "by-chart", "o-operator"
+
+
+@contextmanager
+def operating(
+    kube: Kube, folder: Path, node: Kubelet, install: Callable[[Kube], tuple[str, str]] = by_manifest
+) -> Iterator[None]:
+    """The operator, with the rights of the account that was installed for it."""
+    namespace, account = install(kube)
+    token = kube.kubectl("-n", namespace, "create", "token", account).strip()
     own = {"KUBECONFIG": str(kube.config("operator", token)), "HOME": str(folder), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-m", "unfuse", "operator", "--image=unfuse:0.1.0"]
     with named(node) as names, (log := folder / "operator.log").open("wb") as file:
@@ -118,6 +138,13 @@ def operating(kube: Kube, folder: Path, node: Kubelet) -> Iterator[None]:
 
 def found(kube: Kube, namespace: str, what: str) -> list[Any]:
     return list(json.loads(kube.kubectl("-n", namespace, "get", what, "-o", "json"))["items"])
+
+
+def typed(kube: Kube, line: str) -> str:
+    """What a line of the chart's notes prints when it is typed into a shell."""
+    own = {"KUBECONFIG": str(kube.admin), "HOME": str(kube.admin.parent)}
+    own["PATH"] = f"{packed('kubectl').parent}:{os.environ['PATH']}"
+    return subprocess.run(["sh", "-c", line], env=own, capture_output=True, text=True, check=True).stdout
 
 
 def is_ready(kube: Kube, namespace: str) -> bool:
@@ -264,10 +291,10 @@ def lose(kube: Kube, node: Kubelet, client: httpx2.Client) -> None:
 
 def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path) -> None:
     """A model that is not there, of a name that would be more than one anywhere else; a name of which none can be made,
-    which this server's rules let in; a field that there is not; one that is of another kind."""
+    which this server's rules let in; a field that there is not; one of another kind. The operator is of the chart."""
     alone = {"scheduler": {"replicas": 1, "queueBackend": "memory"}}
     name = 'no/such "model"\n- --port=1 {{ .Values }} $name'
-    with nodes(kube, "wrong", tmp_path, 200 + os.getpid() % 50) as node, operating(kube, tmp_path, node):
+    with nodes(kube, "wrong", tmp_path, 200 + os.getpid() % 50) as node, operating(kube, tmp_path, node, by_chart):
         apply = partial(kube.kubectl, "-n", "wrong", "apply", "-f", "-")
 
         def degraded(which: str) -> str:
@@ -294,20 +321,50 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
         assert {one["metadata"]["name"] for one in found(kube, "wrong", "deployments")} == {"lost-scheduler"}
         kube.kubectl("-n", "wrong", "delete", "dp", "--all")
         until(lambda: not found(kube, "wrong", "pods") and not found(kube, "wrong", "statefulsets"), "all to be gone")
+    kube.kubectl("--namespace=by-chart", "uninstall", "o", program="helm")
+    left = partial(kube.kubectl, "-n", "by-chart", "get", f"{LEFT},clusterroles,clusterrolebindings", "-o", "name")
+    until(lambda: "o-operator" not in left(), "all of the operator to be gone")
 
 
 def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path) -> None:
-    """`helm install` with no values → pods → a picture; `helm test`: another; `helm uninstall` leaves claims alone."""
+    """`helm install` with no values → definitions and pods → a picture, for the key that the notes show; `helm test`:
+    another; `helm uninstall` leaves the claim of Redis alone, which the next installation goes on with; and what the
+    notes say about that claim takes it away."""
+    kube.kubectl("delete", "crd", "--ignore-not-found", *DEFINED)  # which an operator of another test came with
     with nodes(kube, "chart", tmp_path, 100 + os.getpid() % 100) as node:
         before = kube.kubectl("-n", "chart", "get", LEFT, "-o", "name")
         helm = partial(kube.kubectl, "--namespace=chart", program="helm")
-        print(helm("install", "u", str(CHART)))
-        until(lambda: len(node.pods) == 4 and all(map(answers, node.pods)), "all pods to be ready")
-        assert picture(node.addresses["u"], node.secret("u-api", "key").decode()) == (64, 64)
+
+        def key(notes: str) -> str:
+            (export,) = re.findall(r"^  (export UNFUSE_API_KEY=.*)$", notes, re.MULTILINE)
+            return typed(kube, f'{export}; printf %s "$UNFUSE_API_KEY"')
+
+        def serve(pods: int) -> None:
+            until(lambda: len(node.pods) == pods and all(map(answers, node.pods)), f"{pods} pods to be ready")
+
+        print(notes := helm("install", "u", str(CHART)))
+        assert {*DEFINED} <= {one["metadata"]["name"] for one in found(kube, "chart", "crd")}
+        serve(pods=4)
+        assert picture(node.addresses["u"], first := key(notes)) == (64, 64)
+        (look,) = re.findall(r"^  (kubectl .* get pods .*) --watch$", notes, re.MULTILINE)
+        until(lambda: typed(kube, f"{look} --no-headers").count(" 1/1 ") == 4, "all pods to be shown as ready")
         assert "Succeeded" in helm("test", "u", "--timeout=10m")
-        helm("upgrade", "u", str(CHART), "--values=-", text=yaml.safe_dump({"scheduler": {"replicas": 3}}))
-        until(lambda: len(node.pods) == 5 and all(map(answers, node.pods)), "another scheduler")
-        assert picture(node.addresses["u"], node.secret("u-api", "key").decode()) == (64, 64), "keys are kept"
-        helm("uninstall", "u")
-        until(lambda: kube.kubectl("-n", "chart", "get", LEFT, "-o", "name") == before, "all but claims to be gone")
-        assert {one["metadata"]["name"] for one in found(kube, "chart", "pvc")} == {"data-u-redis-0"}
+        notes = helm("upgrade", "u", str(CHART), "--values=-", text=yaml.safe_dump({"scheduler": {"replicas": 3}}))
+        serve(pods=5)
+        assert key(notes) == first and picture(node.addresses["u"], first) == (64, 64)
+
+        def uninstall() -> None:
+            helm("uninstall", "u")
+            until(lambda: kube.kubectl("-n", "chart", "get", LEFT, "-o", "name") == before, "all but claims to be gone")
+            until(lambda: not node.pods, "all pods to end")
+            assert {one["metadata"]["name"] for one in found(kube, "chart", "pvc")} == {"data-u-redis-0"}
+
+        uninstall()
+        notes = helm("install", "u", str(CHART))
+        serve(pods=4)
+        assert picture(node.addresses["u"], key(notes)) == (64, 64)
+        uninstall()
+        (delete,) = re.findall(r"in a claim: (kubectl .*)$", notes, re.MULTILINE)
+        typed(kube, delete)
+        assert not found(kube, "chart", "pvc")
+        assert node.failed == []

@@ -25,7 +25,7 @@ SAME: list[tuple[Object, Object, Object]] = [
     (
         {"wireKeys": {"existingSecret": "wire"}, "results": {"size": "50Gi"}},
         {"model": "unfuse/shapes", "keysSecret": "wire", "scheduler": {"replicas": 2, "redis": {"host": "u-redis"}}},
-        {"role": "all", "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "4Gi"}}},
+        {"role": "all", "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}},
     ),
     (
         {
