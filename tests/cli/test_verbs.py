@@ -186,6 +186,15 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
             assert "Address already in use; a server of yours has it; choose another" in unfuse(*command)[2]
 
 
+def test_a_comparison_needs_no_keys_of_a_server_elsewhere(
+    unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNFUSE_API_KEY", "short")
+    monkeypatch.setenv("UNFUSE_SERVE__API_KEYS", "/nowhere/keys")
+    code, _, err = unfuse("compare", str(tmp_path))
+    assert (code, str(tmp_path) in err, "key" in err) == (1, True, False), err
+
+
 def test_a_verb_with_a_typo_names_the_nearest(unfuse: Run) -> None:
     code, out, err = unfuse("genrate", "x")
     assert (code, out) == (2, "")

@@ -62,6 +62,12 @@ def _teller(logs: Logs, level: str) -> Callable[[str], object] | None:
     return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
 
 
+def without_keys(loaded: Loaded) -> Loaded:
+    """Return the settings without API keys, which are those of a server elsewhere."""
+    serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())
+    return Loaded(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
+
+
 @contextmanager
 def own_pools(
     loaded: Loaded, logs: Logs, loading: Loading | None = None, check: Callable[[Plan], object] | None = None
@@ -71,9 +77,7 @@ def own_pools(
     No worker starts if `check` raises for their plan. Their lines go to `logs`. They leave nothing behind: their
     results lie in a temporary folder that goes with the block, and what stages took is not remembered.
     """
-    serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())  # those of a server elsewhere
-    settings = msgspec.structs.replace(loaded.settings, api_key="", serve=serve)
-    chosen = options(Loaded(settings, loaded.origins))
+    chosen = options(without_keys(loaded))
     planned = plan(chosen)
     if check:
         check(planned)
