@@ -186,6 +186,15 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
             assert "Address already in use; a server of yours has it; choose another" in unfuse(*command)[2]
 
 
+@pytest.mark.parametrize("verb", [["models", "add"], ["serve", "--no-workers", "--port", "0"], ["doctor"]])
+def test_a_path_of_an_unknown_user_is_refused_as_one_that_is_not_there(
+    unfuse: Run, verb: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNFUSE_SERVER", "http://127.0.0.1:9")
+    code, _, err = unfuse(*verb, "~nobody-of-that-name/model")
+    assert code in (1, 3) and err.splitlines()[-1].startswith("unfuse: ")
+
+
 def test_a_comparison_needs_no_keys_of_a_server_elsewhere(
     unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

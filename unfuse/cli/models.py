@@ -17,6 +17,7 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import Verbs
 from unfuse.core.errors import ConfigError, PermanentError, TransientError
+from unfuse.core.paths import expanded
 from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, load
 
@@ -81,7 +82,7 @@ def add(
 
     Example: unfuse models add /models/mine --name mine
     """
-    path = Path(model).expanduser()
+    path = expanded(model)
     source = str(path.absolute()) if path.exists() else model
     with connecting.client(server, api_key, config) as client:
         found: dict[str, Any] = {}

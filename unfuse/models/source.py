@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.paths import expanded
 from unfuse.core.registry import nearest
 from unfuse.models.composed import component_folder, compose, name_of, split_name
 from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
@@ -38,7 +39,7 @@ def resolve_source(
     model, sources = split_name(name)
     if sources:
         return _composed(name, model, sources, revision, tell)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name in INSTALLED:
         return _installed(name)
     if name and name not in PACKAGED and path.is_dir():
@@ -79,7 +80,7 @@ def is_local(name: str) -> bool:
     model, sources = split_name(name)
     if sources:
         return all(map(is_local, (model, *sources.values())))
-    return name in PACKAGED or name in INSTALLED or Path(name).expanduser().exists()
+    return name in PACKAGED or name in INSTALLED or expanded(name).exists()
 
 
 def _composed(name: str, model: str, sources: dict[str, str], revision: str | None, tell: Tell | None) -> Path:
