@@ -23,10 +23,9 @@ READY = b'{"event": "ready", "level": "info"}'
 
 
 @pytest.fixture(autouse=True)
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start with a program that has configured no logging, and leave logging as it was."""
-    last, root = logging.lastResort, logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
+def unconfigured() -> Iterator[None]:
+    """Start with a program that has not configured structlog, and leave logging as it was."""
+    last = logging.lastResort
     structlog.reset_defaults()
     yield
     structlog.reset_defaults()
@@ -44,13 +43,18 @@ def pools(loaded: Loaded, logs: Logs, loading: Loading | None = None) -> Iterato
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
-    """Return what runs `unfuse.local` with such workers, and returns the lines on standard error."""
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Return what runs `unfuse.local` with such workers, and returns the lines on standard error.
+
+    Python's own logging has these handlers meanwhile.
+    """
     monkeypatch.setattr("unfuse.service.local.own_pools", pools)
 
-    def run() -> list[str]:
-        with unfuse.local("some/model"):
-            pass
+    def run(*handlers: logging.Handler) -> list[str]:
+        with monkeypatch.context() as patched:
+            patched.setattr(logging.getLogger(), "handlers", [*handlers])
+            with unfuse.local("some/model"):
+                pass
         return capsys.readouterr().err.splitlines()
 
     return run
@@ -72,7 +76,7 @@ def test_a_line_is_said_every_few_seconds_until_all_workers_are_ready() -> None:
     assert lines[1:] == ["one is ready in 7 s"]
 
 
-def test_a_program_hears_on_standard_error_how_far_its_workers_are(said: Callable[[], list[str]]) -> None:
+def test_a_program_hears_on_standard_error_how_far_its_workers_are(said: Callable[..., list[str]]) -> None:
     first, last = said()
     assert first == "unfuse: looking into some/model"
     assert re.fullmatch(r"unfuse: some/model is ready in \d+ s", last)
@@ -81,16 +85,15 @@ def test_a_program_hears_on_standard_error_how_far_its_workers_are(said: Callabl
 
 
 def test_a_program_that_configures_logging_gets_the_lines_in_its_log(
-    said: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+    said: Callable[..., list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger().addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, "unfuse"):
-        assert said() == []
+        assert said(caplog.handler) == []
     assert caplog.messages[0] == "looking into some/model" and caplog.records[0].name == "unfuse"
     assert len(caplog.messages) == 2
 
 
-def test_a_program_that_configures_structlog_gets_the_lines_there(said: Callable[[], list[str]]) -> None:
+def test_a_program_that_configures_structlog_gets_the_lines_there(said: Callable[..., list[str]]) -> None:
     with structlog.testing.capture_logs() as told:
         structlog.configure(processors=structlog.get_config()["processors"])
         assert said() == []
@@ -100,7 +103,7 @@ def test_a_program_that_configures_structlog_gets_the_lines_there(said: Callable
 
 @pytest.mark.parametrize("level", ["error", "warning"])
 def test_who_sets_the_level_of_the_log_hears_no_more_than_that(
-    said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, level: str
+    said: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setenv("UNFUSE_LOG__LEVEL", level)
     assert said() == []
@@ -109,6 +112,7 @@ def test_who_sets_the_level_of_the_log_hears_no_more_than_that(
 def test_what_fails_before_any_worker_starts_ends_the_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with pytest.raises(unfuse.UnfuseError, match="none/such/model"), unfuse.local("none/such/model"):
         pytest.fail("it started")
     assert capsys.readouterr().err.splitlines() == ["unfuse: looking into none/such/model"]

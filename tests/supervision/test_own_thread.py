@@ -50,6 +50,7 @@ async def test_a_caller_that_is_cancelled_does_not_wait() -> None:
     await asyncio.to_thread(ended.wait)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_does_not_wait_for_work_that_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
