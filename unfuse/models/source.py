@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.model_names import is_path
 from unfuse.core.paths import expanded
 from unfuse.core.registry import nearest
 from unfuse.models.composed import component_folder, compose, name_of, split_name
@@ -53,7 +54,9 @@ def resolve_source(
     name = hub_name(name)
     if name in PACKAGED:
         return Path(__file__).parent / PACKAGED[name]
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if is_path(name):
+        raise ConfigError(f"model {name!r}: there is no such folder or file here")
+    if "/" not in name:
         short = [one.partition("/")[2].removesuffix(SUFFIX) for one in PLANS.keys() - PACKAGED if "*" not in one]
         known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
