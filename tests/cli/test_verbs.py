@@ -353,6 +353,8 @@ def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pyte
     out = unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0")[1]
     assert "there is no device cuda:0 for the denoiser" in out
     assert "say how large it is, as by --device-memory cuda:0=24GiB" in out
+    missing = ["--place", "denoiser=cuda:1", "--device-memory", "cuda:0=2GiB"]
+    assert "as by --device-memory cuda:1=24GiB" in unfuse("doctor", "unfuse/shapes", *missing)[1]
     assert unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0", "--device-memory", "cuda:0=2GiB")[0] == 0
 
 
@@ -360,7 +362,7 @@ def test_doctor_says_what_the_machine_has_though_a_model_cannot_be_found(unfuse:
     code, out, err = unfuse("doctor", "unfuse/shape")
     assert code == 1
     assert {"system", "processors", "servers", "transfers"} <= {line.split()[0] for line in out.splitlines()}
-    assert err.endswith("; did you mean unfuse/shapes?\n")
+    assert "is not packaged (did you mean unfuse/shapes?), and the hub library could not bring it: " in err
 
 
 def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,6 +493,7 @@ def test_requests_are_listed_shown_and_cancelled(asking: Run, idle: Client) -> N
     assert (shown["id"], shown["status"], shown["seed"]) == (first, "queued", 1)
     text = asking("requests", "show", first)[1]
     assert first in text
+    assert re.search(r"^cost +nothing used, predicted [\d.]+ s$", text, re.MULTILINE)
     assert "text_encode" in text
 
     assert json.loads(asking("requests", "cancel", first, "--json")[1])["status"] == "cancelled"

@@ -141,9 +141,10 @@ def _from_hub(name: str, revision: str | None, components: Collection[str] | Non
                 f"token of yours that may read it ({reason})"
             ) from error
         meant = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
+        packaged = f"did you mean {meant}?" if meant else f"{', '.join(PACKAGED)} is"
         raise ConfigError(
-            f"model {name!r} is no folder here, is not packaged ({', '.join(PACKAGED)} is), "
-            f"and the hub library could not bring it: {reason}{f'; did you mean {meant}?' if meant else ''}"
+            f"model {name!r} is no folder here, is not packaged ({packaged}), "
+            f"and the hub library could not bring it: {reason}"
         ) from error
     wanted = folder.components() if components is None else components
     if not constants.is_offline_mode():

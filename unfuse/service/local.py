@@ -56,7 +56,8 @@ def local(model: str | None = None, *, threads: int | None = None) -> Iterator[C
 def _teller(logs: Logs, level: str) -> Callable[[str], object] | None:
     """Return what writes a line on loading where this program wants it; None if it wants no such lines."""
     if is_configured_elsewhere():
-        return structlog.get_logger(LOGGER).info
+        tell: Callable[[str], object] = structlog.get_logger(LOGGER).info
+        return tell
     if logging.getLogger(LOGGER).hasHandlers():
         return logging.getLogger(LOGGER).info
     return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
