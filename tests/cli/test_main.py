@@ -33,6 +33,17 @@ main()
 """Runs the command, which gets a signal as soon as a module is about to be imported."""
 
 
+WHERE = """
+import atexit, os, sys
+from pathlib import Path
+from unfuse.cli.main import main
+atexit.register(lambda: Path({file!r}).write_text(os.readlink("/proc/self/fd/2")))
+sys.argv = ["unfuse", "config", "show"]
+main()
+"""
+"""Runs the command, which notes at its end what its standard error is."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.service.settings"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -73,3 +84,13 @@ def test_nobody_hears_of_an_error_and_it_still_is_one() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "models", "--server", "x"], stderr=full, stdout=full, check=False)
     assert done.returncode == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed_are_no_failure(closed: str, tmp_path: Path) -> None:
+    """Given a start without standard error, as by some service managers, then no file gets its number."""
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, WHERE.format(file=str(tmp_path / "two"))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, b"data_dir" in done.stdout) == (0, closed == "2>&-")
+    assert (tmp_path / "two").read_text() == os.devnull

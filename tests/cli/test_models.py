@@ -15,6 +15,7 @@ from tests.cli.conftest import Run
 from tests.server.composed import composed
 from unfuse.cli.models import _state as state_of
 from unfuse.client import Client
+from unfuse.core.errors import InvalidParameter
 from unfuse.models import resolve_source
 
 SHAPES = str(resolve_source("unfuse/shapes"))
@@ -72,6 +73,18 @@ def test_add_waits_and_says_how_far_it_is_and_why_it_cannot_be_served(
     found, out, err = unfuse("models", "add", "/models/flux", "--server", "http://127.0.0.1:1")
     assert found == code and says in (out if code == 0 else err)
     assert "looking into /models/flux" in err and not states
+
+
+def test_a_refusal_names_what_was_to_be_added(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's sentence has the model's name alone, since answers have no paths."""
+
+    def refuse(self: Client, model: str, name: str | None) -> dict[str, Any]:
+        raise InvalidParameter("model 'flux': there is no such folder or file here", "model")
+
+    monkeypatch.setattr(Client, "add_model", refuse)
+    code, _, err = unfuse("models", "add", "/nowhere/flux", "--server", "http://127.0.0.1:1")
+    said = "/nowhere/flux cannot be added: model 'flux': there is no such folder or file here"
+    assert (code, err.splitlines()[-1]) == (2, f"unfuse: {said}")
 
 
 def test_an_option_before_the_verb_is_not_dropped(unfuse: Run) -> None:

@@ -186,6 +186,24 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
             assert "Address already in use; a server of yours has it; choose another" in unfuse(*command)[2]
 
 
+@pytest.mark.parametrize("verb", [["models", "add"], ["serve", "--no-workers", "--port", "0"], ["doctor"]])
+def test_a_path_of_an_unknown_user_is_refused_as_one_that_is_not_there(
+    unfuse: Run, verb: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNFUSE_SERVER", "http://127.0.0.1:9")
+    code, _, err = unfuse(*verb, "~nobody-of-that-name/model")
+    assert code in (1, 3) and err.splitlines()[-1].startswith("unfuse: ")
+
+
+def test_a_comparison_needs_no_keys_of_a_server_elsewhere(
+    unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNFUSE_API_KEY", "short")
+    monkeypatch.setenv("UNFUSE_SERVE__API_KEYS", "/nowhere/keys")
+    code, _, err = unfuse("compare", str(tmp_path))
+    assert (code, str(tmp_path) in err, "--api-key" in err) == (1, True, False), err
+
+
 def test_a_verb_with_a_typo_names_the_nearest(unfuse: Run) -> None:
     code, out, err = unfuse("genrate", "x")
     assert (code, out) == (2, "")
@@ -335,6 +353,8 @@ def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pyte
     out = unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0")[1]
     assert "there is no device cuda:0 for the denoiser" in out
     assert "say how large it is, as by --device-memory cuda:0=24GiB" in out
+    missing = ["--place", "denoiser=cuda:1", "--device-memory", "cuda:0=2GiB"]
+    assert "as by --device-memory cuda:1=24GiB" in unfuse("doctor", "unfuse/shapes", *missing)[1]
     assert unfuse("doctor", "unfuse/shapes", "--place", "denoiser=cuda:0", "--device-memory", "cuda:0=2GiB")[0] == 0
 
 
@@ -342,7 +362,7 @@ def test_doctor_says_what_the_machine_has_though_a_model_cannot_be_found(unfuse:
     code, out, err = unfuse("doctor", "unfuse/shape")
     assert code == 1
     assert {"system", "processors", "servers", "transfers"} <= {line.split()[0] for line in out.splitlines()}
-    assert err.endswith("; did you mean unfuse/shapes?\n")
+    assert "is not packaged (did you mean unfuse/shapes?), and the hub library could not bring it: " in err
 
 
 def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,6 +493,7 @@ def test_requests_are_listed_shown_and_cancelled(asking: Run, idle: Client) -> N
     assert (shown["id"], shown["status"], shown["seed"]) == (first, "queued", 1)
     text = asking("requests", "show", first)[1]
     assert first in text
+    assert re.search(r"^cost +nothing used, predicted [\d.]+ s$", text, re.MULTILINE)
     assert "text_encode" in text
 
     assert json.loads(asking("requests", "cancel", first, "--json")[1])["status"] == "cancelled"

@@ -31,7 +31,7 @@ def test_a_model_is_added_by_a_name_read_and_removed(url: str) -> None:
         with pytest.raises(InvalidParameter, match="and no path") as refused:
             client.add_model(SHAPES, "/mine")
         assert refused.value.param == "name"
-        with pytest.raises(InvalidParameter, match="is no folder"):
+        with pytest.raises(InvalidParameter, match="there is no such folder"):
             client.add_model("/nowhere", "nowhere")
         assert client.remove_model("me/mine@1") == {"id": "me/mine@1", "object": "model", "deleted": True}
         with pytest.raises(UnknownModel):

@@ -42,4 +42,8 @@ def test_a_model_is_called_by_the_last_part_of_its_path(source: str, name: str) 
 def test_texts_for_clients_have_no_path() -> None:
     said = "model /srv/my models/flux: vae is damaged, see '/etc/x/y' and /srv/other/z"
     assert without_source(said, "/srv/my models/flux", "flux") == ("model flux: vae is damaged, see '…/y' and …/z")
+    assert without_source("model '/m/flux': see /m/flux/vae", "/m/flux", "flux") == "model 'flux': see flux/vae"
+    said = "model /srv/work: model_index.json cannot be read"
+    for source in (".", "..", "/"):
+        assert without_source(said, source, "mine") == "model …/work: model_index.json cannot be read"
     assert without_source("a model a/b is gated", "a", "x") == "a model a/b is gated", "a hub name is no secret"

@@ -129,9 +129,19 @@ def test_a_source_may_be_the_packaged_model_or_a_folder(tmp_path: Path, monkeypa
     assert resolve_source(NAME) == tmp_path / "owner" / "model"
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none-at-all", "shape", "a/b/c", ""])
-def test_a_source_that_is_nothing_is_refused_before_any_network(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no folder, nor a hub name such as owner/model, nor one of unfuse/shapes"):
+NO_NAME = "is no folder, nor a hub name such as owner/model, nor one of unfuse/shapes"
+NOTHING = ": there is no such folder or file here"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("shape", NO_NAME), ("", NO_NAME), ("/no/such/folder", NOTHING), ("./none", NOTHING), ("a/b/c", NOTHING),
+        ("~/none-at-all", NOTHING), ("~nobody-of-that-name/model", NOTHING),
+    ],
+)  # fmt: skip
+def test_a_source_that_is_nothing_is_refused_before_any_network(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         resolve_source(name)
 
 

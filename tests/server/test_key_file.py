@@ -167,8 +167,10 @@ def test_a_link_stays_a_link_to_the_changed_file(typed: Typed, tmp_path: Path) -
         (["rm", "ada", "--file", "{}"], "there is no key file {}"),
         (["hash", "{}/deeper"], "there is no key file {}/deeper"),
         (["add", "two words", "--file", "{}"], "NAME is 1 to 64 letters"),
-        (["add", "ada", "--rate", "often", "--file", "{}"], "rate is like 10/s"),
-        (["add", "ada", "--models", "a b", "--file", "{}"], "write NAME sha256:HEX"),
+        (["add", "ada", "--rate", "often", "--file", "{}"], "unfuse: --rate often: rate is like 10/s"),
+        (["add", "ada", "--models", "a b", "--file", "{}"], "--models 'a b' has spaces: write several models as a,b"),
+        (["add", "ada", "--models", "a admin=yes", "--file", "{}"], "--models 'a admin=yes' has spaces"),
+        (["add", "ada", "--rate", "1/s\u2028root", "--file", "{}"], "has spaces"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_and_makes_no_file(
@@ -179,6 +181,12 @@ def test_what_cannot_be_done_is_one_sentence_and_makes_no_file(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said.format(missing) in err
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_line_ends_as_the_others_do(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_bytes(b"ada k1\r\nbob k2")
+    key_file.add(file, "eve", {})
+    assert re.fullmatch(rb"ada k1\r\nbob k2\r\neve sha256:[0-9a-f]{64}\r\n", file.read_bytes())
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a=b", "x" * 65, "a\nb", "sha256:0"])

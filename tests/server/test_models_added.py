@@ -214,7 +214,7 @@ def test_one_that_cannot_be_served_says_why_and_can_be_added_again_or_removed(tm
         until(lambda: http.get("models/removed").json()["state"] == "failed")
         failed = http.get("models/again").json()
         assert (failed["state"], failed["default"], failed["progress"]) == ("failed", False, None)
-        assert "is no folder" in failed["reason"] and str(tmp_path) not in failed["reason"]
+        assert "there is no such folder" in failed["reason"] and str(tmp_path) not in failed["reason"]
         assert {one["id"]: one["state"] for one in http.get("models").json()["data"]} == {
             "unfuse/shapes": "loading", "again": "failed", "removed": "failed",
         }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,11 +61,15 @@ class Machine:
         given = {"serve.device_memory": (room,), "arena.bytes": 64 << 20, "compute.device": "cpu"}
         options = options_of(load({**given, "serve.workers": workers}, None, {}))
         self.service = Service(options, plan_of(options), Logs())
+        self.hub_answers, self.hub_is_asked = threading.Event(), threading.Event()
+        self.hub_answers.set()
         self.launchers, self.offered, self.asked = list[Started](), list[list[str]](), list[list[int]]()
         self.crews = Crews(self.scheduler, dispatcher, self.plan, self.start, self.changed, 1.0, server)
 
     def plan(self, models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> Plan:
         self.asked.append([others["cpu"], coming["cpu"]])
+        self.hub_is_asked.set()
+        self.hub_answers.wait()
         return self.service._planned(models, others, coming)
 
     def start(self, plan: Plan, first: int) -> Started:

@@ -87,3 +87,20 @@ async def test_a_late_request_of_one_that_cannot_be_served_fails_too(machine: Ma
     late = await machine.ask_card(card)
     await machine.look()
     assert (await machine.scheduler.queue.load(late)).status == "failed"
+
+
+async def test_a_stop_does_not_wait_for_a_hub_that_does_not_answer(machine: Machine, folder: str) -> None:
+    """Given a model that is still looked into, then workers are told to end at once, and its call is refused."""
+    machine.hub_answers.clear()
+    machine.hub_is_asked.clear()
+    adding = asyncio.create_task(machine.crews.add("added", folder))
+    try:
+        await asyncio.to_thread(machine.hub_is_asked.wait)
+        stopping = asyncio.create_task(machine.crews.stop(0.0))
+        await asyncio.wait({stopping}, timeout=10)
+        assert stopping.done() and machine.live == []
+        with pytest.raises(Refusal, match="the server is stopping"):
+            await adding
+    finally:
+        machine.hub_answers.set()
+    assert await machine.served() == {"unfuse/shapes"}

@@ -53,6 +53,15 @@ def test_where_records_are_expected_a_plain_line_becomes_one(capsys: pytest.Capt
     assert json.loads(capsys.readouterr().err) == {"event": "Segmentation fault", "level": "warning", "worker": 3}
 
 
+def test_a_process_without_standard_error_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    logs = Logs(Log("info", "text"))
+    logs.relay(0, INFO)
+    logs.say("a line")
+    logs.flush()
+    assert not logs.interactive
+
+
 def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     logs = Logs(Log("error"))
     heard: list[tuple[int, str]] = []

@@ -94,7 +94,7 @@ async def test_where_its_files_are_gone_its_requests_fail_with_the_reason_and_it
     await other.look(module.QUIET + 2)
     assert other.live == [["unfuse/shapes"]] and await other.served() == {"unfuse/shapes"}
     reason = other.scheduler.registry.failed["added"].failed
-    assert "is no folder" in reason and str(tmp_path) not in reason
+    assert "there is no such folder" in reason and str(tmp_path) not in reason
     status, error, dead = await error_of(other, request)
     assert (status, dead) == ("failed", True) and error and error.code == MODEL_FAILED
     assert error.message == f"the model cannot be served: {reason}"

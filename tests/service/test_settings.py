@@ -46,6 +46,24 @@ def test_without_anything_every_value_is_its_default() -> None:
     assert set(loaded.origins.values()) == {"default"}
 
 
+def test_a_tilde_is_the_home_folder_also_where_no_shell_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    file = tmp_path / "unfuse.toml"
+    file.write_text('data_dir = "~/data"\n[serve]\napi_keys = ["~/keys", "/k"]\nloras = "~/loras"\n')
+    settings = load({}, file, {"UNFUSE_RUN_DIR": "~/run"}).settings
+    assert (settings.data_dir, settings.run_dir) == ("/home/ada/data", "/home/ada/run")
+    assert (settings.serve.api_keys, settings.serve.loras) == (("/home/ada/keys", "/k"), "/home/ada/loras")
+
+
+def test_a_home_folder_that_is_not_there_is_refused() -> None:
+    said = refusal(UNFUSE_DATA_DIR="~nobody-of-that-name/data")
+    assert said == (
+        "data_dir ~nobody-of-that-name/data: there is no such home folder; set UNFUSE_DATA_DIR to a whole path"
+    )
+
+
 def test_flag_beats_environment_beats_file_beats_default(file: Path) -> None:
     environment = {"UNFUSE_SERVE__PORT": "2", "UNFUSE_SERVE__DECODERS": "5"}
 

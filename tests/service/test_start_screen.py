@@ -68,6 +68,12 @@ def test_the_command_names_a_model_among_several_and_has_room_for_a_key() -> Non
     assert "authorization: Bearer KEY" in words
 
 
+def test_a_model_that_is_a_folder_goes_by_the_name_that_clients_use() -> None:
+    screen = StartScreen(planned(replace(PICTURES, name="/models/flux"), TALKING), {}, keyed=False)
+    assert screen.opening()[0].startswith(f"serving flux (/models/flux), {TALKING.name} with unfuse ")
+    assert json.loads(shlex.split(screen.example(URL))[-1])["model"] == "flux"
+
+
 def test_the_opening_says_what_is_served_on_what() -> None:
     part = Part("transformer", "float32", 2 << 30)
     workers = (*[Placed("denoiser", "cuda:0", (part,))] * 2, Placed("encoder", CPU, (part,)))

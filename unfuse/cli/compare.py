@@ -63,10 +63,11 @@ def compare(
     terminal.open_log()
     told = {**flags, **terminal.flags, "serve.models": [model]}
     from unfuse.service.comparison import sized
+    from unfuse.service.local import without_keys
     from unfuse.service.options import options
     from unfuse.service.service import plan
 
-    planned = plan(options(load(told, config)))
+    planned = plan(options(without_keys(load(told, config))))
     wanted = _Wanted(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
 
     def settings(**more: str) -> Loaded:

@@ -131,7 +131,8 @@ def _print_plan(plan: Plan, data_dir: str) -> None:
     if plan.refusal:
         typer.echo(f"serve would refuse: {plan.refusal}")
         if plan.refusal.startswith(NO_DEVICE):
-            typer.echo("to size a machine that has it, say how large it is, as by --device-memory cuda:0=24GiB")
+            device = plan.refusal.removeprefix(NO_DEVICE).split()[0]
+            typer.echo(f"to size a machine that has it, say how large it is, as by --device-memory {device}=24GiB")
     else:
         if plan.layouts:
             typer.echo(plan.layouts.why)

@@ -132,7 +132,8 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
     from unfuse.server.key_file import hash_keys
 
     count, short = hash_keys(file)
-    terminal.say(f"{file}: {count} plain keys are hashes now" if count else f"{file} has no plain key")
+    done = f"{count} plain keys are hashes now" if count != 1 else "its plain key is a hash now"
+    terminal.say(f"{file}: {done}" if count else f"{file} has no plain key")
     if short:
         terminal.say(
             f"short keys can be guessed from their hashes: make new ones for {', '.join(dict.fromkeys(short))} by "

@@ -23,6 +23,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     sys.unraisablehook = _unraisable
+    _open_closed_streams()
     try:
         run(sys.argv[1:])
     except KeyboardInterrupt:
@@ -49,6 +50,20 @@ def run(arguments: Sequence[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         code = _flushed(stream, code)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that are closed, as /dev/null: else a socket or a file would get their numbers.
+
+    What libraries write to standard error would go there. `sys.stdin` stays None, which verbs that read it say.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _flushed(stream: TextIO, code: int) -> int:

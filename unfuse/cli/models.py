@@ -16,7 +16,8 @@ from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import Verbs
-from unfuse.core.errors import ConfigError, PermanentError, TransientError
+from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError, TransientError
+from unfuse.core.paths import expanded
 from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, load
 
@@ -81,12 +82,17 @@ def add(
 
     Example: unfuse models add /models/mine --name mine
     """
-    path = Path(model).expanduser()
+    path = expanded(model)
     source = str(path.absolute()) if path.exists() else model
     with connecting.client(server, api_key, config) as client:
         found: dict[str, Any] = {}
         with progress_on(terminal, lambda: f"{found['id']}: {_state(found)}" if found else f"looking into {model}"):
-            found = client.add_model(source, name)
+            try:
+                found = client.add_model(source, name)
+            except InvalidParameter as error:
+                if error.param == "model":
+                    raise InvalidParameter(f"{model} cannot be added: {error}", error.param) from error
+                raise
             while wait and found["state"] == "loading":
                 time.sleep(LOOK_S)
                 found = client.model(found["id"])

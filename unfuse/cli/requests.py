@@ -59,13 +59,24 @@ def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config
 
 def _wide(request: dict[str, Any]) -> dict[str, Any]:
     """The further columns of a request."""
-    money = request["cost"]["money"]
     words = " ".join((request["prompt"] or "").split())
     return {
         "seconds": float(sum(request["cost"]["device_s"].values())),
-        "money": None if money is None else f"{money:.6f}".rstrip("0").rstrip("."),
+        "money": _money(request["cost"]["money"]),
         "prompt": words if len(words) <= PROMPT_CHARS else words[: PROMPT_CHARS - 1] + "…",
     }
+
+
+def _money(amount: float | None) -> str | None:
+    """An amount as people read it; a picture often costs less than a thousandth."""
+    return None if amount is None else f"{amount:.6f}".rstrip("0").rstrip(".")
+
+
+def _cost(cost: dict[str, Any]) -> str:
+    """The cost of a request in words: what it has used, at which price, and what was predicted."""
+    used = [f"{shown.cell(float(seconds))} s of {device}" for device, seconds in cost["device_s"].items()]
+    money = [] if cost["money"] is None else [f"money {_money(cost['money'])}"]
+    return ", ".join([*(used or ["nothing used"]), *money, f"predicted {shown.cell(float(cost['predicted_s']))} s"])
 
 
 def tell(request: dict[str, Any], json: bool) -> None:
@@ -73,7 +84,8 @@ def tell(request: dict[str, Any], json: bool) -> None:
     if json:
         shown.as_json(request)
         return
-    for name, value in request.items():
+    told = request | ({"cost": _cost(request["cost"])} if request.get("cost") else {})
+    for name, value in told.items():
         if name not in ("stages", "result", "error", "object"):
             typer.echo(f"{name:15} {shown.cell(shown.shown(name, value))}")
     if request.get("error"):

@@ -151,8 +151,10 @@ class Conversation:
         """Record a call that failed. Returns the seconds to wait before the next one, without the factor of a client.
 
         Where the server queued nothing, because it cannot reach the place of a new key, the next call has another one.
-        Raises the error where there was enough of it.
+        Raises the error where there was enough of it, or nobody listened at the first call: that is a wrong address.
         """
+        if not self.request and not self.lost and isinstance(error.__cause__, httpx2.ConnectError):
+            raise error
         if isinstance(error, KeyUnavailable) and "unfuse-new-key" in self.headers and self._keys < MOST_KEYS:
             self.headers |= fresh_key()
             self._keys += 1

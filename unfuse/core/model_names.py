@@ -40,4 +40,7 @@ def name_of(source: str) -> str:
 
 def without_source(text: str, source: str, name: str) -> str:
     """Return a text with a model's name in place of its path, and without other absolute paths."""
-    return without_paths(text.replace(source, name) if is_path(source) else text)
+    if not is_path(source):
+        return without_paths(text)
+    whole = rf"(?<![\w./~-]){re.escape(source)}(?![\w.-])"  # not the dot in a file's name, for the source "."
+    return without_paths(re.sub(whole, lambda _: name, text))

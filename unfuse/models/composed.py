@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.paths import expanded
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.folder import CONFIG, INDEX, ModelFolder
 
@@ -44,7 +45,7 @@ def with_components(model: str, sources: Mapping[str, str]) -> str:
 def split_name(name: str) -> tuple[str, dict[str, str]]:
     """The model and the sources of its components, of what `with_components` made; none of any other name."""
     with suppress(OSError, ValueError):  # a name may be too long for a path, or hold a NUL
-        if Path(name).expanduser().exists():
+        if expanded(name).exists():
             return name, {}
     model, *parts = BEHIND.split(name)
     return model, dict(part.split("=", 1) for part in parts)
@@ -59,7 +60,7 @@ def parse_component_sources(entries: tuple[str, ...]) -> dict[str, str]:
             raise UsageError(f"--component-source {entry!r} is not COMPONENT=FOLDER or COMPONENT=HUB_NAME")
         if component in found:
             raise UsageError(f"--component-source names {component} twice")
-        path = Path(source).expanduser()
+        path = expanded(source)
         found[component] = str(path.absolute()) if path.exists() else source
     return found
 

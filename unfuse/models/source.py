@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.model_names import is_path
+from unfuse.core.paths import expanded
 from unfuse.core.registry import nearest
 from unfuse.models.composed import component_folder, compose, name_of, split_name
 from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
@@ -38,7 +40,7 @@ def resolve_source(
     model, sources = split_name(name)
     if sources:
         return _composed(name, model, sources, revision, tell)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name in INSTALLED:
         return _installed(name)
     if name and name not in PACKAGED and path.is_dir():
@@ -52,7 +54,9 @@ def resolve_source(
     name = hub_name(name)
     if name in PACKAGED:
         return Path(__file__).parent / PACKAGED[name]
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if is_path(name):
+        raise ConfigError(f"model {name!r}: there is no such folder or file here")
+    if "/" not in name:
         short = [one.partition("/")[2].removesuffix(SUFFIX) for one in PLANS.keys() - PACKAGED if "*" not in one]
         known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
@@ -79,7 +83,7 @@ def is_local(name: str) -> bool:
     model, sources = split_name(name)
     if sources:
         return all(map(is_local, (model, *sources.values())))
-    return name in PACKAGED or name in INSTALLED or Path(name).expanduser().exists()
+    return name in PACKAGED or name in INSTALLED or expanded(name).exists()
 
 
 def _composed(name: str, model: str, sources: dict[str, str], revision: str | None, tell: Tell | None) -> Path:
@@ -137,9 +141,10 @@ def _from_hub(name: str, revision: str | None, components: Collection[str] | Non
                 f"token of yours that may read it ({reason})"
             ) from error
         meant = nearest(name, (*PACKAGED, *INSTALLED), ALIKE)
+        packaged = f"did you mean {meant}?" if meant else f"{', '.join(PACKAGED)} is"
         raise ConfigError(
-            f"model {name!r} is no folder here, is not packaged ({', '.join(PACKAGED)} is), "
-            f"and the hub library could not bring it: {reason}{f'; did you mean {meant}?' if meant else ''}"
+            f"model {name!r} is no folder here, is not packaged ({packaged}), "
+            f"and the hub library could not bring it: {reason}"
         ) from error
     wanted = folder.components() if components is None else components
     if not constants.is_offline_mode():

@@ -19,6 +19,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
+from unfuse.core.paths import expanded
 from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
@@ -74,7 +75,7 @@ class SqliteQueue(LocalQueue):
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
             raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
-        return cls(Path(path).expanduser().absolute(), clock or SystemClock())
+        return cls(expanded(path).absolute(), clock or SystemClock())
 
     @override
     def _may_change(self) -> None:

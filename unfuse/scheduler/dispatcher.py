@@ -369,8 +369,11 @@ class Dispatcher(Observer):
                 await self.scheduler.keep(message, worker)
             case messages.Done():
                 return await self._complete(peer, message)
+            case messages.Failed(reason="drain"):
+                peer.leaves = True
+                log.info("task handed back", reason=message.message, **about)
+                await self.scheduler.fail(message, worker)
             case messages.Failed():
-                peer.leaves |= message.reason == "drain"
                 log.warning("task failed", kind=message.kind, reason=message.message, **about)
                 await self.scheduler.fail(message, worker)
             case messages.Stopped():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from unfuse.server.key_lines import (
     Key,
     entries_of,
     hash_of,
+    key_of,
     known_of,
     read_file,
 )  # fmt: skip
@@ -49,12 +51,16 @@ def add(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
     """
     if not NAME.fullmatch(tenant):
         raise UsageError(f"NAME is {NAME_RULE}, not {tenant[:80]!r}")
+    for name, value in fields.items():
+        if value.split() != [value]:
+            raise UsageError(f"--{name} {value[:80]!r} has spaces: write several models as a,b, and a rate as 60/min")
+        key_of(f"--{name} {value[:80]}", tenant, [f"{name}={value}"])
     key = f"sk-{secrets.token_urlsafe(32)}"
     line = " ".join([tenant, hash_of(key), *(f"{name}={value}" for name, value in fields.items())])
 
     def added(text: str) -> str:
-        end = "" if not text or text.endswith(("\n", "\r")) else "\n"
-        return f"{text}{end}{line}\n"
+        end = (re.findall(r"\r?\n", text) or ["\n"])[-1]
+        return f"{text}{'' if not text or text.endswith(end) else end}{line}{end}"
 
     _change(file, added, makes=True)
     return key

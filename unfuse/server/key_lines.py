@@ -160,7 +160,7 @@ def known_of(entries: Iterator[Entry]) -> Known:
     lines: dict[bytes, str] = {}
     limits: dict[str, tuple[Allowance, str]] = {}
     for entry in entries:
-        key = _key(entry.where, entry.name, entry.fields)
+        key = key_of(entry.where, entry.name, entry.fields)
         before = known.get(entry.digest)
         if before and entry.is_named and before != key:
             earlier = lines[entry.digest]
@@ -180,7 +180,8 @@ def known_of(entries: Iterator[Entry]) -> Known:
     return known
 
 
-def _key(where: str, tenant: str, fields: Sequence[str]) -> Key:
+def key_of(where: str, tenant: str, fields: Sequence[str]) -> Key:
+    """Return what a key opens whose line has these fields. Raises UsageError, which begins with `where`."""
     given = dict(field.partition("=")[::2] for field in fields)
     if len(given) != len(fields) or any("=" not in field for field in fields) or given.keys() - set(FIELDS):
         raise UsageError(f"{where}: write {LINE}")

@@ -55,8 +55,10 @@ async def add(request: Request, gateway: Served, caller: Known) -> dict[str, obj
     names.free(name)
     try:
         await gateway.joining.add(name, source)
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         raise InvalidParameter(without_source(str(error), source, name), "model") from error
+    except OSError as error:
+        raise InvalidParameter(f"model {name!r} cannot be looked into: {error.strerror or error}", "model") from error
     return await show(names.shown(name), gateway, caller)
 
 

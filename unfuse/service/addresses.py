@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, unix_path
 from unfuse.wire.keys import SHARED, make_once, read
@@ -112,7 +113,7 @@ def _named(settings: Settings, name: str) -> str:
 def _absolute(address: str) -> str:
     if not address.startswith(UNIX):
         return address
-    return f"{UNIX}{Path(address.removeprefix(UNIX)).expanduser().absolute()}"
+    return f"{UNIX}{expanded(address.removeprefix(UNIX)).absolute()}"
 
 
 def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
@@ -120,7 +121,7 @@ def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[s
     open_to = [address for address in addresses if not unix_path(address)]
     if trusted == INSECURE:
         return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]
-    there = [path for name in ("worker.key", SHARED) if folder and (path := Path(folder).expanduser() / name).exists()]
+    there = [path for name in ("worker.key", SHARED) if folder and (path := expanded(folder) / name).exists()]
     key = there[0] if there else "the worker.key that was made together with this server's scheduler.key"
     return [
         f"workers elsewhere: copy {key}, a secret, there into a folder of its own (chmod 600), and run: "

@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from typing_extensions import override
@@ -26,6 +27,7 @@ from unfuse.server.joining import Joining, Progress
 from unfuse.service.load_progress import LoadProgress
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Model, Plan
+from unfuse.supervision.own_thread import in_own_thread
 
 LOOK_S = 1.0  # seconds between two looks at which models have left
 QUIET = 2  # how many looks in a row find no request of a model that left before its workers go: one may be on its way
@@ -116,7 +118,7 @@ class Crews(Joining):
         registry = self._scheduler.registry
         async with self._changing:
             if self._scheduler.draining:
-                raise Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
+                raise _stopping()
             if name in await registry.cards():
                 raise _exists(name)
             if any(name in crew.models for crew in self._crews):
@@ -353,7 +355,10 @@ class Crews(Joining):
             raise alone
 
     async def _planned(self, models: Sequence[str], instead: _Crew | None = None) -> Plan:
-        """The plan for these models beside those that are there, or `instead` of some. Raises ConfigError."""
+        """The plan for these models beside those that are there, or `instead` of some.
+
+        Raises ConfigError, and Refusal once all workers are to end, which does not wait for a hub that is slow.
+        """
         missing = (await self._scheduler.registry.missing()).keys()
         others = [crew for crew in self._crews if crew is not instead]
         heirs = [crew.heir for crew in self._crews]
@@ -362,7 +367,16 @@ class Crews(Joining):
         if instead and instead not in loading:
             coming.subtract(_taken([instead]))  # which will be free
         found_by = {name: self._sources.get(name, name) for name in models}
-        return await asyncio.to_thread(self._plan, found_by, _taken(others), coming)
+        planning = asyncio.create_task(in_own_thread(partial(self._plan, found_by, _taken(others), coming)))
+        stops = asyncio.create_task(self._stops.wait())
+        try:
+            await asyncio.wait({planning, stops}, return_when=asyncio.FIRST_COMPLETED)
+            if not planning.done():
+                raise _stopping()
+            return planning.result()
+        finally:
+            planning.cancel()
+            stops.cancel()
 
     def _offer(self) -> None:
         plans = [crew.plan for crew in self._crews]
@@ -373,6 +387,10 @@ class Crews(Joining):
 
 def _exists(name: str) -> Refusal:
     return Refusal(409, "model_exists", f"a model {name!r} is served already: send another name", "name")
+
+
+def _stopping() -> Refusal:
+    return Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
 
 
 def _is_here(model: Model) -> bool:

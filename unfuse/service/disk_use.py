@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unfuse.core.media import MEDIA
+from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
 from unfuse.stores import COPIES
 
@@ -44,7 +45,7 @@ def _row(what: str, url: str, may_go: str, prefixes: tuple[str, ...] = ()) -> di
     kind, _, place = url.partition(":")
     if kind not in ("disk", "sqlite") or not place:
         return {"what": what, "path": url.rpartition("@")[2], "bytes": None, "files": None, "may go": may_go}
-    path = Path(place.partition("?")[0]).expanduser()
+    path = expanded(place.partition("?")[0])
     if kind == "sqlite":
         return {"what": what, "path": str(path), **_sums(path.parent.glob(f"{path.name}*")), "may go": may_go}
     found = (file for file in _files(path) if not prefixes or _top(file, path).startswith(prefixes))

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from unfuse.arena.sockets import is_refused
+from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
 from unfuse.service.size import Size
 
@@ -62,7 +63,7 @@ def clean(settings: Settings) -> list[Remain]:
 def _disk(url: str, settings: Settings) -> Path | None:
     """The folder of a store, if it is on disk and exists."""
     place, path = url.rpartition("+")[2].partition("?")[0].split(":", 1) if ":" in url else ("", "")
-    folder = Path(path.replace("DATA_DIR", settings.data_dir)).expanduser()
+    folder = expanded(path.replace("DATA_DIR", settings.data_dir))
     return folder if place == "disk" and folder.is_dir() else None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import msgspec
 import structlog
@@ -15,6 +16,7 @@ from unfuse.client import Client
 from unfuse.core.errors import UnfuseError
 from unfuse.server.keys import Keys
 from unfuse.service.leftovers import passing_folder
+from unfuse.service.load_lines import LoadLines
 from unfuse.service.loading import Loading
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
@@ -23,33 +25,60 @@ from unfuse.service.service import ServeOptions, Service, plan
 from unfuse.service.settings import DEFAULT, Loaded, load
 from unfuse.wire.address import UNIX
 from unfuse.wire.unix_socket import private_socket
+from unfuse.worker.records import is_configured_elsewhere
+
+LOGGER = "unfuse"
+"""The logger of Python's own logging that tells programs which configure it how far workers are."""
 
 
-def local(model: str | None = None, *, threads: int | None = None) -> AbstractContextManager[Client]:
+@contextmanager
+def local(model: str | None = None, *, threads: int | None = None) -> Iterator[Client]:
     """A client of workers that serve this process alone while the block lasts; `model` is a name, a folder or a hub id.
 
-    `threads` is CPU threads per worker. Everything else is as the environment sets it. Raises ConfigError.
+    `threads` is CPU threads per worker. Everything else is as the environment sets it. How far the workers are with
+    loading is written to standard error; or, by a program that configures logging, to its log as `info`; or nowhere, if
+    UNFUSE_LOG__LEVEL is set. Raises ConfigError.
     """
-    return own_pools(load({"serve.models": [model] if model else None, "compute.threads": threads}))
+    loaded = load({"serve.models": [model] if model else None, "compute.threads": threads})
+    logs, loading = Logs(loaded.settings.log), Loading(loaded.settings.serve.models)
+    say = _teller(logs, loaded.settings.log.level)
+    if not structlog.is_configured():
+        logs.open_log()
+    if say is None:
+        with own_pools(loaded, logs) as client:
+            yield client
+        return
+    logs.heard = loading.hear
+    with LoadLines(", ".join(loaded.settings.serve.models), loading, say), own_pools(loaded, logs, loading) as client:
+        yield client
+
+
+def _teller(logs: Logs, level: str) -> Callable[[str], object] | None:
+    """Return what writes a line on loading where this program wants it; None if it wants no such lines."""
+    if is_configured_elsewhere():
+        tell: Callable[[str], object] = structlog.get_logger(LOGGER).info
+        return tell
+    if logging.getLogger(LOGGER).hasHandlers():
+        return logging.getLogger(LOGGER).info
+    return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
+
+
+def without_keys(loaded: Loaded) -> Loaded:
+    """Return the settings without API keys, which are those of a server elsewhere."""
+    serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())
+    return Loaded(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
 
 
 @contextmanager
 def own_pools(
-    loaded: Loaded, logs: Logs | None = None, loading: Loading | None = None,
-    check: Callable[[Plan], object] | None = None,
-) -> Iterator[Client]:  # fmt: skip
+    loaded: Loaded, logs: Logs, loading: Loading | None = None, check: Callable[[Plan], object] | None = None
+) -> Iterator[Client]:
     """What `local` returns, for these settings; `loading` learns which workers are started.
 
     No worker starts if `check` raises for their plan. Their lines go to `logs`. They leave nothing behind: their
     results lie in a temporary folder that goes with the block, and what stages took is not remembered.
     """
-    if logs is None:
-        logs = Logs(loaded.settings.log)
-        if not structlog.is_configured():
-            logs.open_log()
-    serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())  # those of a server elsewhere
-    settings = msgspec.structs.replace(loaded.settings, api_key="", serve=serve)
-    chosen = options(Loaded(settings, loaded.origins))
+    chosen = options(without_keys(loaded))
     planned = plan(chosen)
     if check:
         check(planned)

@@ -35,7 +35,8 @@ class Logs:
     def __init__(self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
         log = log or Log()
         self.quiet = quiet
-        self.interactive = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in PLAIN
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.interactive = is_terminal and os.environ.get("TERM", "").lower() not in PLAIN
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
         self.heard: Callable[[int, Record], bool] = lambda worker, record: False
         """Called with each worker's number and log record, logged or not. Returns whether progress shows it."""
@@ -91,13 +92,15 @@ class Logs:
     def write(self, text: str) -> int:
         """Write whole lines. Errors, such as a closed terminal, are ignored."""
         with suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            if sys.stderr is not None:
+                sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush standard error."""
         with suppress(OSError, ValueError):
-            sys.stderr.flush()
+            if sys.stderr is not None:
+                sys.stderr.flush()
 
     def _rendered(self, record: EventDict) -> str:
         """A record as a line for people, in local time."""

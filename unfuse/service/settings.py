@@ -120,7 +120,27 @@ def load(
                 break
     settings.setdefault("data_dir", _data_dir(environment))
     settings.setdefault("run_dir", _run_dir(environment))
-    return Loaded(msgspec.convert(settings, Settings), origins)
+    return Loaded(_at_home(msgspec.convert(settings, Settings)), origins)
+
+
+def _at_home(settings: Settings) -> Settings:
+    """Return settings with the home folder in place of `~` in paths, which a shell replaces on command lines alone.
+
+    Raises UsageError where there is no such folder.
+    """
+    for name in ("data_dir", "run_dir"):
+        if os.path.expanduser(getattr(settings, name)).startswith("~"):
+            raise UsageError(
+                f"{name} {getattr(settings, name)}: there is no such home folder; set {FIELDS[name].variable} to a "
+                "whole path"
+            )
+    serve = msgspec.structs.replace(
+        settings.serve,
+        api_keys=tuple(map(os.path.expanduser, settings.serve.api_keys)),
+        loras=os.path.expanduser(settings.serve.loras),
+    )
+    data_dir, run_dir = os.path.expanduser(settings.data_dir), os.path.expanduser(settings.run_dir)
+    return msgspec.structs.replace(settings, data_dir=data_dir, run_dir=run_dir, serve=serve)
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -176,7 +196,7 @@ def _convert(field: Field, value: Any, origin: str) -> Any:
 
 
 def _data_dir(environment: Mapping[str, str]) -> str:
-    home = environment.get("XDG_DATA_HOME") or str(Path(environment.get("HOME", "~")).expanduser() / ".local" / "share")
+    home = environment.get("XDG_DATA_HOME") or str(Path(environment.get("HOME", "~"), ".local", "share"))
     return str(Path(home) / "unfuse")
 
 

@@ -11,6 +11,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.card import ModelCard
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.words import TEXT
+from unfuse.server.model_names import ModelNames
 from unfuse.service.plan import Plan
 
 PROMPT = "a red circle on white"
@@ -21,8 +22,8 @@ class StartScreen:
 
     def __init__(self, plan: Plan, names: dict[str, str], *, keyed: bool) -> None:
         self._plan, self._keyed = plan, keyed
-        publics = {own: public for public, own in reversed(names.items())}  # the first of several names of a model
-        self._served = {publics.get(model.card.name, model.card.name): model.card for model in plan.models}
+        shown = ModelNames(names).shown
+        self._served = {shown(model.card.name): model.card for model in plan.models}
 
     def opening(self) -> list[str]:
         """What is served, and on what."""

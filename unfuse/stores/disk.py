@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.core.paths import expanded
 from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
 
 FSYNC = {"yes": True, "no": False, "": None}
@@ -30,7 +31,7 @@ class DiskBlobs(BlobStore):
         path, _, fsync = url.partition(":")[2].partition("?fsync=")
         if not path or fsync not in FSYNC:
             raise ConfigError(f"{url!r} is not a folder: give disk:PATH")
-        self._root, self._fsync = Path(path).expanduser().absolute(), FSYNC[fsync]
+        self._root, self._fsync = expanded(path).absolute(), FSYNC[fsync]
         try:
             _make(self._root)
         except OSError as error:

@@ -20,6 +20,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import MEDIA
 from unfuse.core.messages import Places
+from unfuse.core.paths import expanded
 from unfuse.core.request import ResultFile
 from unfuse.stores import BLOB_STORES
 from unfuse.stores.blobs import BlobStore, Entry, open_blobs
@@ -211,7 +212,7 @@ def copies_here(places: Places) -> str:
 
 def _mark_in(url: str) -> Path | None:
     kind, _, path = url.partition("?")[0].partition(":")
-    return Path(path).expanduser().absolute() / MARK if kind == "disk" and path else None
+    return expanded(path).absolute() / MARK if kind == "disk" and path else None
 
 
 def part_name(attempt: int, step: int) -> str:

@@ -16,6 +16,7 @@ from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.log_throttle import LogThrottle
+from unfuse.core.paths import expanded
 from unfuse.wire.mailbox import Mailbox
 
 SIDES = ("scheduler", "worker")  # each has a file with its own secret key and the other side's public key
@@ -116,7 +117,7 @@ def read(folder: str, side: str) -> Keys | None:
     """
     if not folder:
         return None
-    path = _file(Path(folder).expanduser(), side)
+    path = _file(expanded(folder), side)
     if not path.exists() and (shared := path.with_name(SHARED)).exists():
         path = shared
     try:

@@ -16,6 +16,15 @@ MUTED = "torchao", "torch.utils._pytree", "diffusers.quantizers"
 Record = dict[str, Any]  # one log line: `event`, `level` by name, `timestamp`, and the fields that were logged with it
 
 
+class RecordLoggers(structlog.WriteLoggerFactory):
+    """What `write_records` configures, so that it can be told from what a program configured."""
+
+
+def is_configured_elsewhere() -> bool:
+    """Return whether structlog was configured by the program that uses this library, and not by `write_records`."""
+    return structlog.is_configured() and not isinstance(structlog.get_config()["logger_factory"], RecordLoggers)
+
+
 def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
     """Make this process write its log, from this level on, as JSON, one record a line."""
     structlog.configure(
@@ -27,7 +36,7 @@ def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=RecordLoggers(stream),
     )
     logging.lastResort = _Libraries(logging.WARNING)
 

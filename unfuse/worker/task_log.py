@@ -19,6 +19,8 @@ def log_outcome(message: Stopped | Done | Failed) -> None:
     """Log how a task ended."""
     if isinstance(message, Done):
         log.debug("task done", run_s=message.timings.run_s, **about(message.claim))
+    elif isinstance(message, Failed) and message.reason == "drain":
+        log.info("task handed back", reason=message.message, **about(message.claim))
     elif isinstance(message, Failed):
         log.warning("task failed", kind=message.kind, reason=message.message, **about(message.claim))
     else:
