@@ -44,7 +44,7 @@ def test_a_prompt_that_is_no_text_is_refused_before_anything_starts(unfuse: Run,
 
 def test_a_folder_of_adapters_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "out.png"), "--loras", str(tmp_path / "none"))
-    assert code == 1
+    assert code == 2
     assert f"--loras {tmp_path / 'none'}: there is no such folder" in err
 
 

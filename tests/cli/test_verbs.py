@@ -177,7 +177,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
 
     monkeypatch.setattr("unfuse.service.service.plan", look)
     code, _, err = unfuse("serve", "--no-workers", "--host", "0.0.0.0", "--port", "0")
-    assert (code, "set --api-keys FILE or --api-key KEY" in err) == (1, True)
+    assert (code, "set --api-keys FILE or --api-key KEY" in err) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = ["serve", "--no-workers", "--port", str(port)]
@@ -331,7 +331,7 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     assert "\nlayout all=1: each worker runs all stages, since" in out
     assert re.search(r"\nall=2 .*the models do not fit: cpu would hold 592.4 MiB .* and has 400.0 MiB free", out)
     refused = unfuse("doctor", *arguments, "--device-memory", "gpu=1GiB")
-    assert (refused[0], "devices are called cpu, cuda:0" in refused[2]) == (1, True)
+    assert (refused[0], "devices are called cpu, cuda:0" in refused[2]) == (2, True)
     assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
 
 
@@ -399,6 +399,15 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
     assert (
         "--offload model needs a GPU" in unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--offload", "model")[1]
     )
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (["--parallel", "nonsense"], "is not ROLE=KIND:N"),
+    (["--workers", "auto", "--parallel", "auto"], "--parallel auto is for one worker"),
+])  # fmt: skip
+def test_a_worker_that_is_told_nonsense_waits_for_no_scheduler(unfuse: Run, arguments: list[str], reason: str) -> None:
+    code, _, err = unfuse("worker", *arguments)
+    assert (code, reason in err) == (2, True), err
 
 
 def test_doctor_says_the_same_as_json(unfuse: Run) -> None:

@@ -14,6 +14,7 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import UsageError
+from unfuse.core.spread import AUTO, parse_parallel
 from unfuse.service.groups import Settings
 from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import FIELDS, load
@@ -47,6 +48,8 @@ def worker(
     from unfuse.service.worker import work, worker_options
 
     settings = load(flags, config).settings
+    if settings.worker.workers or settings.compute.parallel != AUTO:
+        parse_parallel(settings.compute.parallel)  # refuses what is wrong before it waits for a scheduler
     if settings.worker.workers:
         if said := [
             name

@@ -12,7 +12,7 @@ class ConfigError(UnfuseError):
 
 
 class UsageError(ConfigError):
-    """A flag, a setting or an argument has a value that does not exist; the message says which exist."""
+    """A flag, a setting or an argument has a value that cannot be used; the message says which can."""
 
 
 class InUse(UsageError):

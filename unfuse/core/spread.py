@@ -7,7 +7,7 @@ from math import gcd, prod
 
 import msgspec
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.plan import TOGETHER, StageSpec
 
 KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
@@ -52,13 +52,13 @@ class Spread(msgspec.Struct, frozen=True):
         for entry in text.split("+"):
             kind, _, degree = (part.strip() for part in entry.partition(":"))
             if kind not in KINDS or kind in degrees:
-                raise ConfigError(f"--parallel: {entry!r} is not KIND:N with a KIND of {', '.join(KINDS)}, each once")
+                raise UsageError(f"--parallel: {entry!r} is not KIND:N with a KIND of {', '.join(KINDS)}, each once")
             if not degree.isdecimal() or not 2 <= int(degree) <= MOST:
-                raise ConfigError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} behind {kind}:")
+                raise UsageError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} behind {kind}:")
             degrees[kind] = int(degree)
         found = cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
         if found.size > MOST:
-            raise ConfigError(f"--parallel: {text} is {found.size} ranks, and a worker has at most {MOST}")
+            raise UsageError(f"--parallel: {text} is {found.size} ranks, and a worker has at most {MOST}")
         return found
 
     def smaller(self) -> Spread:
@@ -93,13 +93,13 @@ class Spread(msgspec.Struct, frozen=True):
 def parse_parallel(text: str) -> dict[str, Spread]:
     """How the stages of each role are spread, of `denoiser=ulysses:2+cfg:2,decoder=tiles:2`. Raises ConfigError."""
     if text == AUTO:
-        raise ConfigError(f"--parallel {AUTO} is for one worker: give it to `unfuse worker`, or write ROLE=KIND:N")
+        raise UsageError(f"--parallel {AUTO} is for one worker: give it to `unfuse worker`, or write ROLE=KIND:N")
     found: dict[str, Spread] = {}
     for entry in filter(None, text.split(",")):
         role, _, how = (part.strip() for part in entry.partition("="))
         roles = TOGETHER.get(role, (role,))
         if not role or not how or not found.keys().isdisjoint(roles):
-            raise ConfigError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, each role once")
+            raise UsageError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, each role once")
         found |= dict.fromkeys(roles, Spread.parse(how))
     return found
 
@@ -117,12 +117,12 @@ def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, Spread]:
     """
     own = {role: spread for role, spread in parse_parallel(text).items() if roles is None or role in roles}
     if len(sizes := {spread.size for spread in own.values()}) > 1:
-        raise ConfigError(
+        raise UsageError(
             f"--parallel {text}: one worker has one number of ranks, and its roles ask for {sorted(sizes)}"
         )
     for word, named in TOGETHER.items():
         if (roles is None or roles.issuperset(named)) and len({str(own.get(role)) for role in named}) > 1:
-            raise ConfigError(
+            raise UsageError(
                 f"--parallel {text}: {' and '.join(named)} of one worker have one model: say {word}=KIND:N for both, "
                 f"or give each a worker of its own, with --workers {','.join(f'{role}=1' for role in named)}"
             )
@@ -140,10 +140,10 @@ def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
         named *= size
     shared = {"auto", "cpu"}
     if len({*named} - shared) + sum(device in shared for device in named) < len(named):
-        raise ConfigError(f"--device {devices}: two ranks would have one GPU, and each needs its own")
+        raise UsageError(f"--device {devices}: two ranks would have one GPU, and each needs its own")
     if len(named) != size:
         said = ",".join(f"{role}={spread}" for role, spread in spreads.items()) or "nothing"
-        raise ConfigError(
+        raise UsageError(
             f"--device {devices} is {len(named)} ranks, and --parallel says {said} of this worker, which is {size}: "
             f"name {size} of them, like {'+'.join(['cpu'] * size)} or {'+'.join(f'cuda:{n}' for n in range(size))}"
         )
@@ -168,14 +168,14 @@ def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: 
     stages = list(stages)
     for role, spread in spreads.items():
         if offload != "none" and any(kind in spread.degrees for kind in PARTING):
-            raise ConfigError(
+            raise UsageError(
                 f"--parallel {role}={spread} and --offload {offload} both say where weights are that do not run: "
                 "leave one of them out"
             )
         ways = [stage.spreads for stage in stages if stage.role == role]
         if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
-            raise ConfigError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
+            raise UsageError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
         if refusal := spread.refusal(_common(ways)):
             raise ConfigError(f"--parallel {role}={spread}: {refusal}")
 

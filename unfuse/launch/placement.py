@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import ComputeOptions, Offload
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.plan import ALL, roles_of
 from unfuse.core.spread import PARTING, SHARD, Spread, joined_by, own_spreads, parse_parallel, ranked
 
@@ -101,7 +101,7 @@ class Wanted(msgspec.Struct, frozen=True):
         known = list(roles)
         for named in (*self.place, *(() if self.split else self.counts)):
             if unknown := sorted((roles_of(named) or set()) - {*known}):
-                raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
+                raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
         words = joined_by(self.compute.parallel)
         return {words.get(role, role): self.counts.get(role, 1) for role in known} if self.split else dict(self.counts)
 
@@ -150,7 +150,7 @@ def parse_place(text: str) -> dict[str, tuple[str, ...]]:
     for entry in filter(None, text.split(",")):
         role, _, devices = entry.partition("=")
         if not role.strip() or not devices.strip():
-            raise ConfigError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
+            raise UsageError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
         found[role.strip()] = (*found.get(role.strip(), ()), numbered(devices))
     return found
 
@@ -162,7 +162,7 @@ def parse_workers(text: str) -> dict[str, int]:
         role, equals, count = (part.strip() for part in entry.partition("="))
         roles_of(role)
         if role in found or (equals and not (count.isdecimal() and int(count) <= MOST)):
-            raise ConfigError(f"--workers {text}: {entry!r} is not ROLE=N, each role once and N at most {MOST}")
+            raise UsageError(f"--workers {text}: {entry!r} is not ROLE=N, each role once and N at most {MOST}")
         found[role] = int(count or 1)
     return found
 

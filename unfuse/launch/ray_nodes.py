@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.errors import ConfigError, TransientError, UsageError
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.ray_worker import RayWorker
 
@@ -70,7 +70,7 @@ class Nodes:
     def __init__(self, address: str) -> None:
         self._address, (host, _, port) = address, address.rpartition(":")
         if address and not (host and port.isdecimal()):
-            raise ConfigError(f"--launcher ray:{address} is no address: write ray:HOST:PORT, or ray")
+            raise UsageError(f"--launcher ray:{address} is no address: write ray:HOST:PORT, or ray")
         if find_spec("ray") is None:
             raise ConfigError("--launcher ray needs the library Ray: pip install 'unfuse[ray]'")
         own = {} if address else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import UsageError
 from unfuse.server.errors import Refusal
 from unfuse.wire.address import is_loopback
 
@@ -43,16 +43,14 @@ class Access:
         self._hosts = frozenset(ANY if name == ANY else _host_in(name) for name in hosts)
         self.origins = tuple(origin.lower().rstrip("/") for origin in origins)
         if "" in self._hosts:
-            raise ConfigError("--allowed-hosts takes names like example.com, .example.com for all below it, or *")
+            raise UsageError("--allowed-hosts takes names like example.com, .example.com for all below it, or *")
         for origin in self.origins:
             if origin != ANY and not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    f"--allowed-origins {origin}: write it as browsers do, like https://example.com, or *"
-                )
+                raise UsageError(f"--allowed-origins {origin}: write it as browsers do, like https://example.com, or *")
         try:
             self._proxies = [ip_network(proxy) for proxy in proxies]
         except ValueError as error:
-            raise ConfigError(f"--trusted-proxies: {error}; write addresses or networks, like 10.0.0.0/8") from error
+            raise UsageError(f"--trusted-proxies: {error}; write addresses or networks, like 10.0.0.0/8") from error
 
     def trusts(self, peer: str) -> bool:
         """Whether a trusted proxy has this address."""

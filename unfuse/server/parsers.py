@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from unfuse.core.call_formats import CallFormat
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import UsageError
 from unfuse.core.reading import Reading
 from unfuse.core.reasoning import ReasoningFormat, opened
 from unfuse.core.tools import Tools
@@ -41,7 +41,7 @@ class Parsers(msgspec.Struct, frozen=True):
 
 def _require(flag: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
-        raise ConfigError(f"{flag} {name}: there is no such parser; choose one of {', '.join(known)}")
+        raise UsageError(f"{flag} {name}: there is no such parser; choose one of {', '.join(known)}")
 
 
 def without_special_tokens(format: CallFormat, tokenizer: ChatTokenizer) -> CallFormat:

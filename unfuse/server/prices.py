@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import UsageError
 from unfuse.core.registry import nearest
 from unfuse.core.request import UNKNOWN_DEVICE
 
@@ -22,11 +22,11 @@ class Prices:
         self._by_kind: dict[str, float] = {}
         for entry in given:
             if not (found := _PRICE.fullmatch(entry)):
-                raise ConfigError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
+                raise UsageError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
             if found[1] not in KINDS:
                 close = nearest(found[1], KINDS, 0.5)
                 hint = f"did you mean {close}?" if close else f"there are {', '.join(KINDS)}"
-                raise ConfigError(f"--price {entry}: there are no devices of the kind {found[1]}; {hint}")
+                raise UsageError(f"--price {entry}: there are no devices of the kind {found[1]}; {hint}")
             self._by_kind[found[1]] = float(found[2])
 
     def unseen(self, devices: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 import httpcore2
 from typing_extensions import override
 
-from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
+from unfuse.core.errors import InvalidParameter, TransientError, UsageError
 from unfuse.server.access import ANY, address_of
 
 CALL_S = 10.0  # the longest a target has, from looking up its name to the head of its answer; the rest is not read
@@ -65,7 +65,7 @@ class Targets:
         )
         for name in self._names:
             if not name.isascii() or not name.strip(".") or set(name) & set("/:@ ?#"):
-                raise ConfigError(f"{flag} {name}: write names like hooks.example or .example, networks, or *")
+                raise UsageError(f"{flag} {name}: write names like hooks.example or .example, networks, or *")
 
     def __bool__(self) -> bool:
         return bool(self._names or self._networks)

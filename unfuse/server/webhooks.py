@@ -19,7 +19,7 @@ import structlog
 from standardwebhooks import Webhook as Signer
 
 from unfuse import __version__
-from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, TransientError
+from unfuse.core.errors import InvalidParameter, NotFound, TransientError, UsageError
 from unfuse.core.request import Record, RequestContext, Webhook
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Webhooks(Observer):
         self.targets = Targets(targets, needs=" and --webhook-secret")
         self._signers = [_signer(secret) for secret in secrets]
         if self.targets and not self._signers:
-            raise ConfigError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
+            raise UsageError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
         self._told: dict[str, asyncio.Task[None]] = {}
         self._background = Supervisor()
         self._all = asyncio.Semaphore(AT_ONCE)
@@ -129,7 +129,7 @@ def _signer(secret: str) -> Signer:
     """What signs by a secret, or by that in a file. Raises ConfigError, which does not tell it."""
     is_file = os.path.isfile(secret)
     if not is_file and is_path_like(secret):
-        raise ConfigError(
+        raise UsageError(
             "--webhook-secret looks like the path of a file, and there is no such file: make it by "
             "`openssl rand -base64 32`, or write whsec_ before a secret that begins with /"
         )
@@ -139,5 +139,5 @@ def _signer(secret: str) -> Signer:
         if len(base64.b64decode(coded + "=" * (-len(coded) % 4), validate=True)) >= LEAST_SECRET:
             return Signer(told)
     except (OSError, ValueError) as error:
-        raise ConfigError("--webhook-secret is no base64, as `openssl rand -base64 32` makes it") from error
-    raise ConfigError(f"--webhook-secret is shorter than {LEAST_SECRET} bytes: make one by `openssl rand -base64 32`")
+        raise UsageError("--webhook-secret is no base64, as `openssl rand -base64 32` makes it") from error
+    raise UsageError(f"--webhook-secret is shorter than {LEAST_SECRET} bytes: make one by `openssl rand -base64 32`")

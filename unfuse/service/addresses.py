@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.errors import ConfigError, InvalidParameter, UsageError
 from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, keys_for, unix_path
@@ -57,7 +57,7 @@ def listens(settings: Settings) -> tuple[str, ...]:
     """Where `serve` listens beside the unix socket; keys for that are made if there are none. Raises ConfigError."""
     addresses = tuple(_absolute(address) for address in settings.serve.listen)
     if settings.serve.launcher != "local" and all(map(unix_path, addresses)):
-        raise ConfigError(f"--launcher {settings.serve.launcher}: workers elsewhere come to --listen tcp://HOST:PORT")
+        raise UsageError(f"--launcher {settings.serve.launcher}: workers elsewhere come to --listen tcp://HOST:PORT")
     if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
         make_once(own_keys(settings))
     return addresses

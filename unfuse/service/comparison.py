@@ -19,7 +19,7 @@ from typing_extensions import override
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check, size_from
-from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.errors import PermanentError, UsageError
 from unfuse.core.media import medium_for
 from unfuse.core.pixels import size_of
 from unfuse.core.plan import Params
@@ -205,7 +205,7 @@ def measure_layouts(plan: Plan, means: Means, measured: Callable[[str], float]) 
 def layouts_of(plan: Plan) -> list[str]:
     """The layouts of whole workers that `--workers auto` chooses among. Raises ConfigError where it does not."""
     if plan.layouts is None:
-        raise ConfigError("--layouts measures those that --workers auto chooses among: leave out where workers run")
+        raise UsageError("--layouts measures those that --workers auto chooses among: leave out where workers run")
     return [layout.workers for layout in plan.layouts.whole]
 
 

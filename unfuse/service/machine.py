@@ -18,7 +18,7 @@ from types import MappingProxyType
 import msgspec
 
 from unfuse.arena.limits import available_memory
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import UsageError
 from unfuse.launch.placement import CPU, Device
 
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi")
@@ -80,7 +80,7 @@ def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = Fa
     if elsewhere:
         free |= caps
     if unknown := sorted(caps.keys() - free):
-        raise ConfigError(f"--device-memory {unknown[0]}: there is no such device; there are {', '.join(free)}")
+        raise UsageError(f"--device-memory {unknown[0]}: there is no such device; there are {', '.join(free)}")
     return tuple(Device(name, min(size, caps.get(name, size))) for name, size in free.items())
 
 
@@ -92,7 +92,7 @@ def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
     """
     for name in caps:
         if not DEVICE_NAME.fullmatch(name):
-            raise ConfigError(f"--device-memory {name}: devices are called cpu, cuda:0, cuda:1, xpu:0 and so on")
+            raise UsageError(f"--device-memory {name}: devices are called cpu, cuda:0, cuda:1, xpu:0 and so on")
     here = devices()
     free = {device.name: device.free for device in here}
     if all(size <= free.get(name, -1) for name, size in caps.items()):

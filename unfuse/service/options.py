@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from socket import gethostname
 
-from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.errors import UsageError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
 from unfuse.launch import opener
@@ -71,13 +71,13 @@ def standard(settings: Settings) -> Params:
     """Default parameters of requests. Raises ConfigError for those that exact pools cannot use."""
     threshold = settings.serve.feature_cache
     if threshold and settings.compute.parallel:
-        raise ConfigError(
+        raise UsageError(
             f"--feature-cache {threshold:g} cannot be used with --parallel {settings.compute.parallel}: leave one out"
         )
     if settings.compute.batching == "batched":
         return {"feature_cache": threshold}
     if threshold:
-        raise ConfigError(f"--feature-cache {threshold:g} skips work and is not exact: add --batching batched")
+        raise UsageError(f"--feature-cache {threshold:g} skips work and is not exact: add --batching batched")
     return {}
 
 
@@ -86,7 +86,7 @@ def places(settings: Settings) -> Places:
     serve = settings.serve
     Policy.parse(serve.checkpoint)
     if serve.store == "memory":
-        raise ConfigError("the store memory lies within one process, and workers are several: use shared_memory")
+        raise UsageError("the store memory lies within one process, and workers are several: use shared_memory")
     results, store, durable = (
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.store, serve.durable)
     )
@@ -96,7 +96,7 @@ def places(settings: Settings) -> Places:
             f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16, KIND=fp16 or KIND=int4, like denoise=bf16"
         )
     if serve.loras and not Path(serve.loras).is_dir():
-        raise ConfigError(f"--loras {serve.loras}: there is no such folder")
+        raise UsageError(f"--loras {serve.loras}: there is no such folder")
     loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill
     return Places(
         results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,

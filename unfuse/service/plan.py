@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.spread import SHARD, parse_parallel, refuse
@@ -125,9 +125,9 @@ def wanted(settings: Settings) -> Wanted:
     if text == AUTO:
         return Wanted({}, {}, settings.compute, arena, auto=True)
     if text == SWAP and (settings.compute.parallel or named):
-        raise ConfigError("--workers swap is one worker on each device: leave out --parallel and --place")
+        raise UsageError("--workers swap is one worker on each device: leave out --parallel and --place")
     if changed:
-        raise ConfigError(f"--workers {text} and {changed[0]} both say how many: leave one out")
+        raise UsageError(f"--workers {text} and {changed[0]} both say how many: leave one out")
     if text == SWAP:
         return Wanted({ALL: 1}, {}, settings.compute, arena, split=False, swap=True)
     return Wanted(parse_workers(text), named, settings.compute, arena, split=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import UsageError
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.placement import numbered
 from unfuse.service.groups import Settings
@@ -20,7 +20,7 @@ def resources(settings: Settings) -> dict[str, int]:
     """The amounts of named resources of each worker. Raises ConfigError for a malformed one."""
     found = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
     if own := sorted(found.keys() & {SLOTS, ARENA}):
-        raise ConfigError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
+        raise UsageError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
     return found
 
 
@@ -32,7 +32,7 @@ def device_memory(settings: Settings) -> dict[str, int]:
         try:
             found[numbered(name)] = Size.parse(size)
         except ValueError as error:
-            raise ConfigError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
+            raise UsageError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
     return found
 
 
@@ -48,6 +48,6 @@ def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
     for entry in given:
         name, _, count = entry.partition("=")
         if not name or not count.isdecimal() or not int(count):
-            raise ConfigError(f"{flag} {entry}: write {example}")
+            raise UsageError(f"{flag} {entry}: write {example}")
         found[name] = int(count)
     return found

@@ -385,7 +385,7 @@ def public_names(serve: Serve) -> dict[str, str]:
     if len(models) == 1:
         return dict.fromkeys(names, models[0])
     if names and len(names) != len(models):
-        raise ConfigError(f"--served-model-name is given {len(names)} times for {len(models)} models: once for each")
+        raise UsageError(f"--served-model-name is given {len(names)} times for {len(models)} models: once for each")
     return dict(zip(names, models, strict=False))
 
 
@@ -393,7 +393,7 @@ def check_host(options: ServeOptions) -> None:
     """Raise ConfigError for an address that others can reach, where no key keeps them out."""
     host = options.serve.host
     if not is_loopback(host) and not options.keys:
-        raise ConfigError(
+        raise UsageError(
             f"--host {host} can be reached by others: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
         )
 
