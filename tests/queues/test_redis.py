@@ -484,6 +484,22 @@ async def test_a_server_that_hangs_is_noticed(unsteady: Server) -> None:
         await queue.check()
 
 
+async def test_a_server_without_memory_is_noticed(unsteady: Server) -> None:
+    """Given a server that reads and refuses to write, then whoever asks whether the queue works is told so."""
+    async with opened(unsteady) as queue:
+        await queue.submit(request("a"), [task("a")], [], LIMITS)
+        unsteady.client.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(TransientError, match="has no memory left"):
+                await queue.check()
+            with pytest.raises(TransientError, match="has no memory left"):
+                await queue.submit(request("b"), [task("b")], [], LIMITS)
+            assert [record.context.id for record in await queue.list(Filter())] == ["a"]
+        finally:
+            unsteady.client.config_set("maxmemory", 0)
+        await queue.check()
+
+
 @pytest.mark.slow
 def test_without_the_library_the_extra_is_named() -> None:
     program = "import sys; sys.modules['redis'] = None; from unfuse import queues; queues.open('redis://h')"

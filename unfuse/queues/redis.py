@@ -120,10 +120,10 @@ class RedisQueue(TaskQueue):
             raise ConfigError(f"the queue at {self._address.shown} cannot be used: {reason}")
 
     async def check(self) -> None:
-        """Have the server run the script. Raises TransientError if it does not within CHECK_S."""
+        """Have the server change something. Raises TransientError if it does not within CHECK_S."""
         try:
             async with asyncio.timeout(CHECK_S):
-                await self._call("now")
+                await self._call("check")
         except TimeoutError as error:
             raise script.error(error, self._address.shown) from error
 

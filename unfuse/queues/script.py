@@ -43,6 +43,9 @@ DROPPABLE = ("request", "worker", "card", "lease", "declaration")
 BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a valid float")
 """Errors of the server when the script finds data that it does not expect."""
 
+FULL = re.compile(r"\bOOM\b|used memory > 'maxmemory'")
+"""The error of the server when it may take no more memory."""
+
 
 def raw(data: bytes) -> msgspec.Raw:
     """Bytes as a msgpack string, since the script's decoder has no binary type."""
@@ -101,6 +104,8 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):
         return errors.Damaged(f"the queue at {place} holds data that is not as expected: {met}")
+    if FULL.search(str(met)):
+        return errors.TransientError(f"the queue at {place} has no memory left: give it more (maxmemory), or make room")
     return errors.TransientError(f"the queue at {place} does not answer: {str(met) or 'it was silent'}")
 
 

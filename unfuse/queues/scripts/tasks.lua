@@ -67,6 +67,9 @@ end
 
 function verbs.now() return exact(now) end
 
+-- Fails where the server takes no change, such as for want of memory.
+function verbs.check() call('HSET', META, 'checked', exact(now)) end
+
 -- Runs a verb, if the keys are of the part of a queue that it is for: whoever comes first says of which.
 local function run(verb)
   local part = sound(call, 'HGET', META, 'part') or ''
