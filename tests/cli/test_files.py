@@ -169,3 +169,18 @@ def test_a_line_that_is_no_text_is_told_in_its_place_and_the_others_come(stdin: 
     assert (first, last) == ("hello", "bye")
     assert "line 3 of standard input is not UTF-8" in str(second)
     assert isinstance(third, InvalidParameter) and "longer than the 2 MiB" in str(third)
+
+
+def test_a_typed_line_that_is_no_text_is_asked_for_again_in_any_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a terminal whose locale is C, where bytes that are no text come as surrogates, then that is told too."""
+    typed = iter(["hello", "caf\udce9", "bye"])
+
+    def read(asks: str) -> str:
+        if (line := next(typed, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("unfuse.cli.files.is_terminal", lambda: True)
+    monkeypatch.setattr("builtins.input", read)
+    first, second, last = lines_of_stdin()
+    assert (first, str(second), last) == ("hello", "that line is not UTF-8: type it again", "bye")

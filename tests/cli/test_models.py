@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.cli.conftest import Run
 from tests.server.composed import composed
-from unfuse.cli.models import _state as state_of
+from unfuse.cli.models import _state as state_of, _waits_for as waits_for
 from unfuse.client import Client
 from unfuse.core.errors import InvalidParameter
 from unfuse.models import resolve_source
@@ -104,3 +104,6 @@ def test_a_state_says_how_far_a_model_is_or_why_it_cannot_be_served() -> None:
     starting = {"phase": "starting", "done": 0, "total": 0}
     assert state_of({"state": "loading", "reason": None, "progress": starting}) == "starting"
     assert state_of({"state": "failed", "reason": "no room", "progress": None}) == "failed: no room"
+    assert waits_for({"state": "loading", "progress": LOADING}) == "loading 1.0 MiB of 3.0 MiB"
+    waits = waits_for({"state": "loading", "reason": None, "progress": None})
+    assert waits == "loading: its workers have not joined yet", "as at a server that starts none"

@@ -22,6 +22,16 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     assert str(loading) == "", "and nothing needs to be said any more"
 
 
+def test_loading_is_under_way_from_when_workers_are_expected_until_they_are_ready() -> None:
+    loading = Loading(["one"])
+    assert not loading.is_under_way
+    for _ in range(2):  # as `compare --layouts` starts workers again and again
+        loading.expect(["all"])
+        assert loading.is_under_way
+        loading.hear(0, {"event": "ready"})
+        assert not loading.is_under_way
+
+
 def test_a_download_is_told_in_bytes_and_rate() -> None:
     loading = Loading(["one"])
     loading.expect(["encoder"])

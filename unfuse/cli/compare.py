@@ -19,6 +19,7 @@ from unfuse.core.checking import check_bounds
 from unfuse.core.errors import UsageError
 from unfuse.core.media import medium_for
 from unfuse.service.groups import Settings
+from unfuse.service.loading import Loading
 from unfuse.service.settings import Loaded, load
 from unfuse.service.size import Size
 
@@ -103,6 +104,13 @@ class _Wanted:
         return Course(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
 
 
+def _heard(loaded: Loaded, terminal: Terminal) -> Loading:
+    """Return how far the workers are that will be started. The time that is left is told of requests alone."""
+    loading = Loading(loaded.settings.serve.models)
+    terminal.heard = loading.hear
+    return loading
+
+
 def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
     """Measure diffusers, and then unfuse."""
     from unfuse.service.comparison import Pipeline, Pools, measure, requests_of, threads_to_try
@@ -111,11 +119,12 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
     course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
     repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
-    with progress_on(terminal, lambda: course):
+    loading = _heard(loaded, terminal)
+    with progress_on(terminal, lambda: loading if loading.is_under_way else course):
         with Pipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
             course.begin("diffusers")
             whole = measure(pipeline, *repeats)
-        with own_pools(loaded, terminal) as client:
+        with own_pools(loaded, terminal, loading) as client:
             course.begin("unfuse")
             return whole, measure(Pools(client, wanted.image, course.made), *repeats)
 
@@ -128,16 +137,16 @@ def _measure_layouts(wanted: _Wanted, settings: Callable[..., Loaded], terminal:
 
     most, own = max(wanted.counts), settings().settings
     totals = dict.fromkeys(layouts_of(wanted.plan), (wanted.rounds + 1) * most)
-    course = wanted.course(totals, own, terminal)
+    course, loading = wanted.course(totals, own, terminal), _heard(settings(), terminal)
 
     def most_with(workers: str) -> float:
-        with own_pools(settings(workers=workers), terminal) as client:
+        with own_pools(settings(workers=workers), terminal, loading) as client:
             course.begin(workers)
             return most_at_once(
                 Pools(client, wanted.image, course.made), wanted.card, wanted.asked, wanted.rounds, most
             )
 
-    with progress_on(terminal, lambda: course):
+    with progress_on(terminal, lambda: loading if loading.is_under_way else course):
         return measure_layouts(wanted.plan, means(own), most_with)
 
 

@@ -159,10 +159,11 @@ def _typed() -> str:
         sys.stderr.flush()
         asks = ""
     try:
-        return input(asks)
-    except UnicodeDecodeError as error:
-        message = f"that line is not UTF-8 ({error.reason} at byte {error.start}): type it again"
-        raise InvalidParameter(message) from error
+        line = input(asks)
+        line.encode()  # where the locale is C, bytes that are no text come as halves of surrogate pairs
+        return line
+    except UnicodeError as error:
+        raise InvalidParameter("that line is not UTF-8: type it again") from error
 
 
 def _read_stdin(*, lines: bool) -> bytes:

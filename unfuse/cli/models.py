@@ -86,7 +86,7 @@ def add(
     source = str(path.absolute()) if path.exists() else model
     with connecting.client(server, api_key, config) as client:
         found: dict[str, Any] = {}
-        with progress_on(terminal, lambda: f"{found['id']}: {_state(found)}" if found else f"looking into {model}"):
+        with progress_on(terminal, lambda: f"{found['id']}: {_waits_for(found)}" if found else f"looking into {model}"):
             try:
                 found = client.add_model(source, name)
             except InvalidParameter as error:
@@ -119,6 +119,12 @@ def _state(model: Mapping[str, Any]) -> str:
         of = f" {readable_bytes(progress['done'])} of {readable_bytes(progress['total'])}" if progress["total"] else ""
         return f"{progress['phase']}{of}"
     return f"{state}: {model['reason']}" if model.get("reason") else state
+
+
+def _waits_for(model: Mapping[str, Any]) -> str:
+    """Return the state of a model that is waited for, also where this server starts no workers that could tell it."""
+    is_elsewhere = model["state"] == "loading" and not model.get("progress")
+    return "loading: its workers have not joined yet" if is_elsewhere else _state(model)
 
 
 def here() -> Iterator[dict[str, Any]]:

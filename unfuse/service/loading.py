@@ -65,6 +65,11 @@ class Loading:
             self._ready()
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether workers are expected, and some have not loaded yet."""
+        return bool(self._roles) and not self._is_over
+
+    @property
     def _is_over(self) -> bool:
         return all(state == READY for state in self._states)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import selectors
 import socket
@@ -23,7 +24,6 @@ import msgspec
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.models import find, resolve_source
-from unfuse.worker.records import mute_libraries
 
 MAX_REQUEST = 256 * 1024
 """The most bytes of a Fork: an environment."""
@@ -67,8 +67,13 @@ def main() -> None:
 
 
 def import_for(models: Sequence[str]) -> str:
-    """Import what computing with these models needs. Returns why no process can be forked here, or ""."""
-    mute_libraries()
+    """Import what computing with these models needs. Returns why no process can be forked here, or "".
+
+    Warnings of libraries about their own imports, such as optional parts that cannot be loaded, are not logged: they
+    would be on the first screen of a server.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         import_module(COMPUTE)
         for model in models:
@@ -76,6 +81,8 @@ def import_for(models: Sequence[str]) -> str:
             find(folder).prepare(folder)
     except Exception as error:  # whatever is broken, a process that imports by itself says it where it is read
         return f"imports failed: {error!r}"
+    finally:
+        logging.disable(disabled)
     if (threads := len(os.listdir(THREADS))) > 1:
         return f"imports left {threads} threads running"
     gc.collect()
