@@ -22,7 +22,7 @@ from bench.servers import redis_server
 from tools.followed import Followed
 from tools.server import Server, all_gone, family_of, serving, until
 
-REPETITIONS, REQUESTS, STEPS, BEGUN = 5, 6, 100, 3
+REPETITIONS, REQUESTS, STEPS, BEGUN = 5, 6, 100, 10
 BUDGET_S = 20.0
 """The default of --drain-timeout."""
 

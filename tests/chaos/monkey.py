@@ -198,11 +198,16 @@ class Monkey:
     def _fill_disk(self) -> bool:
         """Leave no room on the disk of the results, and of a queue in SQLite, for a while."""
         disk = self._cluster.disk
-        if disk is None or "fill disk" in self._mend_at:
+        if disk is None or "fill disk" in self._mend_at or not self._control_is_up(settled=True):
             return False
         self._note("fill disk", disk.name, (), True, LASTS_S)
         fill(disk)
-        self._mend_at["fill disk"] = time.monotonic() + LASTS_S, (disk / "filler").unlink
+
+        def make_room() -> None:
+            (disk / "filler").unlink()
+            self._settled_at = time.monotonic() + SETTLE_S
+
+        self._mend_at["fill disk"] = time.monotonic() + LASTS_S, make_room
         return True
 
     def _fail_over(self, kind: str) -> bool:
@@ -217,7 +222,7 @@ class Monkey:
 
     def _control_is_up(self, settled: bool) -> bool:
         """Whether all gateways answer, and have done so for long enough if it must be `settled`."""
-        asked = "/health" if "fill disk" in self._mend_at else "/ready"
+        asked = "/v1/workers" if "fill disk" in self._mend_at else "/ready"  # nothing is ready without room for results
         if not all(gateway.get(asked) for gateway in self._cluster.gateways):
             self._settled_at = time.monotonic() + SETTLE_S
             return False

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info, scheduling
@@ -478,14 +479,17 @@ async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> No
 
 
 class Away(MemoryQueue):
-    """A queue whose server is away for some commits, and does not say whether it applied them."""
+    """A queue whose server is away for some commits, and does not say whether it applied them, or applies none."""
 
-    commits = 0
+    commits, applies = 0, True
 
     async def commit(self, change: Change) -> Record:
-        record = await super().commit(change)
         self.commits -= 1
-        if self.commits >= 0:
+        is_away = self.commits >= 0
+        if is_away and not self.applies:
+            raise TransientError("the queue does not answer")
+        record = await super().commit(change)
+        if is_away:
             raise TransientError("the queue does not answer")
         return record
 
@@ -506,6 +510,20 @@ async def test_an_outcome_waits_for_the_queue_to_be_back(
     queue.commits = 0
     assert await dispatcher.answer(PEER, done(lease)) == Accepted()
     assert await queue.size(DENOISE) == 1
+
+
+async def test_a_failure_that_waits_for_the_queue_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "QUEUE_PAUSE_S", 0.0)
+    clock = ManualClock()
+    queue = Away(clock)
+    dispatcher = Dispatcher(Scheduler(queue, clock=clock), [], Places(""))
+    await dispatcher.answer(PEER, HELLO)
+    await submit(dispatcher)
+    (lease,) = await granted(dispatcher)
+    queue.commits, queue.applies = 3, False
+    with capture_logs() as logs:
+        assert await dispatcher.answer(PEER, Failed(lease.claim, "crash", "killed")) == Accepted()
+    assert [line["reason"] for line in logs if line["event"] == "task failed"] == ["killed"]
 
 
 async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:

@@ -339,10 +339,14 @@ class Dispatcher(Observer):
         claim, worker = message.claim, peer.worker.id
         self.scheduler.swaps.worked(worker)
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
+        if isinstance(message, messages.Failed) and message.reason == "drain":
+            log.info("task handed back", reason=message.message, **about)
+        elif isinstance(message, messages.Failed):
+            log.warning("task failed", kind=message.kind, reason=message.message, **about)
         refused: messages.Refused | None = None
         for _ in range(QUEUE_TRIES):
             try:
-                recorded = await self._record(peer, message, about)
+                recorded = await self._record(peer, message)
                 return refused or recorded
             except (LeaseLost, NotFound, Damaged) as error:
                 log.info("report refused", reason=str(error), **about)
@@ -354,9 +358,7 @@ class Dispatcher(Observer):
                 await asyncio.sleep(QUEUE_PAUSE_S)
         return None
 
-    async def _record(
-        self, peer: _Peer, message: _Report, about: Mapping[str, object]
-    ) -> messages.Accepted | messages.Granted:
+    async def _record(self, peer: _Peer, message: _Report) -> messages.Accepted | messages.Granted:
         worker = peer.worker.id
         if isinstance(message, messages.Done | messages.Failed | messages.Stopped):
             message = msgspec.structs.replace(message, timings=_on_devices(message.timings, peer.worker))
@@ -369,12 +371,8 @@ class Dispatcher(Observer):
                 await self.scheduler.keep(message, worker)
             case messages.Done():
                 return await self._complete(peer, message)
-            case messages.Failed(reason="drain"):
-                peer.leaves = True
-                log.info("task handed back", reason=message.message, **about)
-                await self.scheduler.fail(message, worker)
             case messages.Failed():
-                log.warning("task failed", kind=message.kind, reason=message.message, **about)
+                peer.leaves |= message.reason == "drain"
                 await self.scheduler.fail(message, worker)
             case messages.Stopped():
                 await self.scheduler.stopped(message, worker)
