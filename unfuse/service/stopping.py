@@ -11,7 +11,7 @@ from unfuse.supervision.budget import StopBudget
 
 LEAST_S = 5.0  # seconds that a stop may take whatever its budget, since processes have to end, too
 AT_ONCE_S = 10.0  # seconds that a stop may take that was hurried by a second signal
-ENDING_S, ENDING = 3.0, 0.2  # seconds that closing takes once all workers have ended, and its share of a short budget
+ENDING_S, ENDING = 3.0, 0.3  # seconds that closing takes once all workers have ended, and its share of a short budget
 
 log = structlog.get_logger(__name__)
 
