@@ -150,7 +150,7 @@ def test_a_missing_component_file_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_no_start_beyond_loopback_without_a_key(tmp_path: Path) -> None:
     failed = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", str(free_port()), "--no-workers")
-    assert failed.returncode == 1
+    assert failed.returncode == 2
     assert "--api-key" in failed.stderr
 
 

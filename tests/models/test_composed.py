@@ -124,7 +124,7 @@ def test_what_is_no_component_or_no_folder_of_one_is_refused(vae: Path, tmp_path
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="neither model_index.json nor config.json"):
         resolve_source(with_components("unfuse/shapes", {"vae": str(tmp_path / "empty")}))
-    with pytest.raises(ConfigError, match="no folder, nor a hub name"):
+    with pytest.raises(ConfigError, match="no such folder or file here"):
         resolve_source(with_components("unfuse/shapes", {"vae": "/nowhere"}))
 
 
