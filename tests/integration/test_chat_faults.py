@@ -20,6 +20,9 @@ from tools.tiny_language import TEXT, make_language_model
 LONG = [{"role": "user", "content": f"{TEXT} " * 12}]
 """Messages whose prompt is prefilled in several chunks."""
 
+TRIES = 5
+"""How many texts are disturbed until one of them was, twice: on a busy machine the rest may be made before a kill."""
+
 ASKED: dict[str, Any] = {
     "messages": LONG, "max_tokens": 400, "temperature": 1, "seed": 7, "logprobs": True, "top_logprobs": 3,
     "logit_bias": {"2": -100, "0": -100},
@@ -81,8 +84,22 @@ def attempts(server: Server, id: str) -> int:
 
 
 def begun_again(server: Server, id: str) -> bool:
+    """Whether a second attempt has begun, or the text has ended before anybody could see that."""
     found = last_stage(server, id)
-    return found["status"] == "leased" and found["attempt"] > 1
+    return found["status"] == "done" or (found["status"] == "leased" and found["attempt"] > 1)
+
+
+def disturbed(server: Server) -> list[tuple[str, Any]]:
+    """The tokens of a text whose compute process is killed in the middle, and then the whole worker."""
+    came = list[tuple[str, Any]]()
+    for one in seen(server):
+        came.append(one)
+        if len(came) == 20:
+            kill_computes(server)
+            until(lambda: begun_again(server, came[0][0]), "a second attempt, which the next kill is to end")
+        if len(came) == 100:
+            kill_workers(server)
+    return came
 
 
 @pytest.mark.parametrize("workers", [pytest.param("language=1", marks=pytest.mark.nightly), "prefill=1,decode=1"])
@@ -94,16 +111,13 @@ def test_in_an_exact_pool_a_text_is_that_of_a_quiet_run_to_the_last_bit(
     with serving_texts(folder, tmp_path, workers, "exact") as server:
         calm = [told for _, told in seen(server.ready())]
         assert len(calm) == ASKED["max_tokens"]
-        again = list[tuple[str, Any]]()
-        for one in seen(server):
-            again.append(one)
-            if len(again) == 20:
-                kill_computes(server)
-                until(lambda: begun_again(server, again[0][0]), "a second attempt, which the next kill is to end")
-            if len(again) == 100:
-                kill_workers(server)
-        assert attempts(server, again[0][0]) > 2
-    assert [told for _, told in again] == calm
+        for _ in range(TRIES):
+            again = disturbed(server.ready())
+            assert [told for _, told in again] == calm
+            if attempts(server, again[0][0]) > 2:
+                break
+        else:
+            pytest.fail("each text ended before the second kill")
 
 
 @pytest.mark.nightly

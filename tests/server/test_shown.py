@@ -122,6 +122,13 @@ def test_frames_and_a_file_of_them_have_the_same_tokens(ai: openai.OpenAI) -> No
     assert other == {**one, "picked": "0,1,2,3,4,5,6,7", "shown": other["shown"], "upload": other["upload"]}
 
 
+def test_frames_may_be_as_large_as_a_body(ai: openai.OpenAI) -> None:
+    """Given frames of more bytes than a control message may have, then they are taken; they were a 500."""
+    made = accepted(ai, {"type": "video", "video": [picture(1024, 1024, "BMP")] * 4, "fps": 2})
+    (one,) = json.loads(made["params"]["shown"])
+    assert one["images"] == 4
+
+
 def test_of_a_longer_file_two_frames_a_second_are_shown(ai: openai.OpenAI) -> None:
     (entry,) = json.loads(accepted(ai, video(film(90, rate=30)))["params"]["shown"])
     assert entry["picked"] == "0,18,36,53,71,89"

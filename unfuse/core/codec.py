@@ -13,6 +13,7 @@ from unfuse.core.errors import ProtocolError
 VERSION = 1
 READABLE = (1,)  # versions that this code reads: the current one and, once there is one, the one before
 MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
+MAX_UPLOAD_BYTES = 32 * 1024 * 1024  # the frames of a video that a call sends: as many as its body may have
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -26,25 +27,25 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
         return msgspec.msgpack.Decoder(kind)
 
 
-def encode(message: object) -> bytes:
-    """The message's bytes. Raises ProtocolError for text not Unicode, integers above 64 bits, more than MAX_BYTES."""
+def encode(message: object, most: int = MAX_BYTES) -> bytes:
+    """The message's bytes. Raises ProtocolError for no Unicode, integers of over 64 bits, more than `most` bytes."""
     try:
         body = _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:
         raise ProtocolError(f"not a message: {error}") from error
-    if len(body) >= MAX_BYTES:
-        raise ProtocolError(f"message of {len(body)} bytes is larger than the {MAX_BYTES} that peers accept")
+    if len(body) >= most:
+        raise ProtocolError(f"message of {len(body)} bytes is larger than the {most} that peers accept")
     return bytes([VERSION]) + body
 
 
-def decode(data: bytes | memoryview, kind: type[T] | Any) -> T:
-    """Return the message of type `kind` that `data` holds.
+def decode(data: bytes | memoryview, kind: type[T] | Any, most: int = MAX_BYTES) -> T:
+    """Return the message of type `kind` that `data` holds, in `most` bytes at most.
 
     Unknown fields are ignored, so that a newer peer may add optional ones. The types bound the depth, since none is
     recursive. Raises ProtocolError for data that is empty, too large, of an unknown version or of other types.
     """
-    if not 0 < len(data) <= MAX_BYTES:
-        raise ProtocolError(f"message of {len(data)} bytes: 1 to {MAX_BYTES} are accepted")
+    if not 0 < len(data) <= most:
+        raise ProtocolError(f"message of {len(data)} bytes: 1 to {most} are accepted")
     if data[0] not in READABLE:
         raise ProtocolError(f"message of version {data[0]}: this build reads {', '.join(map(str, READABLE))}")
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from unfuse.core.codec import encode
+from unfuse.core.codec import MAX_UPLOAD_BYTES, encode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import choice, number, printable
 from unfuse.core.pixels import MAX_SIDE, size_of
@@ -119,7 +119,8 @@ class _Reading:
         if len(sizes := {size for _, size in read}) > 1:
             raise InvalidParameter(f"{name}: frames must all have one size, not {len(sizes)}")
         ((size),) = sizes
-        self._video(encode([data for data, _ in read]), size, [*range(len(urls))], rate, rate, "")
+        frames = encode([data for data, _ in read], MAX_UPLOAD_BYTES)
+        self._video(frames, size, [*range(len(urls))], rate, rate, "")
 
     def _file(self, name: str, part: Mapping[str, Any]) -> None:
         """A video that is an MP4 file, of which some frames are picked."""

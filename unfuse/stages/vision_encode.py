@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from typing_extensions import override
 
-from unfuse.core.codec import decode
+from unfuse.core.codec import MAX_UPLOAD_BYTES, decode
 from unfuse.core.plan import Params
 from unfuse.core.vision import SHOWN, Grid
 from unfuse.stages.base import Outline, Stage, StageInput, StageOutput, need
@@ -96,7 +96,7 @@ def _images(task: StageInput) -> Iterator[Image.Image]:
     if picked := need(task.params, "picked", str):
         yield from read_frames(data, [int(number) for number in picked.split(",")])
     elif need(task.params, "images", int):
-        pictures: list[bytes] = decode(data, list[bytes])
+        pictures: list[bytes] = decode(data, list[bytes], MAX_UPLOAD_BYTES)
         yield from map(read_picture, pictures)
     else:
         yield read_picture(data)
