@@ -23,6 +23,7 @@ from unfuse.core.messages import (
     Bye,
     Done,
     Failed,
+    FailureKind,
     Granted,
     Hello,
     Places,
@@ -494,17 +495,23 @@ class Away(MemoryQueue):
         return record
 
 
-@pytest.mark.parametrize("away, answer", [(3, Accepted()), (99, None)])
-async def test_an_outcome_waits_for_the_queue_to_be_back(
-    monkeypatch: pytest.MonkeyPatch, away: int, answer: Accepted | None
-) -> None:
+async def leased_from(queue: Away, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> tuple[Dispatcher, Lease]:
+    """A dispatcher that does not pause between tries, and the task that its worker has."""
     monkeypatch.setattr(dispatcher_module, "QUEUE_PAUSE_S", 0.0)
-    clock = ManualClock()
-    queue = Away(clock)
     dispatcher = Dispatcher(Scheduler(queue, clock=clock), [], Places(""))
     await dispatcher.answer(PEER, HELLO)
     await submit(dispatcher)
     (lease,) = await granted(dispatcher)
+    return dispatcher, lease
+
+
+@pytest.mark.parametrize("away, answer", [(3, Accepted()), (99, None)])
+async def test_an_outcome_waits_for_the_queue_to_be_back(
+    monkeypatch: pytest.MonkeyPatch, away: int, answer: Accepted | None
+) -> None:
+    clock = ManualClock()
+    queue = Away(clock)
+    dispatcher, lease = await leased_from(queue, clock, monkeypatch)
     queue.commits = away
     assert await dispatcher.answer(PEER, done(lease)) == answer
     queue.commits = 0
@@ -512,18 +519,19 @@ async def test_an_outcome_waits_for_the_queue_to_be_back(
     assert await queue.size(DENOISE) == 1
 
 
-async def test_a_failure_that_waits_for_the_queue_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "QUEUE_PAUSE_S", 0.0)
+@pytest.mark.parametrize(
+    ("kind", "reason", "event"), [("crash", "", "task failed"), ("hand_back", "drain", "task handed back")]
+)
+async def test_a_failure_that_waits_for_the_queue_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, kind: FailureKind, reason: str, event: str
+) -> None:
     clock = ManualClock()
     queue = Away(clock)
-    dispatcher = Dispatcher(Scheduler(queue, clock=clock), [], Places(""))
-    await dispatcher.answer(PEER, HELLO)
-    await submit(dispatcher)
-    (lease,) = await granted(dispatcher)
+    dispatcher, lease = await leased_from(queue, clock, monkeypatch)
     queue.commits, queue.applies = 3, False
     with capture_logs() as logs:
-        assert await dispatcher.answer(PEER, Failed(lease.claim, "crash", "killed")) == Accepted()
-    assert [line["reason"] for line in logs if line["event"] == "task failed"] == ["killed"]
+        assert await dispatcher.answer(PEER, Failed(lease.claim, kind, "ended", reason=reason)) == Accepted()
+    assert [line["event"] for line in logs if line.get("reason") == "ended"] == [event]
 
 
 async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:

@@ -104,8 +104,8 @@ class _Wanted:
         return Course(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
 
 
-def _heard(loaded: Loaded, terminal: Terminal) -> Loading:
-    """Return how far the workers are that will be started. The time that is left is told of requests alone."""
+def _follow_loading(loaded: Loaded, terminal: Terminal) -> Loading:
+    """Return the progress of the workers that will be started, which is shown while they load."""
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     return loading
@@ -119,7 +119,7 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
     course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
     repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
-    loading = _heard(loaded, terminal)
+    loading = _follow_loading(loaded, terminal)
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):
         with Pipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
             course.begin("diffusers")
@@ -137,7 +137,7 @@ def _measure_layouts(wanted: _Wanted, settings: Callable[..., Loaded], terminal:
 
     most, own = max(wanted.counts), settings().settings
     totals = dict.fromkeys(layouts_of(wanted.plan), (wanted.rounds + 1) * most)
-    course, loading = wanted.course(totals, own, terminal), _heard(settings(), terminal)
+    course, loading = wanted.course(totals, own, terminal), _follow_loading(settings(), terminal)
 
     def most_with(workers: str) -> float:
         with own_pools(settings(workers=workers), terminal, loading) as client:

@@ -24,7 +24,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     starts from a picture `may` end with another one, or `must`. `follows_picture`: without a size, a
     result has the shape of its start picture. `picture_scale` is for pipelines that take no size: their results are
     so many times as large as the start picture (0: the pipeline takes a size). `vocabulary` is for models that know few
-    words: requests with others get a hint.
+    words: requests whose prompts have other words get a hint.
     """
 
     name: str

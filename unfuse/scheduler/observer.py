@@ -51,7 +51,7 @@ class Observer:
         """So often, texts gave up keys and values for others on a worker."""
 
     def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
-        """A worker of that role without a task held so many bytes more of its memory that nobody owned."""
+        """An idle worker of that role reported a memory leak of so many bytes."""
 
     def told(self, outcome: str) -> None:
         """A webhook was called: it heard, the call failed, or it was given up with that."""

@@ -324,7 +324,7 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     level: Annotated[Literal["auto", "error", "warning", "info", "debug"], says(
         "Log lines of this level and above; auto is info for serve and worker, warning for other verbs. With debug, "
-        "serve also says which component is where, and what was loaded.",
+        "serve also logs the device and dtype of each component, and when it was loaded.",
         flag="--log-level",
     )] = "auto"  # fmt: skip
     format: Annotated[

@@ -153,13 +153,13 @@ class Writing(Growing):
     sampled: Sampled | None = None
     constraint: Constraint | None = None
     shown: str = ""
-    """What the prompt shows, as JSON."""
+    """The pictures and videos of the prompt, as JSON."""
     extends: bool = False
-    """Whether prompts that go on behind the answer are to find its keys and values."""
+    """Whether the answer goes into the prefix cache."""
     over: bool = False
-    """Whether no token follows."""
+    """Whether the last token is drawn."""
     again: Recomputed | None = None
-    """What is left to do then."""
+    """Chunks of the answer that are still to be computed for the prefix cache, once the last token is drawn."""
 
     @property
     @override

@@ -67,8 +67,8 @@ class OneSidedEngine(OwnerEngine):
 class _OneSidedLink(ChannelLink):
     """Reads at the offset that the owner gives, several ranges in a call.
 
-    After a call that failed, of which nothing counts, the next one has a single range: so a transfer goes on where
-    many ranges are never all read.
+    Nothing of a failed call counts. The next call reads a single range, so that a transfer makes progress even over a
+    link on which calls with many ranges keep failing.
     """
 
     def __init__(self, address: str, engine: OneSidedEngine) -> None:
