@@ -1,7 +1,9 @@
 """Where processes of a test, or of a bench, meet."""
 
+import secrets
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,12 +14,30 @@ from unfuse.wire.address import UNIX
 from unfuse.wire.unix_socket import private_socket, server_socket
 from unfuse.worker.options import WorkerOptions
 
+LOWEST, MOST = 10_240, 65_535
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The ports that the system gives to whoever asks for any, and to outgoing connections."""
+
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of this host at which nobody listens, each another."""
+    """TCP ports of this host at which nobody listens, each another.
+
+    They lie below those that the system gives away, since another process could be given one of these meanwhile; unless
+    it gives away nearly all.
+    """
+    lowest_given = int(EPHEMERAL.read_text().split()[0])
+    highest = lowest_given - 1 if lowest_given > 2 * LOWEST else MOST
+    ports: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+        while len(ports) < count:
+            port = LOWEST + secrets.randbelow(highest - LOWEST)
+            try:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue  # somebody listens there
+            ports.append(port)
+    return ports
 
 
 def free_port() -> int:

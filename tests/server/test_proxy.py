@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from tests.server.composed import TIMEOUT_S, composed
+from tools.addresses import free_port
 from tools.snippets import ROOT, blocks
 from unfuse.client import connect
 
@@ -56,8 +57,7 @@ def nginx(folder: Path, behind: int) -> Iterator[int]:
          "-addext", f"subjectAltName=DNS:{NAME},DNS:localhost", "-keyout", folder / "key.pem", "-out",
          folder / "cert.pem"], check=True, capture_output=True,
     )  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / "conf").write_text(AROUND.format(folder=folder, said=said(folder, port, behind)))
     process = subprocess.Popen([binary, "-p", folder, "-c", folder / "conf", "-e", folder / "error.log"])
     try:
