@@ -50,11 +50,13 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-test)
 	$(GPU_PYTHON) -m bench.gpu_run $(GPU)
 
 # what is left: every combination of what by day is met in pairs, long histories, ten times as many examples of properties,
-# the whole of the chaos drills
+# the whole of the chaos drills. `make nightly PART=3/8` runs the third of eight parts, which take about the same time
+PART ?= 1/1
+NIGHTLY := $(PYTEST) --part $(PART) --second-run
 nightly: $(VENV)/installed-nightly
-	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly or hypothesis"
-	ANSWERS_QUEUE=redis $(BIN)/pytest tests/answers
-	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py tests/chaos/test_chats.py
+	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(NIGHTLY) --junit-xml nightly.xml -m "nightly or hypothesis"
+	ANSWERS_QUEUE=redis $(NIGHTLY) tests/answers
+	CHAOS_SCALE=1 $(NIGHTLY) tests/chaos/test_drills.py tests/chaos/test_chats.py
 
 # goes on behind the last round in its log: a soak may be stopped and started again
 soak: $(VENV)/installed-test

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import structlog
 
-pytest_plugins = ["tools.second_run"]
+pytest_plugins = ["tools.run_part", "tools.second_run"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 # or a thread that waits for the others of its process keeps a core from them: 20 times the time where cores are busy
