@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import sqlite3
 import urllib.error
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from tests.integration.test_full_disk import asked
 from tests.integration.test_restarts import SLOW, installed
 from tools.redis_server import RedisServer
 from tools.server import Server, all_gone, family_of, serving, until
+from unfuse import queues
+from unfuse.queues.base import SCHEMA
 
 WAITS = "the queue cannot be used yet: waiting for it"
 
@@ -62,6 +67,27 @@ def test_with_queue_wait_0_the_start_fails(redis: RedisServer, tmp_path: Path) -
     with serving(tmp_path, "--no-workers", "--queue", redis.url, "--queue-wait", "0") as server:
         assert server.process.wait(60) == 3
         assert "does not answer" in server.log() and WAITS not in server.log()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer, tmp_path: Path) -> None:
+    """Exit code 2 and one sentence that says what to do; the queue is left as it is."""
+    file = tmp_path / "queue.db"
+    if kind == "sqlite":
+        queue, what_to_do = f"sqlite:{file}", "name another file with --queue sqlite:PATH, or delete this one"
+        asyncio.run(queues.open(queue).close())
+        with closing(sqlite3.connect(file)) as database:
+            database.execute(f"PRAGMA user_version = {SCHEMA - 1}")
+    else:
+        queue, what_to_do = redis.url, "name another prefix, as in ?prefix=NAME, or delete the keys that begin with"
+        redis.client.hset("{unfuse}:meta", "arrivals", 1)
+    before = file.read_bytes() if file.exists() else redis.client.hgetall("{unfuse}:meta")
+
+    with serving(tmp_path, "--no-workers", "--queue", queue) as server:
+        assert server.process.wait(60) == 2
+        assert server.log().count(what_to_do) == 1 and "Traceback" not in server.log()
+
+    assert before == (file.read_bytes() if file.exists() else redis.client.hgetall("{unfuse}:meta"))
 
 
 def test_a_server_that_waits_can_be_stopped(redis: RedisServer, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ def test_the_user_of_the_documents_may_do_what_the_script_does() -> None:
     """Given the commands that the script calls, then these are the ones that the page allows, to one."""
     script = "".join(part.read_text() for part in (files("unfuse.queues") / "scripts").iterdir())
     called = {name.lower() for name in re.findall(r"call\(?,? ?'([A-Z]+)'", script)}
-    called = called - {"pubsub"} | {"pubsub|numsub"}
     assert {word[1:] for word in users()[0] if word.startswith("+")} == called | OUTSIDE
 
 

@@ -154,8 +154,8 @@ async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue
     assert len(await redis_queue.over(names)) == 150
 
     ran = {name: told["calls"] for name, told in server.client.info("commandstats").items()}
-    assert (ran["cmdstat_evalsha"], ran["cmdstat_hget"]) == (1, 301)
-    assert not {"cmdstat_hmget", "cmdstat_hgetall", "cmdstat_zrange"} & ran.keys()
+    assert (ran["cmdstat_evalsha"], ran["cmdstat_hget"], ran["cmdstat_hmget"]) == (1, 300, 1)
+    assert not {"cmdstat_hgetall", "cmdstat_zrange"} & ran.keys()
 
 
 async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: TaskQueue, server: Server) -> None:

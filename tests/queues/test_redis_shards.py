@@ -174,27 +174,6 @@ async def test_nor_what_was_there_before_them(pair: tuple[Server, Server]) -> No
     await whole.close()
 
 
-@pytest.mark.slow
-async def test_numbers_go_on_where_an_earlier_version_counted(pair: tuple[Server, Server]) -> None:
-    """Given requests that were numbered one by one, then later ones are behind them, in lists and pages."""
-    server, _ = pair
-    queue = queues.open(server.url)
-    for name in "ab":
-        await submitted(queue, name)
-    for number, name in enumerate("ab", 1):
-        server.client.hset(f"{{unfuse}}:request:{name}", "number", number)
-        for key in server.client.scan_iter("{unfuse}:*"):
-            if server.client.type(key) == b"zset" and server.client.zscore(key, name) is not None:
-                server.client.zadd(key, {name: number})
-    server.client.hset("{unfuse}:meta", mapping={"arrivals": 9, "listed": 2})
-    await submitted(queue, "c")
-    assert [one.context.id for one in await queue.list(Filter())] == ["c", "b", "a"]
-    assert [one.context.id for one in await queue.list(Filter(), after="c")] == ["b", "a"]
-    assert (await queue.load("b")).number == 2
-    assert (await queue.load("c")).number > 10**15
-    await queue.close()
-
-
 async def until_done(work: object) -> object:
     """Try again while the queue does not answer."""
     while True:

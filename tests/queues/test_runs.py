@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from tests.queues.conftest import Server
-from tests.queues.test_yesterday import Yesterdays
 from unfuse import queues
 from unfuse.core.event import Event
 from unfuse.queues.base import TaskQueue
 from unfuse.queues.remote_waiters import MAX_BATCH, Background
 from unfuse.queues.runs import Call, Calls
 from unfuse.queues.subscription import SWEEP_S
-from unfuse.testing.queue_samples import TTL, change, following, leased, started, submitted, wanted
+from unfuse.testing.queue_samples import TTL, change, following, started, submitted, wanted
 
 
 class Slow:
@@ -114,7 +113,7 @@ class TestMessages:
         yield queue
         await queue.close()
 
-    async def test_those_of_this_version_hear_one_for_all(self, queue: TaskQueue, server: Server) -> None:
+    async def test_all_changes_of_a_run_are_one_message(self, queue: TaskQueue, server: Server) -> None:
         waiting = await started(queue.lease("w", wanted("elsewhere"), TTL, wait=30.0))
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
             await asyncio.sleep(0.01)
@@ -131,31 +130,6 @@ class TestMessages:
         await asyncio.gather(*(queue.commit(change(record, events=(Event("retrying"),))) for record in records))
         events = await asyncio.wait_for(asyncio.gather(*watching), SWEEP_S / 2)
         assert [event.type for event in events if event] == ["retrying"] * 3
-
-    async def test_those_of_an_earlier_version_hear_one_for_each(self, queue: TaskQueue, server: Server) -> None:
-        """Given somebody who listens as an earlier version does, then that one hears of pools and requests as ever."""
-        with server.client.pubsub() as earlier:
-            earlier.subscribe("{unfuse}:changes")
-            assert earlier.get_message(timeout=5.0)["type"] == "subscribe"
-            record = await submitted(queue, "a")
-            lease = await leased(queue)
-            await queue.progress(lease.claim, [Event("progress", stage="s", step=1, steps=2)])
-            await queue.commit(change(record, status="cancelled"))
-            heard = []
-            while message := earlier.get_message(timeout=0.5):
-                heard.append(message["data"])
-        assert heard == [b"pool:p", *[b"request:a"] * 3]
-
-    async def test_what_an_earlier_version_does_is_heard(self, queue: TaskQueue, server: Server) -> None:
-        record = await submitted(queue, "a")
-        watching = asyncio.create_task(following(queue.watch("a", after=1)))
-        while server.client.pubsub_numsub("{unfuse}:changes") != [(b"{unfuse}:changes", 1)]:
-            await asyncio.sleep(0.01)
-        earlier = Yesterdays.at(server.url)
-        await earlier.commit(change(record, events=(Event("retrying"),)))
-        event = await asyncio.wait_for(watching, SWEEP_S / 2)
-        assert event is not None and event.type == "retrying"
-        await earlier.close()
 
 
 def published(server: Server) -> int:

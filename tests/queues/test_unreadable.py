@@ -63,7 +63,7 @@ def member(key: str) -> Callable[[Client, bytes], object]:
 
 
 RECORDS = [f"{P}:{kind}:bad" for kind in ("request", "stages", "events", "droppable")] + [TASK]
-FIELDS = ("context", "done", "number", "over", "version", "tenant", "left", "counted")
+FIELDS = ("context", "done", "number", "over", "version", "tenant", "left")
 LINES = ("requests", "active", "over", "leases", "joined", "ready:p")
 DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
     **{f"{key} is a string": wrong_type(key) for key in RECORDS},
@@ -81,7 +81,7 @@ DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
     "what is left is garbage": lambda client, data: client.hset(f"{P}:left", "z", b"no number" + data),
     "all that is left is a string": wrong_type(f"{P}:left"),
     "what all costs is garbage": field(f"{P}:meta", "cost"),
-    "the news are garbage": lambda client, data: client.publish(f"{P}:changes", b"\xff\xfe:" + data),
+    "the news are garbage": lambda client, data: client.publish(f"{P}:news", b"\xff\xfe:" + data),
 }  # fmt: skip
 
 
@@ -221,9 +221,9 @@ async def test_what_cannot_be_read_is_not_taken_for_over(server: Server) -> None
 async def test_who_waits_and_watches_goes_on_after_news_that_are_garbage(server: Server) -> None:
     queue: Any = await filled(server, ManualClock())
     waiting = asyncio.create_task(queue.lease("v", wanted("q"), TTL, wait=60.0))
-    while not server.client.pubsub_numsub(f"{P}:changes")[0][1]:
+    while not server.client.pubsub_numsub(f"{P}:news")[0][1]:
         await asyncio.sleep(0.01)
-    server.client.publish(f"{P}:changes", b"request:\xff\xfe")
+    server.client.publish(f"{P}:news", b"request:\xff\xfe")
     await submitted(queue, "new", pool="q")
     assert [lease.task.request for lease in await waiting] == ["new"]
     await queue.close()

@@ -42,7 +42,7 @@ def test_garbage_is_listed_and_dropped_and_everything_else_is_served(
         for kind in ("joined", "workers", "cards", "seen"):
             where = f"{P}:{kind}"
             redis.client.zadd(where, {"rogue": 0}) if kind == "joined" else redis.client.hset(where, "rogue", b"\xff")
-        redis.client.publish(f"{P}:changes", b"request:\xff")
+        redis.client.publish(f"{P}:news", b"request:\xff")
 
         answer = http.post(URL, json={**asked, "model": PICTURES.name, "response_format": "url"})
         assert answer.status_code == 200, answer.text

@@ -299,23 +299,6 @@ def test_a_file_that_was_written_too_late_is_not_sent(served: Served, http: http
         assert reader.has == PARTS[0]
 
 
-def test_a_file_of_an_earlier_version_is_not_streamed(
-    served: Served, http: httpx2.Client, decoder: Decoder, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Given one whose frames are not stored in the order in which they are shown."""
-    with av.open(file := io.BytesIO(), "w", format="mp4") as container:
-        stream = cast(Any, container.add_stream("libx264", rate=8, options={"bf": "2"}))
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for frame in scene():
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
-    decoder.finishes(file.getvalue())
-    with live(http, decoder.id) as response:
-        assert Reader(response).is_broken_off()
-    assert no_error_is_logged(caplog)
-    assert http.get(f"{URL}/{decoder.id}/content").content == file.getvalue()
-
-
 def test_a_dead_letter_keeps_no_parts(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
     for _ in range(2):
         decoder.makes(1, PARTS[0])

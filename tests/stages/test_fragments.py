@@ -6,7 +6,6 @@ import io
 from fractions import Fraction
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any
 
 import av
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from tests.examples import examples
-from unfuse.core.errors import PermanentError
 from unfuse.stages.fragments import KEY, Fragments, configuration, streamed, units, with_lengths
 from unfuse.stages.media import Video
 
@@ -136,15 +134,3 @@ def test_the_configuration_of_a_simple_profile_ends_with_the_parameters(profile:
     sequence, picture = bytes([0x67, profile, 0, 30, 9]), b"\x68\xaa"
     found = configuration(b"\0\0\0\1" + sequence + b"\0\0\1" + picture)
     assert found == bytes([1, profile, 0, 30, 255, 225, 0, 5]) + sequence + b"\1\0\2" + picture
-
-
-def test_a_file_whose_frames_are_not_in_order_is_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "reordered.mp4")
-    with av.open(path, "w") as container:
-        stream: Any = container.add_stream("libx264", rate=8, options={"bf": "2"})
-        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
-        for frame in noise(12):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
-    with pytest.raises(PermanentError, match="an earlier version made this video"):
-        list(streamed(Path(path), 8))

@@ -253,7 +253,7 @@ MEDIA = (IMAGE, VIDEO, TEXT)
 
 def medium_of(id: str) -> Medium:
     """The medium of the request with this id."""
-    return next((medium for medium in MEDIA if id.startswith(medium.prefixes)), IMAGE)
+    return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)
 
 
 def medium_for(asked: Mapping[str, object]) -> Medium:

@@ -37,11 +37,10 @@ PIXELS = ("width", "height", "num_frames")  # the parameters whose product is th
 Work = tuple[float, float]  # how many forwards of a stage's network are needed, and the size of each
 
 
-class Room(msgspec.Struct, frozen=True, rename={"each": "per_pixel", "group": "frame_group"}):
+class Room(msgspec.Struct, frozen=True):
     """Predicted bytes of a stage's output: fixed + each × the product of the parameters in `size`.
 
-    The last of these parameters counts groups: n frames are 1 + (n − 1) // group groups. In a stored card the fields
-    keep the names that they had when PIXELS was the only size.
+    The last of these parameters counts groups: n frames are 1 + (n − 1) // group groups.
     """
 
     fixed: int = 0
@@ -111,13 +110,6 @@ class Medium(msgspec.Struct, frozen=True):
     settle: Callable[[Any, Params, Mapping[str, Any]], Params]
     parameters: tuple[Parameter, ...]
     size: tuple[str, ...] = PIXELS
-    earlier: str = ""
-    """The id prefix of earlier versions, which queues and folders may still contain; "" if it did not change."""
-
-    @property
-    def prefixes(self) -> tuple[str, ...]:
-        """The current and the earlier prefix of request ids."""
-        return (self.prefix, self.earlier) if self.earlier else (self.prefix,)
 
     def made_by(self, limits: Mapping[str, float]) -> bool:
         """Whether a model with these limits makes this medium."""

@@ -129,7 +129,7 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
 
 
 TEXT = Medium(
-    "text", plural="texts", prefix="chatcmpl-", earlier="chat_", sign="max_tokens", least=1, limits=TextLimits,
+    "text", plural="texts", prefix="chatcmpl-", sign="max_tokens", least=1, limits=TextLimits,
     settle=_settle,
     parameters=(
         Parameter("messages", "any", use="request", required=True, flag=None,

@@ -36,6 +36,9 @@ class Limits(msgspec.Struct, frozen=True):
     tenant: Allowance = Allowance()
 
 
+SCHEMA = 3
+"""The number of the format in which queues are stored. A queue of another number is refused, and not changed."""
+
 MOST_RETURNS = 3  # a worker that has turned a task down this often does not get it again
 MAX_CACHED = 512  # the most encoder outputs that are cached; few, because workers name each with every heartbeat
 

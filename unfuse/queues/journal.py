@@ -16,36 +16,23 @@ import apsw
 import msgspec
 import structlog
 
-from unfuse.core.errors import ConfigError, InUse, TransientError
-from unfuse.queues.base import Declaration
+from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
+from unfuse.queues.base import SCHEMA, Declaration
 from unfuse.queues.row import Pieces, Row
 
-APPLICATION, SCHEMA = 0x756E6675, 2  # SQLite's application_id for a queue of unfuse, and the version of the tables
+APPLICATION = 0x756E6675  # SQLite's application_id of a queue of unfuse
 
 TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB NOT NULL) STRICT;
 CREATE TABLE starts (number INTEGER NOT NULL) STRICT;
 INSERT INTO starts VALUES (-1);
-"""
-
-PIECES = """
-CREATE TABLE IF NOT EXISTS pieces (
+CREATE TABLE pieces (
     id TEXT, stage TEXT, first INTEGER, after INTEGER, body BLOB, PRIMARY KEY (id, stage, first)
 ) WITHOUT ROWID, STRICT;
-DELETE FROM pieces WHERE id NOT IN (SELECT id FROM requests);
+CREATE TABLE secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT;
+CREATE TABLE declarations (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT;
 """
-"""A row for what was recorded at one time: the pieces from number `first` up to `after`.
-
-An earlier version reads a file with this table, and leaves the pieces of what it drops.
-"""
-
-SECRETS = "CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT"
-"""Earlier versions can open a file with this table, and ignore it."""
-
-DECLARATIONS = """
-CREATE TABLE IF NOT EXISTS declarations (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT
-"""
-"""Declarations by name. Earlier versions can open a file with this table, and ignore it."""
+"""A row of `pieces` has what was recorded at one time: the pieces from number `first` up to `after`."""
 
 FIND_PIECES = """
 SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
@@ -97,7 +84,8 @@ class Journal:
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
             if isinstance(error, OSError) and error.errno in FULL:
                 raise TransientError(NO_ROOM) from error
-            raise ConfigError(f"the queue cannot be kept in {path}: {error}") from error
+            kind = UsageError if isinstance(error, UsageError) else ConfigError
+            raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
     def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Pieces] = ()) -> None:
@@ -218,9 +206,6 @@ class Journal:
             file.execute(TABLES)
             file.pragma("application_id", APPLICATION)
             file.pragma("user_version", SCHEMA)
-        file.execute(PIECES)
-        file.execute(SECRETS)
-        file.execute(DECLARATIONS)
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")
@@ -251,25 +236,28 @@ def _locked(path: Path) -> FileIO:
 
 
 def _check_ours(file: apsw.Connection) -> None:
-    """Raise ConfigError for a database that is not a queue of this version's tables."""
-    found = file.pragma("application_id"), file.pragma("user_version")
-    if file.pragma("schema_version") and found != (APPLICATION, SCHEMA):
-        raise ConfigError(
-            f"it holds something else, or was written by another version of unfuse (layout {found[1]}, this one "
-            f"reads {SCHEMA}): start that version, or give this one a file of its own"
+    """Raise UsageError for a database that is not a queue of this schema."""
+    if not file.pragma("schema_version"):
+        return
+    if file.pragma("application_id") != APPLICATION:
+        raise UsageError("it holds something else: give this one a file of its own, with --queue sqlite:PATH")
+    if (found := file.pragma("user_version")) != SCHEMA:
+        raise UsageError(
+            f"it was written by another version of unfuse (schema {found}, this one reads {SCHEMA}): name another "
+            "file with --queue sqlite:PATH, or delete this one"
         )
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise ConfigError for a file of something else. The file is only read: nothing changes in it or beside it."""
+    """Raise UsageError for a file of something else. The file is only read: nothing changes in it or beside it."""
     if not path.exists():
         return
     if not path.is_file():
-        raise ConfigError("it is no file: give this one a file of its own")
+        raise UsageError("it is no file: give this one a file of its own")
     with path.open("rb") as file:
         begins = file.read(len(MAGIC))
     if begins not in (b"", MAGIC):
-        raise ConfigError("it is not a database, it holds something else: give this one a file of its own")
+        raise UsageError("it is not a database, it holds something else: give this one a file of its own")
     with suppress(apsw.Error):  # a torn database may still be repaired from its journal, when it is opened
         look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         try:

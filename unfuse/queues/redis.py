@@ -19,7 +19,7 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError
+from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError, UsageError
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown, check_growth
 from unfuse.core.media import VIDEO
@@ -64,9 +64,6 @@ except ImportError as error:
 
 CHECK_S = 2.0
 """The longest time, in seconds, for `check`."""
-
-COUNTS = 3
-"""How often `stats` counts requests that a scheduler of an earlier version has just changed."""
 
 SCANNED = 500
 """How many requests one run of the script may read."""
@@ -117,7 +114,7 @@ class RedisQueue(TaskQueue):
                 raise reply
 
         if reason := await obstacle(self._address.server, ask):
-            raise ConfigError(f"the queue at {self._address.shown} cannot be used: {reason}")
+            raise UsageError(f"the queue at {self._address.shown} cannot be used: {reason}")
 
     async def check(self) -> None:
         """Have the server change something. Raises TransientError if it does not within CHECK_S."""
@@ -246,21 +243,10 @@ class RedisQueue(TaskQueue):
         return int(await self._call("size", pool=pool))
 
     async def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do. Requests that an earlier version has stored or changed are counted first."""
-        for _ in range(COUNTS):
-            active, lines, uncounted = await self._call("stats", pools=list(pools), front=FRONT)
-            if not uncounted:
-                break
-            await asyncio.gather(*(self._count(id) for id in uncounted))
+        """How much there is to do."""
+        active, lines = await self._call("stats", pools=list(pools), front=FRONT)
         shown = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
         return Stats(int(active), dict(zip(pools, shown, strict=True)))
-
-    async def _count(self, request: bytes) -> None:
-        """Store how much is left of a request, so that the sums have it."""
-        share = script.UNREADABLE
-        with suppress(NotFound, Damaged):
-            share = script.remaining_fields((await self.load(script.printable_name(request))).context)
-        await self._call("count", id=script.raw(request), **share)
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         """The tasks of a pool that would be leased next."""

@@ -17,11 +17,11 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
 
     arrival: int
     task: Task
+    pushed: float
+    returned: dict[str, int]
     worker: str = ""
     token: bytes = b""
     since: float = 0.0
-    returned: dict[str, int] = {}
-    pushed: float = 0.0
 
 
 class Pieces(msgspec.Struct, frozen=True):

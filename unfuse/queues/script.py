@@ -20,11 +20,16 @@ from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Declaration, Member
+from unfuse.queues.base import SCHEMA, Declaration, Member
 from unfuse.queues.remaining import remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
-SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
+SCRIPT = "\n".join(
+    [
+        f"local SCHEMA = '{SCHEMA}'",
+        *(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS),
+    ]
+)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded."""
 
@@ -156,10 +161,10 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
     facts = {name: getattr(context, name) for name in names}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
     stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
-    share = remaining_fields(context)
-    stored |= {"left": share["packed"], "counted": share["counted"]}
+    left = remaining_of(context)
+    stored["left"] = raw(msgspec.msgpack.encode(left))
     fields = [part for item in stored.items() for part in item]
-    facts |= {"id": context.id, "fields": fields, "left": share["left"]}
+    facts |= {"id": context.id, "fields": fields, "left": left}
     return facts | {"push": [task_fields(task) for task in push], "events": events}
 
 
@@ -167,12 +172,3 @@ def change_fields(change: Change) -> dict[str, Any]:
     """The arguments of `commit`."""
     more = {"close": change.close, "claim": change.claim and claim_fields(change.claim)}
     return context_fields(change.context, change.push, change.events) | more
-
-
-UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}  # the `remaining_fields` of a request that cannot be read
-
-
-def remaining_fields(context: RequestContext) -> dict[str, Any]:
-    """The predicted nanoseconds that are left of a request, by pool and packed, and the version that they are of."""
-    left = remaining_of(context)
-    return {"left": left, "packed": raw(msgspec.msgpack.encode(left)), "counted": text(context.version)}

@@ -254,11 +254,11 @@ class QueueState:
         for key in ((context.id, stage) for stage in entry.stages):
             returned = dict(self._returned.counts(key))
             if rank := self.pool_queues.rank(key):
-                stored.append(StoredTask(rank[2], rank[3], returned=returned, pushed=self._pushed[key]))
+                stored.append(StoredTask(rank[2], rank[3], self._pushed[key], returned))
             if held := self.leases.of(key):
                 lease, since = held.lease, held.running.since
-                leased = lease.task, lease.worker, lease.token, since
-                stored.append(StoredTask(held.rank[2], *leased, returned, self._pushed[key]))
+                leased = lease.worker, lease.token, since
+                stored.append(StoredTask(held.rank[2], lease.task, self._pushed[key], returned, *leased))
         return Row(context, tuple(entry.stages), tuple(stored), entry.history.lasting(), entry.history.last)
 
     def restore(self, number: int, row: Row, last: int) -> builtins.list[Claim]:
@@ -277,8 +277,7 @@ class QueueState:
             task = stored.task
             self.reserve(stored.arrival)
             rank = (-task.priority, task.order, stored.arrival, task)
-            state = context.stages.get(task.stage)
-            self._pushed[task.key] = stored.pushed or (state and state.queued_at) or self._clock.wall()
+            self._pushed[task.key] = stored.pushed
             for worker, times in stored.returned.items():
                 self._returned.count(task.key, worker, times)
             if not stored.token:

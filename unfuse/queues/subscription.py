@@ -20,7 +20,7 @@ class Subscription:
 
     def __init__(self, redis: Redis, tag: str, waiting: RemoteWaiters) -> None:
         self._redis, self._waiting = redis, waiting
-        self._channels = f"{tag}:changes", f"{tag}:news"
+        self._channel = f"{tag}:news"
         self._supervisor = Supervisor()
         self._followers: dict[str, list[asyncio.Future[None]]] = {}
         self._closed = False
@@ -56,7 +56,7 @@ class Subscription:
         Then the server is asked for a sign of life: one that gives none may not be who the others talk to any more.
         """
         async with self._redis.pubsub() as channel:
-            await channel.subscribe(*self._channels)
+            await channel.subscribe(self._channel)
             is_asked = False
             while not self._closed:
                 message = await channel.get_message(timeout=SWEEP_S)

@@ -49,7 +49,7 @@ class _Saved(msgspec.Struct):
     version: Literal[1]
     learned: list[str]
     times: dict[str, dict[str, list[tuple[tuple[Some, Some], Annotated[list[tuple[int, Some]], Meta(min_length=1)]]]]]
-    woken: dict[str, Waking] = {}
+    woken: dict[str, Waking]
 
 
 class Costs(Observer):

@@ -12,7 +12,7 @@ from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
 from unfuse.stores import COPIES
 
-REQUESTS = tuple(prefix for medium in MEDIA for prefix in medium.prefixes)  # prefixes of result folders
+REQUESTS = tuple(medium.prefix for medium in MEDIA)  # prefixes of result folders
 
 RESULTS_GO = "what is over goes after --retention, the oldest before that over --results-limit"
 

@@ -11,8 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 from struct import pack, unpack
 
-from unfuse.core.errors import PermanentError
-
 START_CODE = re.compile(rb"\x00+\x00\x01")
 TYPE, IDR, SEQUENCE, PICTURE = 31, 5, 7, 8
 """The bits of a NAL unit's first byte that are its type; the types of IDR pictures and of both sets of parameters."""
@@ -105,17 +103,12 @@ def configuration(parameters: bytes) -> bytes:
 
 
 def streamed(path: Path, fps: float) -> Iterator[bytes]:
-    """A finished MP4 file as the stream that was written while it was made: the head, then frame after frame.
-
-    Raises PermanentError for a file whose frames are not stored in the order in which they are shown.
-    """
+    """A finished MP4 file as the stream that was written while it was made: the head, then frame after frame."""
     import av
 
     with av.open(str(path)) as container:
         codec = container.streams.video[0].codec_context
-        if codec.has_b_frames or codec.extradata is None:
-            raise PermanentError("an earlier version made this video, and it cannot be streamed: read its whole file")
-        fragments = Fragments(codec.width, codec.height, exact_rate(fps), codec.extradata)
+        fragments = Fragments(codec.width, codec.height, exact_rate(fps), codec.extradata or b"")
         yield fragments.head()
         for packet in container.demux(video=0):
             if packet.size:

@@ -29,7 +29,7 @@ from unfuse.stores.disk import DiskBlobs
 ATTACHED = "attached-"
 PART = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
-PREFIXES = tuple(prefix for medium in MEDIA for prefix in medium.prefixes)
+PREFIXES = tuple(medium.prefix for medium in MEDIA)
 REQUEST_ID = re.compile(rf"({'|'.join(PREFIXES)})[0-9a-f]{{32}}")
 
 LEAST_ROOM = 1 << 20  # a disk with less free bytes than this, about a picture, counts as full

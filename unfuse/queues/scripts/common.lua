@@ -102,7 +102,7 @@ local function push(id, tasks, is_new)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
       'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
       'task', task.task, 'pushed', exact(wall), 'since', since)
-    if (task.avoids or '') ~= '' then call('HSET', task_key(name), RETURNED .. task.avoids, A.most_returns) end
+    if task.avoids ~= '' then call('HSET', task_key(name), RETURNED .. task.avoids, A.most_returns) end
     if next(task.needs) then call('HSET', task_key(name), 'needs', cmsgpack.pack(task.needs)) end
     places[i] = {task.pool, member}
   end
@@ -146,17 +146,12 @@ local function held(claim)
 end
 
 -- Tells all of it in one message, but for pools whose tasks came and are taken already, which would wake all who wait
--- for nothing. Who is of an earlier version hears the other channel alone, one message for each.
+-- for nothing.
 local function tell()
-  local told, both = {}, {P .. ':changes', P .. ':news'}
+  local told = {}
   for pool, why in pairs(pools) do
     if why == true or sound(size, pool) ~= 0 then told[#told + 1] = 'pool:' .. pool end
   end
   for id in pairs(news) do told[#told + 1] = 'request:' .. id end
-  if #told == 0 then return end
-  call('PUBLISH', both[2], table.concat(told, '\0'))
-  local hear = redis.pcall('PUBSUB', 'NUMSUB', unpack(both))
-  if hear.err or hear[2] ~= hear[4] then
-    for _, what in ipairs(told) do call('PUBLISH', both[1], what) end
-  end
+  if #told > 0 then call('PUBLISH', P .. ':news', table.concat(told, '\0')) end
 end

@@ -4,7 +4,7 @@ local function drop(id)
   if tenant and key and key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
-  for _, stage in ipairs(sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do drop_pieces(name_of(id, stage)) end
+  for _, stage in ipairs(sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do call('DEL', pieces_key(name_of(id, stage))) end
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
   relist(id, facts(id))
   news[id] = true
@@ -18,8 +18,6 @@ function verbs.events()
 end
 
 function verbs.forget()
-  unlist_dropped()
-  drop_left_pieces()
   local old = call('ZRANGEBYSCORE', OVER, '-inf', '(' .. exact(A.before), 'LIMIT', 0, A.scan)
   for _, id in ipairs(old) do drop(id) end
   return old
@@ -40,7 +38,8 @@ function verbs.discard()
   end
   local was_active = call('ZREM', ACTIVE, id) == 1
   local sum = tonumber(call('HGET', META, 'cost')) or 0
-  set_cost(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum, false) -- what is left is summed anew
+  call('HSET', META, 'cost', exact(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum))
+  recount()
   drop(id)
   for _, name in ipairs(call('HKEYS', DAMAGED)) do
     if name == id or string.sub(name, 1, #name_of(id, '')) == name_of(id, '') then call('HDEL', DAMAGED, name) end

@@ -1,5 +1,4 @@
--- What requests are found under: for each heading a sorted set of ids by number. An earlier version knows only the four
--- keys of the next line, and may still write: what it stored or ended is listed anew before anybody is answered.
+-- What requests are found under: for each heading a sorted set of ids by number.
 local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
 local LISTED = P .. ':listed' -- the facts, packed, by which each request is listed now
 
@@ -34,7 +33,6 @@ local function facts(id, is_leased)
   if values.err or not values[1] then return end
   local fact = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
   for i, field in ipairs(FACTS) do fact[field] = values[i] or '' end
-  if fact.unheard == '' then fact.unheard = '0' end -- an earlier version stored it
   local is_unknown = is_leased == nil and fact.status == 'queued'
   for _, stage in ipairs(is_unknown and sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
     is_leased = is_leased or sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1
@@ -47,7 +45,7 @@ end
 local function relist(id, fact)
   local before, was = call('HGET', LISTED, id), {}
   local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint,
-    fact.unheard == '1' and '1' or nil} -- nothing is added for most, so that what an earlier version listed is the same
+    fact.unheard}
   local packed = after and cmsgpack.pack(after)
   if packed == before then return end
   local listed_by = before and sound(cmsgpack.unpack, before)
@@ -58,35 +56,6 @@ local function relist(id, fact)
   end
   for key in pairs(was) do sound(call, 'ZREM', key, id) end
   if packed then call('HSET', LISTED, id, packed) else call('HDEL', LISTED, id) end
-end
-
--- Lists the next requests that came since this was last done, the last of them with nothing leased; answers whether
--- there may be more.
-local function list_new(unleased)
-  local last = call('HGET', META, 'listed') or '-inf'
-  local new = call('ZRANGEBYSCORE', ALL, '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
-  for i = 1, #new, 2 do relist(new[i], facts(new[i], new[i] ~= unleased and nil)) end
-  if #new > 0 then call('HSET', META, 'listed', new[#new]) end
-  return #new == 2 * A.scan
-end
-
--- Lists anew what an earlier version has ended, which is the only reason for more to be listed than are active.
-local function list_ended()
-  local listed, lines = 0, {heading_key(nil, 'status', 'queued'), heading_key(nil, 'status', 'in_progress')}
-  for _, line in ipairs(lines) do listed = listed + call('ZCARD', line) end
-  for _, line in ipairs(listed > call('ZCARD', ACTIVE) and lines or {}) do
-    for _, id in ipairs(call('ZDIFF', 2, line, ACTIVE)) do relist(id, facts(id)) end
-  end
-end
-
--- Looks through some of what is listed, if more is than is stored: an earlier version has dropped requests.
-local function unlist_dropped()
-  if call('HLEN', LISTED) <= call('ZCARD', ALL) then return end
-  local scanned = call('HSCAN', LISTED, call('HGET', META, 'unlisted') or 0, 'COUNT', A.scan)
-  call('HSET', META, 'unlisted', scanned[1])
-  for i = 1, #scanned[2], 2 do
-    if call('EXISTS', request_key(scanned[2][i])) == 0 then relist(scanned[2][i], facts(scanned[2][i])) end
-  end
 end
 
 -- At most `scan` pairs of an id and its number under a heading, from behind a number.

@@ -46,9 +46,8 @@ end
 
 -- Writes a context with what queries ask of it; `was` is its share in what is left, `was_active` how it counted so far.
 local function store(id, number, was, was_active)
-  local sums = call('HGET', META, 'cost')
   call('HSET', request_key(id), unpack(A.fields))
-  local cost, is_right = tonumber(sums) or 0, is_counted(sums) and was and sound(exchange, was, A.left)
+  local cost = tonumber(call('HGET', META, 'cost')) or 0
   if A.over then
     call('ZREM', ACTIVE, id)
     call('ZADD', OVER, A.completed_at or 0, id)
@@ -59,7 +58,8 @@ local function store(id, number, was, was_active)
     call('ZADD', ACTIVE, number, id)
     cost = cost + A.cost
   end
-  set_cost(cost, is_right, sums)
+  call('HSET', META, 'cost', exact(cost))
+  if not (was and sound(exchange, was, A.left)) then recount() end
 end
 
 local function overload()
@@ -88,11 +88,9 @@ local function whole_at(may)
   return math.max(tonumber(sound(call, 'HGET', RATES, A.tenant)) or 0, in_microseconds(now)) + each
 end
 
--- Refuses what the tenant may not have beside what it has. What an earlier version stored or ended is listed first.
+-- Refuses what the tenant may not have beside what it has.
 local function beyond_allowance(may)
   if may.concurrent > 0 then
-    list_new()
-    list_ended()
     local has = sound(call, 'ZCARD', heading_key(A.tenant, 'over', '0')) or 0
     if has >= may.concurrent then
       return refuse('LIMITED 0 %s has %d requests in progress, its key allows %d: try again when one is over', A.tenant,
@@ -122,7 +120,7 @@ function verbs.submit()
   store(A.id, number, {}, false)
   local places = push(A.id, A.push, true)
   for _, event in ipairs(A.events) do sound(log, A.id, event) end -- nobody follows it yet
-  list_new(A.id)
+  relist(A.id, facts(A.id, false))
   return {false, IDLE, position_of(places), A.id, number} -- who asks has the context
 end
 
@@ -134,8 +132,8 @@ end
 
 function verbs.commit()
   local id, claim = A.id, A.claim
-  local version, over, done, number, counted, share =
-    unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number', 'counted', 'left'))
+  local version, over, done, number, share =
+    unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number', 'left'))
   local name
   if not version then return unknown(id) end
   if claim then
@@ -150,7 +148,7 @@ function verbs.commit()
   if A.version ~= version + 1 then
     return refuse('CONFLICT %s is at version %d: %d does not follow it', id, version, A.version)
   end
-  store(id, number, share_in(version, counted, share), over == '0')
+  store(id, number, unpacked(share), over == '0')
   if name then remove(name) end
   for _, key in ipairs(A.close) do remove(name_of(key[1], key[2])) end
   push(id, A.push)
@@ -188,8 +186,6 @@ function verbs.list()
     if not after or (A.which.tenant and after.tenant ~= A.which.tenant) then return unknown(A.after) end
     from = after.number
   end
-  if list_new() then return {from, found, unsound} end
-  list_ended()
   local ids = listed(A.heading, from)
   for i = 1, #ids, 2 do
     local fact, one = facts(ids[i]), nil
@@ -199,8 +195,6 @@ function verbs.list()
     if one then found[#found + 1] = one end
     if not one and (fits or not fact and call('EXISTS', request_key(ids[i])) == 1) then
       unsound[#unsound + 1] = ids[i]
-    else
-      relist(ids[i], fact) -- an earlier version may have changed it
     end
     from = ids[i + 1]
     if #found == A.limit then break end

@@ -70,17 +70,29 @@ function verbs.now() return exact(now) end
 -- Fails where the server takes no change, such as for want of memory.
 function verbs.check() call('HSET', META, 'checked', exact(now)) end
 
--- Runs a verb, if the keys are of the part of a queue that it is for: whoever comes first says of which.
-local function run(verb)
-  local part = sound(call, 'HGET', META, 'part') or ''
-  if part == '' and A.part ~= '' and call('EXISTS', META) == 0 then
-    call('HSET', META, 'part', A.part)
-    part = A.part
+-- Why the keys are not those of this part of a queue in this schema; nothing if they are. Whoever comes first to an empty
+-- namespace says what it is.
+local function misplaced()
+  local found = sound(call, 'HMGET', META, 'schema', 'part')
+  if not found then return end -- META is damaged
+  local schema, part = unpack(found)
+  if not schema and call('EXISTS', META, P .. ':declared', P .. ':secrets') == 0 then
+    call('HSET', META, 'schema', SCHEMA, 'part', A.part)
+    return
   end
-  if part == A.part then return verbs[verb]() end
+  if schema ~= SCHEMA then
+    return refuse('MISPLACED what has this prefix there was written by another version of unfuse (schema %s, this one ' ..
+      'reads %s): name another prefix, as in ?prefix=NAME, or delete the keys that begin with %s:', schema or 'unknown',
+      SCHEMA, P)
+  end
+  if part == A.part then return end
   local none = 'a queue without shards'
   return refuse('MISPLACED what has this prefix there is %s, not %s: name as many shards, and the same servers in the ' ..
     'same order, as before, or another prefix', part == '' and none or part, A.part == '' and none or A.part)
+end
+
+local function run(verb)
+  return misplaced() or verbs[verb]()
 end
 
 local time = call('TIME')
