@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.graphs import object_for
 from tools.addresses import a_worker, unix_address
-from unfuse.core.messages import Accepted, Done, Failed, Keep, Places, Refused, Saved, Welcome
+from unfuse.core.messages import Accepted, Done, Failed, Keep, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
@@ -46,8 +46,6 @@ class Place:
 
 class Scheduler:
     """Answers with what it is told to; portions wait until `takes` is set."""
-
-    welcome = Welcome((), Places(""), 0.0, 0.0, keeps=True)
 
     def __init__(self) -> None:
         self.answer: Accepted | Refused = Accepted()

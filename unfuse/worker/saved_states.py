@@ -30,7 +30,7 @@ class SavedStates:
         """Have recorded what a task has made so far: its state, or a portion, which others find from then on."""
         if isinstance(saved, StateSaved):
             await self._save(saved)
-        elif self._link.welcome.keeps:
+        else:
             await self._share(saved)
 
     async def _share(self, kept: Kept) -> None:

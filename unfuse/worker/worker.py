@@ -189,7 +189,7 @@ class Worker:
         )
         self._saved_states = SavedStates(objects, self._link)
         self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
-        sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
+        sets, loads = sets_of(served, options), loads_of(served, self._choice, options, objects.store, places)
         self._served = served
         self._weights = await asyncio.to_thread(
             WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
@@ -204,7 +204,7 @@ class Worker:
         self._has_loaded(started)
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
-        self._outcome = started.outcome if welcome.by_outcome else {}
+        self._outcome = started.outcome
         await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
         await self._register(served, self._weights)
         models = [card.name for card in served.cards]
@@ -319,7 +319,7 @@ class Worker:
     async def _announce(self, news: Announced) -> None:
         """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
         lease = self._active.get(news.claim)
-        if lease and self._link.welcome.announces and declared(lease.task.pool) not in self._read_here:
+        if lease and declared(lease.task.pool) not in self._read_here:
             await self._link.call(news)
 
     async def _hear(
