@@ -233,6 +233,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Steps `first` to `step` of `steps` are done; `previews` lists those of them that have a preview.
 
+    Within a worker, step 0 says that the task began.
     The attempt has used a device for `share_s` seconds so far, as its share of the forwards that it was in.
     """
 
@@ -306,7 +307,7 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """A running task has made what others may go on from: the output under that key, one of the task's prefixes.
+    """A running task has made what others may go on from: the output under that key, one of the task's `prefixes`.
 
     Or the key is that of a portion with this `digest`, in the space that the task `extends`.
     """

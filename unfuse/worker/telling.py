@@ -14,7 +14,6 @@ from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Append, Progress, Pulse, Recall, Recorded, Refused, Steps
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.link import Link
 
 GATHER_S = 0.01  # seconds that a step waits for those of other tasks, which compute tells of one after the other
@@ -27,13 +26,9 @@ class Telling:
         self._link, self._background, self._ended = link, background, ended
         self._steps: list[Progress] = []
 
-    def stepped(self, message: Stepped) -> None:
+    def stepped(self, message: Progress) -> None:
         """Tell of this soon."""
-        self._steps.append(
-            Progress(
-                message.claim, message.step, message.steps, message.first, message.previews, share_s=message.share_s
-            )
-        )
+        self._steps.append(message)
         if len(self._steps) == 1:
             self._background.once("reporting steps", self._soon)
 

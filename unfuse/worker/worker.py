@@ -27,8 +27,11 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Keep,
+    Progress,
     Pulse,
     Refused,
+    Saved,
     Stopped,
     ToScheduler,
     ToWorker,
@@ -42,7 +45,7 @@ from unfuse.supervision.budget import StopBudget
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.compute_messages import Kept, LeaksFound, Ready, StateSaved, Stepped
+from unfuse.worker.compute_messages import LeaksFound, Ready
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.heartbeat import heartbeat
@@ -323,18 +326,18 @@ class Worker:
             await self._link.call(news)
 
     async def _hear(
-        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed
+        self, message: Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._has_loaded(message)
             self._background.once("asking for work", self._go_on)
-        elif isinstance(message, Stepped):
+        elif isinstance(message, Progress):
             if message.step:
                 self._telling.stepped(message)
             else:
                 log.debug("task began", **about(message.claim))
-        elif isinstance(message, StateSaved | Kept):
+        elif isinstance(message, Saved | Keep):
             if self._saved_states:
                 self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
         elif isinstance(message, Announced):
