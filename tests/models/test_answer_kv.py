@@ -18,7 +18,7 @@ from tests.worker.test_step_loop import Bench
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.codec import decode as read
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done, Stopped
+from unfuse.core.messages import Done, Keep, Progress, Stopped
 from unfuse.core.plan import prefix_key
 from unfuse.core.reading import READING, Reading
 from unfuse.core.reasoning import ReasoningFormat
@@ -26,7 +26,7 @@ from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors
 from unfuse.stages.language import Decode, Prefill, Writing
-from unfuse.worker.compute_messages import Cancel, Kept, Stepped
+from unfuse.worker.compute_messages import Cancel
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 
@@ -264,7 +264,7 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
     bench, leases = looped(model, tmp_path, overlapped, [first, stopped, msgspec.structs.replace(first, extends=False)])
     assert all(isinstance(bench.outcome(lease), Done) for lease in leases)
 
-    kept = [message for message in bench.sent if isinstance(message, Kept)]
+    kept = [message for message in bench.sent if isinstance(message, Keep)]
     digests, expected = beginnings([*ids, *said]), Portions()
     prefilling(prefill, asked(model, [*ids, *said], 1), expected)
     assert [message.claim for message in kept] == [leases[0].claim] * 2
@@ -275,7 +275,7 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
 
     own = [message for message in bench.sent if getattr(message, "claim", None) == leases[0].claim]
     pieces = [read(piece, Piece).id for message in own if isinstance(message, Grown) for piece in message.pieces]
-    steps = [message.step for message in own if isinstance(message, Stepped)]
+    steps = [message.step for message in own if isinstance(message, Progress)]
     assert (pieces, isinstance(own[-1], Done)) == (said, True)
     assert (steps, steps[-1]) == (sorted(steps), 270)
     assert bench.loop._intake._stages["talk"]._sequences.usage().used == 0  # type: ignore[attr-defined]
@@ -292,11 +292,11 @@ def test_a_text_that_is_cancelled_leaves_whole_chunks_or_nothing(
     job = bench.loop._jobs[lease.claim]
     while not job.state.over:
         bench.turn()
-    assert not any(isinstance(message, Kept) for message in bench.sent)
+    assert not any(isinstance(message, Keep) for message in bench.sent)
     bench.turn()
     bench.inbox.put(Cancel(lease.claim))
     assert isinstance(bench.outcome(lease), Stopped)
-    assert sum(isinstance(message, Kept) for message in bench.sent) == 1
+    assert sum(isinstance(message, Keep) for message in bench.sent) == 1
     assert job.stage._sequences.usage().used == 0  # type: ignore[attr-defined]
 
 

@@ -16,12 +16,11 @@ from tests.worker.test_step_loop import Bench, Large
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import decode
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done
+from unfuse.core.messages import Done, Keep
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece
 from unfuse.stages.language import Prefill
-from unfuse.worker.compute_messages import Kept
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 
@@ -116,7 +115,7 @@ def computed(bench: Bench, leases: list[Lease]) -> list[Mapping[str, torch.Tenso
         assert isinstance(done, Done)
         found.append(tensors_of(bench, done.output))
     for lease in leases:
-        kept = [m for m in bench.sent if isinstance(m, Kept) and m.claim == lease.claim]
+        kept = [m for m in bench.sent if isinstance(m, Keep) and m.claim == lease.claim]
         assert [m.key for m in kept] == [*KEYS[: len(kept)]]
         found += [tensors_of(bench, m.output) for m in kept]
     return found
@@ -197,5 +196,5 @@ def test_what_is_stored_late_is_what_was_computed(long: Model, tmp_path: Path, m
 
     watched(bench, prefill, monkeypatch, overwrite, lambda number: second.wait(WAIT_S))
     bench.outcome(lease)
-    first = next(m for m in bench.sent if isinstance(m, Kept))
+    first = next(m for m in bench.sent if isinstance(m, Keep))
     assert torch.equal(tensors_of(bench, first.output)["kv"], expected[1]["kv"])

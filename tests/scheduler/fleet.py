@@ -16,7 +16,6 @@ from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
 from unfuse.core.messages import (
     REFUSED,
-    Accepted,
     Ask,
     Done,
     Failed,
@@ -24,7 +23,9 @@ from unfuse.core.messages import (
     Hello,
     Places,
     Progress,
+    Pulse,
     Spent,
+    Steps,
     Stopped,
     Stranger,
 )
@@ -98,7 +99,7 @@ class Fleet:
         for scheduler in self.schedulers:
             await scheduler.close()
 
-    async def say(self, worker: str, message: Ask | Progress | Done | Failed | Stopped) -> object:
+    async def say(self, worker: str, message: Ask | Steps | Done | Failed | Stopped) -> object:
         """Send a message to the scheduler that the worker talks to."""
         dispatcher = self.dispatchers[self.at[worker]]
         answer = await dispatcher.answer(worker.encode(), message)
@@ -174,7 +175,7 @@ class Fleet:
         self.used[claim] += seconds
         if tell:
             step = Progress(claim, 1, 3, 1, share_s=self.used[claim])
-            if isinstance(await self.say(lease.worker, step), Accepted):
+            if await self.say(lease.worker, Steps((step,))) == Pulse((), ()):
                 self.known[claim] = self.used[claim]
 
     async def end(self, act: Act, lease: Lease) -> None:

@@ -15,7 +15,7 @@ from tests.scheduler.fleet import Act, Fleet, lengths, seeds
 from tests.scheduler.model import Racing
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
-from unfuse.core.messages import Done, Failed, Progress, Stopped, ToScheduler
+from unfuse.core.messages import Done, Failed, Progress, Steps, Stopped, ToScheduler
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.core.usage import billed_seconds, lost_seconds
@@ -172,7 +172,7 @@ async def test_a_report_is_believed_for_no_longer_than_its_request_is_there() ->
     async with fleet() as workers:
         lease = await one(workers)
         workers.clock.advance(5.0)
-        await workers.say(lease.worker, Progress(lease.claim, 1, 3, 1, share_s=1e8))
+        await workers.say(lease.worker, Steps((Progress(lease.claim, 1, 3, 1, share_s=1e8),)))
         assert (await bill(workers))[0] == {"cpu": 5.0}
         await END["cancelled"](workers)
         workers.clock.advance(2.0)
@@ -200,7 +200,7 @@ async def test_a_worker_is_not_believed_about_the_attempts_of_others() -> None:
 def test_seconds_that_cannot_be_are_refused_before_anything_is_done(seconds: float) -> None:
     claim = Claim("req_0", "denoise", 1, b"token")
     for message in (
-        Progress(claim, 1, 2, 1, share_s=seconds),
+        Steps((Progress(claim, 1, 2, 1, share_s=seconds),)),
         Stopped(claim, Timings(share_s=seconds)),
         Failed(claim, "transient", "no", timings=Timings(run_s=seconds)),
         Done(claim, None, (), Timings(share_s=seconds)),

@@ -156,16 +156,19 @@ async def test_who_says_goodbye_gets_nothing_more() -> None:
         assert await dispatcher.answer(PEER, Beat()) == Stranger()
 
 
+def stepped(claim: Claim, step: int, steps: int, first: int, previews: tuple[int, ...] = ()) -> Steps:
+    """The message about the steps of one task."""
+    return Steps((Progress(claim, step, steps, first, previews),))
+
+
 async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        assert await dispatcher.answer(PEER, Progress(lease.claim, 3, 9, 1)) == Accepted()
-        assert await dispatcher.answer(PEER, Progress(lease.claim, 4, 9, 4)) == Accepted()
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 3, 9, 1)) == Pulse((), ())
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 4, 9, 4)) == Pulse((), ())
         await dispatcher.scheduler.cancel(request)
-        reply = await dispatcher.answer(PEER, Progress(lease.claim, 5, 9, 5))
-        assert isinstance(reply, Refused)
-        assert reply.lease_lost
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 5, 9, 5)) == Pulse((lease.claim,), ())
         seen = [event async for event in dispatcher.scheduler.queue.watch(request)]
         assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
 
@@ -194,7 +197,7 @@ async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        assert await dispatcher.answer(PEER, Progress(lease.claim, 10**15, 10**15, 1)) == Accepted()
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 10**15, 10**15, 1)) == Pulse((), ())
         await dispatcher.scheduler.cancel(request)
         steps = [event.step async for event in dispatcher.scheduler.queue.watch(request) if event.type == "progress"]
         assert steps == list(range(10**15 - len(steps) + 1, 10**15 + 1))
@@ -256,7 +259,7 @@ async def test_a_step_with_a_preview_publishes_it_behind_the_step() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        await dispatcher.answer(PEER, Progress(lease.claim, 3, 9, 1, previews=(2,)))
+        await dispatcher.answer(PEER, stepped(lease.claim, 3, 9, 1, previews=(2,)))
         await dispatcher.scheduler.cancel(request)
         events = [(event.type, event.step) async for event in dispatcher.scheduler.queue.watch(request) if event.step]
         assert events == [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 3)]
@@ -363,15 +366,16 @@ async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
         stolen = msgspec.structs.replace(done(lease), output=None)
         kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
         failures = [Failed(lease.claim, kind, "no") for kind in kinds]
-        for message in (done(lease), stolen, *failures, Progress(lease.claim, 1, 9, 1)):
+        for message in (done(lease), stolen, *failures):
             reply = await dispatcher.answer(OTHER, message)
             assert isinstance(reply, Refused)
             assert reply.lease_lost
         clock.advance(2.9)
+        assert await dispatcher.answer(OTHER, stepped(lease.claim, 1, 9, 1)) == Pulse((lease.claim,), ())
         assert await dispatcher.answer(OTHER, Beat((lease.claim,))) == Pulse((lease.claim,), ())
         after = await dispatcher.scheduler.queue.load(request)
         assert after == before
-        assert await dispatcher.answer(PEER, Progress(lease.claim, 1, 9, 1)) == Accepted()
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 1, 9, 1)) == Pulse((), ())
         assert await dispatcher.answer(PEER, done(lease)) == Accepted()
 
 
@@ -414,7 +418,7 @@ async def test_a_worker_goes_on_at_another_scheduler() -> None:
         (lease,) = await granted(dispatcher)
         other = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
         await other.answer(OTHER, HELLO)
-        assert await other.answer(OTHER, Progress(lease.claim, 1, 9, 1)) == Accepted()
+        assert await other.answer(OTHER, stepped(lease.claim, 1, 9, 1)) == Pulse((), ())
         assert await other.answer(OTHER, Beat((lease.claim,))) == Pulse((), ())
         assert await other.answer(OTHER, done(lease)) == Accepted()
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings, strategies as st
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from tools.asking import asking
-from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
 from unfuse.core.event import Event
-from unfuse.core.messages import Done, Failed, Saved, ToScheduler, WorkerInfo
+from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
@@ -248,20 +247,6 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
         assert (context.status, context.dead) == (("failed", True) if over else ("queued", False))
         assert (context.error is not None and context.error.code) == (over and "handed_back")
         assert context.stages["text_encode"].failures == 0
-
-
-async def test_a_worker_of_yesterday_gives_no_reason_and_is_understood() -> None:
-    """Given a hand-back as it was written before there were reasons, then it is one, and counts."""
-    async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(*asking(CARD, params()))
-        (lease,) = await take(scheduler)
-        told = msgspec.structs.asdict(Failed(lease.claim, "hand_back", "leaving"))
-        told = {name: value for name, value in told.items() if name != "reason"} | {"type": "Failed"}
-        message = decode(encode(told), ToScheduler)
-        assert isinstance(message, Failed) and message.reason == ""
-        await scheduler.fail(message, WORKER)
-        assert (await take(scheduler))[0].task.attempt == 2
-        assert (await scheduler.queue.load(record.context.id)).context.status == "queued"
 
 
 async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> None:

@@ -438,29 +438,3 @@ async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_t
     await other.answer(b"moved", Hello(never_told, (CARD,)))
     assert await beaten(other, "second") == "first"
     await several.end()
-
-
-async def test_beside_a_scheduler_of_yesterday_each_decides_for_itself_and_nothing_is_lost() -> None:
-    """Given two workers, of which one does not say where it goes, when both are sent to one set, then what waits for
-    the set that they left has one of them back later."""
-    clock = ManualClock()
-    queue = MemoryQueue(clock)
-    several = Several([queue] * 2, clock)
-    await several.begin()
-    request = await submit(several.each[0])
-    clock.advance(2.0)
-    assert await beaten(several.each[0], "second") == "first"
-    said = {member.info.id: member.info for member in await queue.workers()}
-    await queue.hello(msgspec.structs.replace(said["worker-0"], going=""))  # as one of yesterday would have it
-    assert await beaten(several.each[1], "second") == "first"
-    several.holds = ["first", "first"]
-    await several.beat()
-    granted = await several.each[1].answer(b"peer", Ask(1, None, 0.0, holds="first"))
-    assert isinstance(granted, Granted)
-    (lease,) = granted.leases
-    await several.each[1].answer(b"peer", done(lease))
-    clock.advance(2.0)
-    assert sorted(await several.beat()) == ["", "second"]
-    record = await queue.load(request)
-    assert record.status == "in_progress" and not record.running
-    await several.end()

@@ -18,7 +18,7 @@ from zmq.utils import z85
 
 from tools.addresses import a_worker, unix_address
 from unfuse.arena.buddy import Usage
-from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
+from unfuse.core.messages import Accepted, Ask, Beat, Bye, Progress, Pulse, ToScheduler, ToWorker
 from unfuse.core.task import Claim
 from unfuse.launch import local
 from unfuse.launch.base import WorkerSpec
@@ -32,7 +32,6 @@ from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
-from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.executor import Executor
 from unfuse.worker.worker import Worker
@@ -194,12 +193,12 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
     and looks again."""
     monkeypatch.setattr(executing, "WATCH_S", 0.0)
     heard, looked = asyncio.Event(), asyncio.Event()
-    step = Stepped(CLAIM, 1, 2, 1)
+    step = Progress(CLAIM, 1, 2, 1)
 
     async def note(message: object) -> None:
         heard.set()
 
-    async def receive() -> Stepped:
+    async def receive() -> Progress:
         await asyncio.sleep(0)
         return step
 

@@ -34,6 +34,7 @@ from unfuse.core.messages import (
     Progress,
     Pulse,
     Refused,
+    Steps,
     Stranger,
     ToWorker,
     Welcome,
@@ -243,6 +244,7 @@ async def test_another_worker_s_task_is_not_ended_even_by_who_knows_its_token(si
             answer = await site.say(message, thief)
             assert isinstance(answer, Refused)
             assert answer.lease_lost
+        assert await site.say(Steps((Progress(lease.claim, 1, 2, 1),)), thief) == Pulse((lease.claim,), ())
         assert await site.say(Beat((lease.claim,)), thief) == Pulse((lease.claim,), ())
     await unharmed(site, lease)
 
@@ -313,11 +315,10 @@ async def test_without_the_key_nothing_is_heard(tmp_path: Path) -> None:
         assert [member.info.id for member in await site.scheduler.registry.workers()] == ["honest"]
 
 
-def reports(lease: Lease) -> list[Progress | Done | Failed]:
-    """All that can be said of a task."""
+def reports(lease: Lease) -> list[Done | Failed]:
+    """All that can be said of a task's end."""
     kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
     return [
-        Progress(lease.claim, 1, 2, 1),
         done(lease),
         *(Failed(lease.claim, kind, "said by another", object_id="x") for kind in kinds),  # type: ignore[arg-type]
     ]
@@ -326,7 +327,7 @@ def reports(lease: Lease) -> list[Progress | Done | Failed]:
 async def unharmed(site: Site, lease: Lease) -> None:
     """The task is still the honest worker's, who completes it."""
     assert await site.say(Beat((lease.claim,))) == Pulse((), ())
-    assert await site.say(Progress(lease.claim, 1, 2, 1)) == Accepted()
+    assert await site.say(Steps((Progress(lease.claim, 1, 2, 1),))) == Pulse((), ())
     state = (await site.scheduler.queue.load(lease.task.request)).context.stages[lease.task.stage]
     assert (state.attempt, state.failures, state.crashes) == (1, 0, 0)
     assert await site.say(done(lease)) == Accepted()

@@ -14,13 +14,13 @@ from hypothesis import given, strategies as st
 
 from tests.worker.test_step_loop import Bench, Count
 from unfuse.core.errors import ArenaFull, ConfigError, PermanentError
-from unfuse.core.messages import Done, Stopped
+from unfuse.core.messages import Done, Progress, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.stages.base import Checkpoint, StageInput
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import FAILS_S, Policy, pack, unpack
-from unfuse.worker.compute_messages import Cancel, Run, StateSaved, Stepped
+from unfuse.worker.compute_messages import Cancel, Run
 from unfuse.worker.step_loop import StepLoop
 
 
@@ -107,7 +107,7 @@ def loop(folder: Path, policy: str, stage: Count | None = None) -> tuple[Bench, 
 
 
 def kept(bench: Bench) -> list[int]:
-    return [message.step for message in bench.sent if isinstance(message, StateSaved)]
+    return [message.step for message in bench.sent if isinstance(message, Saved)]
 
 
 def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
@@ -120,7 +120,7 @@ def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
 
 
 def last_kept(bench: Bench) -> ObjectRef:
-    return [message.checkpoint for message in bench.sent if isinstance(message, StateSaved)][-1]
+    return [message.checkpoint for message in bench.sent if isinstance(message, Saved)][-1]
 
 
 def counted(bench: Bench, done: object) -> float:
@@ -152,7 +152,7 @@ def test_the_next_attempt_goes_on_where_the_last_one_was_saved(tmp_path: Path) -
     assert isinstance(done, Done)
     assert (len(count.batches), done.timings.steps, done.timings.resumed) == (2, 2, 8)
     assert counted(bench, done) == 10.0
-    steps = [message for message in bench.sent if isinstance(message, Stepped) and message.step]
+    steps = [message for message in bench.sent if isinstance(message, Progress) and message.step]
     assert [step for message in steps for step in range(message.first, message.step + 1)] == [9, 10]
     assert kept(bench) == []
 
@@ -181,7 +181,7 @@ def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
     bench.turn()
     urgent = bench.run(steps=3, priority=1)
     bench.outcome(urgent)
-    assert [(message.claim, message.step) for message in bench.sent if isinstance(message, StateSaved)] == [
+    assert [(message.claim, message.step) for message in bench.sent if isinstance(message, Saved)] == [
         (patient.claim, 1)
     ]
     assert isinstance(bench.outcome(patient), Done)
@@ -195,7 +195,7 @@ def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> No
     bench.inbox.put(Cancel(lease.claim, save=True))
     assert isinstance(stopped := bench.outcome(lease), Stopped)
     assert stopped.timings.steps == 2
-    assert [type(message) for message in bench.sent[-2:]] == [StateSaved, Stopped]
+    assert [type(message) for message in bench.sent[-2:]] == [Saved, Stopped]
     assert kept(bench) == [2]
 
 

@@ -17,7 +17,7 @@ from tests.worker import outside
 from tests.worker.forking import forking
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed, Places, Stopped
+from unfuse.core.messages import Done, Failed, Places, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, Value, roles_of
 from unfuse.core.request import new_request_id
@@ -25,7 +25,7 @@ from unfuse.core.task import Lease, Task
 from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import executor as executor_module
-from unfuse.worker.compute_messages import Load, Ready, Stepped
+from unfuse.worker.compute_messages import Load, Ready
 from unfuse.worker.executor import Executor
 
 SHAPES = "unfuse/shapes"
@@ -75,7 +75,7 @@ async def executing(
 
 
 async def outcome(heard: asyncio.Queue[object]) -> object:
-    while isinstance(message := await heard.get(), Stepped):
+    while isinstance(message := await heard.get(), Progress):
         pass
     return message
 
@@ -153,11 +153,11 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_serv
         step = 0
         while step < 3:
             stepped = await heard.get()
-            assert isinstance(stepped, Stepped)
+            assert isinstance(stepped, Progress)
             step = stepped.step
         await executor.cancel(slow.claim)
 
-        while isinstance(message := await heard.get(), Stepped):
+        while isinstance(message := await heard.get(), Progress):
             step = message.step
         assert isinstance(message, Stopped) and message.claim == slow.claim
         assert step < stepped.steps
@@ -195,7 +195,7 @@ async def test_weights_of_pools_that_the_worker_has_not_registered_are_not_loade
 
 
 async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.socket | None) -> None:
-    async def ignore(_: Ready | Stepped | Stopped | Done | Failed) -> None:
+    async def ignore(_: Ready | Progress | Stopped | Done | Failed) -> None:
         """Nothing is expected."""
 
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:

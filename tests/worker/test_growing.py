@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +29,6 @@ class Scheduler:
     """Keeps what it is told, unless it says otherwise, and takes a while over it."""
 
     def __init__(self) -> None:
-        self.welcome = SimpleNamespace(appends=True)
         self.kept: dict[str, list[bytes]] = {}
         self.said: list[ToScheduler] = []
         self.refusals: list[ToWorker] = []
@@ -133,19 +131,6 @@ async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> No
     grow(made, "a", PIECES_AT_ONCE, [b"1"])  # said before compute heard of it
     await made.settled(claim("a"))
     assert scheduler.kept.keys() == {"b"}
-
-
-@in_virtual_time
-async def test_a_scheduler_of_the_version_before_is_told_nothing_of_it() -> None:
-    made, scheduler = growing()
-    scheduler.welcome.appends = False
-    grow(made, "a", 0, [b"0"])
-    settled = asyncio.create_task(made.settled(claim("a")))
-    await asyncio.sleep(60.0)
-    assert (settled.done(), scheduler.said) == (False, [])
-    scheduler.welcome.appends = True
-    await settled
-    assert scheduler.kept == {"a": [b"0"]}
 
 
 @in_virtual_time

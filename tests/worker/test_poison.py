@@ -18,14 +18,14 @@ import pytest
 from tests.worker import outside
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed, Places, Stopped
+from unfuse.core.messages import Done, Failed, Places, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.models import find
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.compute_messages import Load, Ready, Stepped
+from unfuse.worker.compute_messages import Load, Ready
 from unfuse.worker.executor import Executor
 
 MEMORY_LIMIT = 512 << 20
@@ -47,7 +47,7 @@ class Compute:
         self.heard: list[object] = []
         self.news = asyncio.Condition()
 
-    async def hear(self, message: Ready | Stepped | Stopped | Done | Failed) -> None:
+    async def hear(self, message: Ready | Progress | Stopped | Done | Failed) -> None:
         async with self.news:
             self.heard.append(message)
             self.news.notify_all()
@@ -150,7 +150,7 @@ async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signa
 async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: Path) -> None:
     async with computing(folder) as compute:
         mate = await compute.run("later nothing", stage="denoise", steps=10_000)
-        await compute.until(Stepped, mate)
+        await compute.until(Progress, mate)
         poison = await compute.run("kill", priority=1)
         crashed = [await compute.failure(claim) for claim in (mate, poison)]
         assert [(failed.kind, failed.company) for failed in crashed] == [("crash", True)] * 2
@@ -165,7 +165,7 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
         cancelled = await compute.run("later nothing", stage="denoise")
         await compute.executor.cancel(cancelled)
         await compute.until(Stopped, cancelled)  # though it was never in the process
-        await compute.until(Stepped, alone)
+        await compute.until(Progress, alone)
         assert compute.ended(first)
 
         # it crashes by itself: charged, and what came after it was not begun
@@ -173,7 +173,7 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
         assert (failed.kind, failed.company) == ("crash", False)
         held_back = await compute.failure(behind)
         assert (held_back.kind, held_back.company) == ("hand_back", False)
-        order = [message.claim for message in compute.heard if isinstance(message, Stepped) and message.step == 0]
+        order = [message.claim for message in compute.heard if isinstance(message, Progress) and message.step == 0]
         assert order == [first, alone]
 
 
@@ -186,7 +186,7 @@ async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
             await compute.until(Done, claim)
         told = [(type(m).__name__, m.claim) for m in compute.heard if isinstance(m, Done) or getattr(m, "step", 1) == 0]
         apart = [alone, behind[0], behind[1], behind[2]]
-        assert told == [(kind, claim) for claim in apart for kind in ("Stepped", "Done")]
+        assert told == [(kind, claim) for claim in apart for kind in ("Progress", "Done")]
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Pa
     async with computing(folder, processes=2) as compute:
         before = compute.executor.pids
         hanging = await compute.run("hang")
-        await compute.until(Stepped, hanging)
+        await compute.until(Progress, hanging)
         os.kill(before[1], signal.SIGKILL)
         failed = await compute.failure(hanging)
         assert (failed.kind, failed.message) == ("crash", "the compute process died: killed by SIGKILL")
@@ -227,7 +227,7 @@ async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Pa
 async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         claim = await compute.run("later nothing", stage="denoise", steps=50)
-        await compute.until(Stepped, claim)
+        await compute.until(Progress, claim)
         os.kill(compute.executor.pids[0], signal.SIGSTOP)
         time.sleep(3.0)  # the parent with it, as when a machine is suspended
         os.kill(compute.executor.pids[0], signal.SIGCONT)

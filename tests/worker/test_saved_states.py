@@ -9,11 +9,10 @@ import pytest
 
 from tests.core.graphs import object_for
 from tools.addresses import a_worker, unix_address
-from unfuse.core.messages import Accepted, Done, Failed, Keep, Places, Refused, Saved, Welcome
+from unfuse.core.messages import Accepted, Done, Failed, Keep, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.worker.compute_messages import Kept, StateSaved
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.worker import Worker
 
@@ -47,8 +46,6 @@ class Place:
 class Scheduler:
     """Answers with what it is told to; portions wait until `takes` is set."""
 
-    welcome = Welcome((), Places(""), 0.0, 0.0, keeps=True)
-
     def __init__(self) -> None:
         self.answer: Accepted | Refused = Accepted()
         self.saved: list[int] = []
@@ -78,8 +75,8 @@ def saving(before: str = "") -> tuple[SavedStates, Place, Scheduler]:
     return made, place, scheduler
 
 
-def kept(step: int) -> StateSaved:
-    return StateSaved(CLAIM, object_for(CLAIM, f"at {step}"), step)
+def kept(step: int) -> Saved:
+    return Saved(CLAIM, object_for(CLAIM, f"at {step}"), step)
 
 
 async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
@@ -162,7 +159,7 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     task = Task("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
     worker._holding.take(Lease(task, "w", b"token", 0.0))
     for key in ("a", "b"):
-        await worker._hear(Kept(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
+        await worker._hear(Keep(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
     await worker._hear(Done(CLAIM, None, (), Timings()))
     for _ in range(5):
         await asyncio.sleep(0)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.worker import outside
@@ -27,7 +26,6 @@ from unfuse.core.messages import (
     Hello,
     Moved,
     Places,
-    Progress,
     Pulse,
     Refused,
     Steps,
@@ -72,7 +70,6 @@ class Town:
         self.routers: list[Router] = []
         self.workers: dict[asyncio.Task[None], Worker] = {}
         self.refuse_first: type | None = None
-        self.gathers = True
         self.heard: list[tuple[int, ToScheduler]] = []
         self.granted: dict[type, list[str]] = {Ask: [], Done: []}
         """The stages that workers were given, by what they had said."""
@@ -89,8 +86,6 @@ class Town:
                 return Refused("the scheduler failed on this message")
             try:
                 reply = await dispatcher.answer(peer, message)
-                if isinstance(reply, Welcome):
-                    return msgspec.structs.replace(reply, gathers=self.gathers)
                 if isinstance(reply, Granted):
                     self.granted[type(message)] += [lease.task.stage for lease in reply.leases]
                 return reply
@@ -219,15 +214,11 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
     assert told[:3] == [*[{"tcp": Moved(7)}] * times, *[{}] * (3 - times)]
 
 
-@pytest.mark.parametrize("gathers", [True, False])
-async def test_steps_of_one_moment_are_told_in_one_message_where_the_scheduler_takes_that(
-    gathers: bool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Given tasks that step at one time, then a scheduler of the version before hears of each by itself; either way
-    every step is published before its stage is over, and one that is cancelled ends."""
+async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given tasks that step at one time, then every step is published before its stage is over, and a cancelled task
+    ends."""
     monkeypatch.setattr(telling, "GATHER_S", 0.1)
     async with town(model, 1) as found:
-        found.gathers = gathers
         found.work()
         requests = [await found.submit(f"number {n}", steps=12) for n in range(3)]
         cancelled = await found.submit("another", steps=1000)
@@ -241,8 +232,7 @@ async def test_steps_of_one_moment_are_told_in_one_message_where_the_scheduler_t
         await found.schedulers[0].cancel(cancelled)
         await found.drained()
         together = [message for _, message in found.heard if isinstance(message, Steps)]
-        assert any(len({step.claim for step in message.progress}) > 1 for message in together) == gathers
-        assert found.said(0, Progress) or gathers
+        assert any(len({step.claim for step in message.progress}) > 1 for message in together)
 
 
 async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(

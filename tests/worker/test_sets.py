@@ -14,7 +14,6 @@ from tests.integration.pictures import SHAPES
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.worker.test_executor import load
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.task import Lease, Task
 from unfuse.models import card_of
@@ -23,7 +22,6 @@ from unfuse.worker.registration import Served
 from unfuse.worker.sets import Swapping, sets_of
 
 OTHER = replace(CARD, name="test/other", weights={name: f"other-{weights}" for name, weights in CARD.weights.items()})
-WELCOME = Welcome((), Places("disk:/results"), 5.0, 1.0, swaps=True)
 
 
 class Options:
@@ -33,9 +31,9 @@ class Options:
         self.role, self.hold, self.components = role, hold, ()
 
 
-def sets(role: str = "all", hold: str = "all", *cards: Any, welcome: Welcome = WELCOME) -> Any:
+def sets(role: str = "all", hold: str = "all", *cards: Any) -> Any:
     served = Served((), cards or (CARD, OTHER), (), 1, ("cpu",))
-    return sets_of(served, welcome, Options(role, hold))  # type: ignore[arg-type]
+    return sets_of(served, Options(role, hold))  # type: ignore[arg-type]
 
 
 def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
@@ -54,11 +52,9 @@ def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None
     assert found == {"encoder+decoder": frozenset({ENCODE, DECODE}), "denoiser": frozenset({DENOISE})}
 
 
-def test_what_contradicts_itself_or_the_scheduler_is_refused() -> None:
+def test_what_contradicts_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="both say what is loaded at a time"):
         sets("encoder,denoiser", "model")
-    with pytest.raises(ConfigError, match="of a version that does not say what to load"):
-        sets("encoder,denoiser", welcome=replace(WELCOME, swaps=False))
 
 
 class Executed:

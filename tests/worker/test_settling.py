@@ -19,9 +19,9 @@ from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Large
 from unfuse.core.errors import PermanentError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done, Failed, Stopped
+from unfuse.core.messages import Done, Failed, Progress, Stopped
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput
-from unfuse.worker.compute_messages import Cancel, FromCompute, Stepped
+from unfuse.worker.compute_messages import Cancel, FromCompute
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 
@@ -144,7 +144,7 @@ def end_of(sent: Sequence[FromCompute], claim: object) -> str:
     ends = [place for place, message in enumerate(own) if isinstance(message, Done | Failed | Stopped)]
     assert ends == [len(own) - 1]
     if isinstance(own[-1], Done):
-        assert max(message.step for message in own if isinstance(message, Stepped)) == len(said_of(own, claim))
+        assert max(message.step for message in own if isinstance(message, Progress)) == len(said_of(own, claim))
     return type(own[-1]).__name__
 
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Done, Failed, Stopped
+from unfuse.core.messages import Done, Failed, Keep, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value, prefix_key
 from unfuse.core.request import new_request_id
@@ -31,7 +31,7 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
 from unfuse.worker.batcher import BatchSizes
-from unfuse.worker.compute_messages import Cancel, FromCompute, Kept, Run, Stepped, Turn, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop
 
@@ -129,7 +129,7 @@ class Print(Stage):
         return [StageOutput(media=(Media("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
 
 
-class Keep(Count):
+class Portions(Count):
     """Completes a portion at each step; none can be had of the one numbered `missing`."""
 
     goes_ahead = True
@@ -462,8 +462,8 @@ def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> 
     loop, _ = bench(tmp_path)
     lease = loop.run(steps=50)
     loop.outcome(lease)
-    reports = [message for message in loop.sent if isinstance(message, Stepped)]
-    assert reports[0] == Stepped(lease.claim, 0, 0, 0)
+    reports = [message for message in loop.sent if isinstance(message, Progress)]
+    assert reports[0] == Progress(lease.claim, 0, 0, 0)
     listed = [step for report in reports[1:] for step in range(report.first, report.step + 1)]
     assert listed == list(range(1, 51))
     assert len(reports) < 50  # quick steps share a message
@@ -710,7 +710,7 @@ def test_previews_are_attached_every_so_many_steps_and_told_with_them(tmp_path: 
     lease = loop.run(steps=7, preview_every=2)
     assert isinstance(loop.outcome(lease), Done)
 
-    told = [step for message in loop.sent if isinstance(message, Stepped) for step in message.previews]
+    told = [step for message in loop.sent if isinstance(message, Progress) for step in message.previews]
     assert told == [2, 6]
     assert loop.results.attached(lease.task.request, "preview-stage-6") == b"step 6"
 
@@ -719,7 +719,7 @@ def test_nobody_who_did_not_ask_gets_a_preview(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run(steps=4)
     loop.outcome(lease)
-    assert all(message.previews == () for message in loop.sent if isinstance(message, Stepped))
+    assert all(message.previews == () for message in loop.sent if isinstance(message, Progress))
 
 
 def growing(folder: Path, fail_at: int = -1) -> tuple[Bench, Grow]:
@@ -740,7 +740,7 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     lease, told = loop.run("print", steps=4), list[int]()
 
     def send(message: FromCompute) -> None:
-        if isinstance(message, Stepped):
+        if isinstance(message, Progress):
             told.append(message.step)
             for step in range(1, min(message.step, 3) + 1):
                 assert loop.results.attached(lease.task.request, f"part-1-{step}") == f"part {step};".encode()
@@ -781,20 +781,20 @@ def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: 
 def test_a_task_goes_on_whether_its_portions_are_kept_or_not(
     missing: int | None, kept: list[str], tmp_path: Path
 ) -> None:
-    loop = Bench(tmp_path, {"count": Keep(missing)}, batch=1)
+    loop = Bench(tmp_path, {"count": Portions(missing)}, batch=1)
     lease = loop.run(prefixes=("a", "b"))
     assert isinstance(loop.outcome(lease), Done)
-    assert [said.key for said in loop.sent if isinstance(said, Kept)] == kept
+    assert [said.key for said in loop.sent if isinstance(said, Keep)] == kept
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_portions_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_path: Path, overlapped: bool) -> None:
     """Given a task with a key for its first portion, when it may add others, then those have the keys of their digests
     in its space, and each is there when it is told of."""
-    loop = Bench(tmp_path, {"count": Keep()}, 1, overlapped)
+    loop = Bench(tmp_path, {"count": Portions()}, 1, overlapped)
     lease = loop.run(prefixes=("a",), extends="space")
     assert isinstance(loop.outcome(lease), Done)
-    kept = [said for said in loop.sent if isinstance(said, Kept)]
+    kept = [said for said in loop.sent if isinstance(said, Keep)]
     expected = [("a", ""), *((prefix_key("space", f"digest {number}"), f"digest {number}") for number in (1, 2))]
     assert [(said.key, said.digest) for said in kept] == expected
     assert [loop.store.get(said.output)["x"].item() for said in kept] == [0, 1, 2]
@@ -804,7 +804,7 @@ def test_a_task_knows_whether_what_it_adds_has_the_bytes_of_others(tmp_path: Pat
     """Not behind an input that was stored in fewer bits, and not where nobody asks for it."""
     given = list[bool]()
 
-    class Asked(Keep):
+    class Asked(Portions):
         def start(self, task: StageInput) -> tuple[StageInput, int]:
             given.append(task.extends)
             return super().start(task)

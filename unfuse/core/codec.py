@@ -11,7 +11,6 @@ import msgspec
 from unfuse.core.errors import ProtocolError
 
 VERSION = 1
-READABLE = (1,)  # versions that this code reads: the current one and, once there is one, the one before
 MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
 MAX_UPLOAD_BYTES = 32 * 1024 * 1024  # the frames of a video that a call sends: as many as its body may have
 
@@ -42,12 +41,15 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, most: int = MAX_BYTES)
     """Return the message of type `kind` that `data` holds, in `most` bytes at most.
 
     Unknown fields are ignored, so that a newer peer may add optional ones. The types bound the depth, since none is
-    recursive. Raises ProtocolError for data that is empty, too large, of an unknown version or of other types.
+    recursive. Raises ProtocolError for data that is empty, too large, of another version or of other types.
     """
     if not 0 < len(data) <= most:
         raise ProtocolError(f"message of {len(data)} bytes: 1 to {most} are accepted")
-    if data[0] not in READABLE:
-        raise ProtocolError(f"message of version {data[0]}: this build reads {', '.join(map(str, READABLE))}")
+    if data[0] != VERSION:
+        raise ProtocolError(
+            f"message of version {data[0]}, where this unfuse reads version {VERSION}: install the same unfuse on all "
+            "machines"
+        )
     try:
         return cast(T, _decoder(cast(Any, kind)).decode(memoryview(data)[1:]))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -233,8 +233,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """Steps `first` to `step` of `steps` are done; `previews` lists those of them that have a preview.
 
+    Within a worker, step 0 says that the task began.
     The attempt has used a device for `share_s` seconds so far, as its share of the forwards that it was in.
-    The answer Refused with `lease_lost` means: stop, the task was cancelled or given to another worker.
     """
 
     claim: Claim
@@ -246,13 +246,13 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Steps(msgspec.Struct, frozen=True, tag=True):
-    """Progress of several tasks, for a scheduler that `gathers`. The answer, a Pulse, says whose lease is lost."""
+    """Progress of several tasks. The answer, a Pulse, says whose lease is lost."""
 
     progress: Annotated[tuple[Progress, ...], Meta(max_length=4096)]
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
-    """What the outputs of several tasks have grown by, for a scheduler that `appends`: at most PIECES_AT_ONCE pieces.
+    """What the outputs of several tasks have grown by: at most PIECES_AT_ONCE pieces.
 
     The answer, a Pulse, names the claims for which nothing is recorded any more; all else is.
     """
@@ -268,7 +268,7 @@ class Recall(msgspec.Struct, frozen=True, tag=True):
 
 
 class Borrow(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks a scheduler that `lends` for bytes of an adapter, from `offset` on; `id` is that of its content."""
+    """A worker asks for bytes of an adapter, from `offset` on; `id` is that of its content."""
 
     name: str
     id: str
@@ -297,7 +297,7 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announced(msgspec.Struct, frozen=True, tag=True):
-    """The output of a running task can be read while it is written, for a scheduler that `announces`.
+    """The output of a running task can be read while it is written.
 
     Its ref has no checksums yet, or few: readers ask the owner for them.
     """
@@ -307,10 +307,9 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """A running task has made what others may go on from: the output under that key, one of the task's prefixes.
+    """A running task has made what others may go on from: the output under that key, one of the task's `prefixes`.
 
-    Or the key is that of a portion with this `digest`, in the space that the task `extends`. For a scheduler that
-    `keeps` such.
+    Or the key is that of a portion with this `digest`, in the space that the task `extends`.
     """
 
     claim: Claim
@@ -359,11 +358,8 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello: models to serve as (name, source, dtype), where to keep things, seconds between heartbeats.
 
-    A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
-    of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall, one that `announces` Announced, one that `keeps` Keep, one that `lends` Borrow; one that `swaps`
-    says which of its sets of weights a worker should load. It is of this `version`, and `now` is Unix time there; ""
-    and 0: it does not say.
+    A worker's ComputeOptions must agree with `outcome`, unless that is empty. `version` is that of the scheduler's
+    package, `now` its Unix time in seconds.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -371,13 +367,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     lease_ttl: float
     beat: float
     outcome: dict[str, str] = {}
-    by_outcome: bool = False
-    gathers: bool = False
-    appends: bool = False
-    announces: bool = False
-    keeps: bool = False
-    lends: bool = False
-    swaps: bool = False
     version: str = ""
     now: float = 0.0
 
@@ -438,7 +427,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 ToScheduler = (
-    Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Keep | Borrow | Done | Failed
+    Hello | Ask | Beat | Steps | Append | Recall | Announced | Saved | Keep | Borrow | Done | Failed
     | Stopped | Bye
 )  # fmt: skip
 ToWorker = Welcome | Granted | Pulse | Recorded | Lent | Accepted | Stranger | Refused

@@ -95,8 +95,7 @@ class Dispatcher(Observer):
         self._dispatch, self._node, ttl = dispatch, node, scheduler.lease_ttl
         self._welcome = messages.Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
-            by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
-            swaps=True, version=__version__,
+            version=__version__,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -133,8 +132,6 @@ class Dispatcher(Observer):
                 return messages.Pulse(
                     tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ()
                 )
-            case messages.Progress():
-                return messages.Accepted() if await self._stepped(known, message) else NOT_LEASED
             case messages.Append():
                 return await self._append(known, message)
             case messages.Recall():

@@ -97,11 +97,10 @@ async def _welcome(address: str, trusted: Trust) -> Welcome | str:
 
 
 def _version(welcome: Welcome) -> Check:
-    there = welcome.version or "an older version, which does not say its number"
+    there = welcome.version
     if there == __version__:
         return Check("version", True, f"both have {__version__}")
-    how = f": pip install 'unfuse[serve]=={there}'" if welcome.version else " and there"
-    advice = f"install the same one here{how}"
+    advice = f"install the same one here: pip install 'unfuse[serve]=={there}'"
     return Check("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
 
 

@@ -26,16 +26,20 @@ log = structlog.get_logger(__name__)
 
 
 class Borrowing:
-    """Brings what the adapters' `folder` of this machine lacks into the folder `kept`."""
+    """Brings what the adapters' `folder` of this machine lacks into the folder `kept`.
+
+    Nothing is brought if `folder` is empty: then the scheduler serves no adapters.
+    """
 
     def __init__(self, link: Link, folder: str, kept: Path) -> None:
         self._link, self._loras, self._kept = link, Loras(folder, str(kept)), kept
+        self._has_adapters = bool(folder)
         self._lock = asyncio.Lock()
 
     async def bring(self, lease: Lease) -> None:
         """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
         params = lease.task.params
-        if not params.get("lora_id") or lease.task.kind not in ADAPTED or not self._link.welcome.lends:
+        if not params.get("lora_id") or lease.task.kind not in ADAPTED or not self._has_adapters:
             return
         for (name, _), id in zip(scales(str(params["lora"])), str(params["lora_id"]).split(","), strict=True):
             async with self._lock:

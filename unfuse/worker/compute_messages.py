@@ -13,7 +13,19 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Announced, Done, Failed, Memory, Places, Sharing, Spent, Stopped
+from unfuse.core.messages import (
+    Announced,
+    Done,
+    Failed,
+    Keep,
+    Memory,
+    Places,
+    Progress,
+    Saved,
+    Sharing,
+    Spent,
+    Stopped,
+)
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -78,7 +90,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Drop a task at its next step, with `save` after StateSaved. The answer is Stopped, unless it has ended.
+    """Drop a task at its next step, with `save` after Saved. The answer is Stopped, unless it has ended.
 
     With `if_saved`, a task goes on, unanswered, where dropping it would lose steps, since its state cannot be saved.
     """
@@ -203,40 +215,6 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first` to `step` of `steps` are done; `previews` lists those with a preview. Step 0: the task began.
-
-    Its share of the seconds of computing is `share_s` so far.
-    """
-
-    claim: Claim
-    step: int
-    steps: int
-    first: int
-    previews: tuple[int, ...] = ()
-    share_s: float = 0.0
-
-
-class StateSaved(msgspec.Struct, frozen=True, tag=True):
-    """A task's state after `step` steps is saved in the arena."""
-
-    claim: Claim
-    checkpoint: ObjectRef
-    step: int
-
-
-class Kept(msgspec.Struct, frozen=True, tag=True):
-    """A task has made what others may go on from; it lies in the arena.
-
-    The key is one of the task's `prefixes`, or that of the `digest` in the space that the task `extends`.
-    """
-
-    claim: Claim
-    key: str
-    output: ObjectRef
-    digest: str = ""
-
-
 class Shares(msgspec.Struct, frozen=True, tag=True):
     """Requests of a pool share forwards like this, as comparing showed."""
 
@@ -287,7 +265,7 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
-    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | DeviceHeld | LeaksFound | Waits | Stopped
+    | Progress | Saved | Announced | Grown | Keep | Shares | TextsHeld | DeviceHeld | LeaksFound | Waits | Stopped
     | Done | Failed
 )  # fmt: skip
 

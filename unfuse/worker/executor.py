@@ -14,7 +14,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, Spent, Stopped
+from unfuse.core.messages import Announced, Done, Failed, FailureKind, Keep, Progress, Saved, Sharing, Spent, Stopped
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
@@ -25,7 +25,6 @@ from unfuse.worker.compute_messages import (
     DeviceHeld,
     ForPairs,
     FromCompute,
-    Kept,
     LeaksFound,
     Load,
     PairDone,
@@ -33,8 +32,6 @@ from unfuse.worker.compute_messages import (
     Ready,
     Run,
     Shares,
-    StateSaved,
-    Stepped,
     Taken,
     TextsHeld,
     ToCompute,
@@ -55,7 +52,7 @@ WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 log = structlog.get_logger(__name__)
 
 Report = Callable[
-    [Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed], Awaitable[None]
+    [Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed], Awaitable[None]
 ]
 
 
@@ -194,7 +191,7 @@ class Executor:
         await self._feed()
 
     async def cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
-        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also StateSaved.
+        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also Saved.
 
         With `if_saved`, it goes on where its state cannot be saved.
         """
@@ -283,12 +280,12 @@ class Executor:
                 await self._send(message, self._processes[1:])
             case Waits():
                 self._unwritten |= {message.claim} & self._given.keys()
-            case Stepped():
+            case Progress():
                 self._unwritten.discard(message.claim)
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved() | Announced() | Grown() | Kept():
+            case Saved() | Announced() | Grown() | Keep():
                 await self._report(message)
             case PairDone() | Taken() | Shares() | TextsHeld() | DeviceHeld():
                 self._learn(message)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import structlog
 
-from unfuse.core.messages import Ask, Beat, Hello, Places, Stranger, ToScheduler, ToWorker, Welcome
+from unfuse.core.messages import Ask, Beat, Hello, Stranger, ToScheduler, ToWorker, Welcome
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
 
@@ -16,8 +16,6 @@ ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a
 BEAT_S = 3.0  # seconds after which a heartbeat without an answer counts as missed
 MISSES = 2  # the number of missed heartbeats in a row after which the scheduler counts as gone
 RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers failed: the first, and the longest
-
-NOTHING = Welcome((), Places(""), 0.0, 0.0)
 
 log = structlog.get_logger(__name__)
 
@@ -45,11 +43,6 @@ class Link:
     def connected(self) -> bool:
         """Whether a scheduler has welcomed the worker, and is not known to be gone."""
         return self._welcome is not None
-
-    @property
-    def welcome(self) -> Welcome:
-        """What the scheduler that answers now says that it understands; nothing where none does."""
-        return self._welcome or NOTHING
 
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""

@@ -8,14 +8,13 @@ from contextlib import suppress
 import structlog
 
 from unfuse.core.errors import PermanentError, TransientError
-from unfuse.core.messages import Announced
+from unfuse.core.messages import Announced, Keep
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import prefix_key
 from unfuse.core.request import ResultFile
 from unfuse.stages.base import Media, StageOutput
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.compute_messages import Kept
 from unfuse.worker.turn import Job, Portion
 
 log = structlog.get_logger(__name__)
@@ -81,7 +80,7 @@ def completed(job: Job) -> list[Portion]:
     return found
 
 
-def store_portions(store: TensorStore, job: Job) -> Iterator[Kept]:
+def store_portions(store: TensorStore, job: Job) -> Iterator[Keep]:
     """Store the portions that the last step completed. One that cannot be stored is left out, with those behind it."""
     task, portions = job.lease.task, job.portions
     job.portions = []
@@ -91,7 +90,7 @@ def store_portions(store: TensorStore, job: Job) -> Iterator[Kept]:
         except Exception as error:  # as above
             log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
             return
-        yield Kept(job.claim, portion.key, ref, portion.digest)
+        yield Keep(job.claim, portion.key, ref, portion.digest)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:

@@ -7,7 +7,6 @@ import asyncio
 from unfuse.core.messages import Accepted, Keep, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
-from unfuse.worker.compute_messages import Kept, StateSaved
 from unfuse.worker.link import Link
 from unfuse.worker.objects import Objects
 
@@ -26,20 +25,20 @@ class SavedStates:
         """A task begins, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def keep(self, saved: StateSaved | Kept) -> None:
+    async def keep(self, saved: Saved | Keep) -> None:
         """Have recorded what a task has made so far: its state, or a portion, which others find from then on."""
-        if isinstance(saved, StateSaved):
+        if isinstance(saved, Saved):
             await self._save(saved)
-        elif self._link.welcome.keeps:
+        else:
             await self._share(saved)
 
-    async def _share(self, kept: Kept) -> None:
+    async def _share(self, kept: Keep) -> None:
         """Have a portion recorded, and hold it for others."""
         recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         pending = self._portions.setdefault(kept.claim, set())
         pending.add(recorded)
         try:
-            answer = await self._link.call(Keep(kept.claim, kept.key, kept.output, kept.digest))
+            answer = await self._link.call(kept)
             if isinstance(answer, Accepted):
                 self._objects.share(kept.key, kept.output)
         finally:
@@ -48,7 +47,7 @@ class SavedStates:
             if not pending:
                 self._portions.pop(kept.claim, None)
 
-    async def _save(self, saved: StateSaved) -> None:
+    async def _save(self, saved: Saved) -> None:
         """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
 
         One that cannot be copied, as when the disk is full, replaces none that is.
@@ -58,7 +57,7 @@ class SavedStates:
             useless: ObjectRef | None = saved.checkpoint
             is_copied = await self._objects.save_copy(saved.checkpoint, now=self.stops)
             if is_copied or before is None or not self._objects.has_copy(before):
-                answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+                answer = await self._link.call(saved)
                 if isinstance(answer, Accepted):
                     useless = before
                     if saved.claim in self._known:

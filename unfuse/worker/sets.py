@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Welcome
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared, manned
 from unfuse.core.task import Lease
@@ -30,7 +29,7 @@ log = structlog.get_logger(__name__)
 Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none where everything is loaded at all times
 
 
-def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:
+def sets_of(served: Served, options: WorkerOptions) -> Sets:
     """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
     parts, cards = options.role.split(","), served.cards
     if options.hold == "model" and len(parts) > 1:
@@ -42,8 +41,6 @@ def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:
         chosen = {part.strip(): Choice(roles_of(part), options.components) for part in parts}
         found = {name: {pool for card in cards for pool in card.pools(one).values()} for name, one in chosen.items()}
     sets = {name: frozenset(pools) for name, pools in found.items() if pools}
-    if len(sets) > 1 and not welcome.swaps:
-        raise ConfigError("the scheduler is of a version that does not say what to load: leave out --hold, and commas")
     return sets if len(sets) > 1 else {}
 
 

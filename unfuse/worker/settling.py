@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from unfuse.core.growth import Grown
+from unfuse.core.messages import Keep, Progress
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.compute_messages import Kept, Stepped
 from unfuse.worker.outputs import store_portions
 from unfuse.worker.shown import show_part, show_preview
 from unfuse.worker.turn import Job
@@ -30,7 +30,7 @@ class Settling:
         self,
         store: TensorStore,
         results: ResultStore,
-        send: Callable[[Grown | Kept | Stepped], object],
+        send: Callable[[Grown | Keep | Progress], object],
         leads: bool,
         beside: bool,
     ) -> None:
@@ -71,5 +71,5 @@ class Settling:
     def _report(self, job: Job, step: int, steps: int) -> None:
         now = time.monotonic()
         if step == steps or now - job.reported_at >= REPORT_S:
-            self._send(Stepped(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
+            self._send(Progress(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
             job.reported, job.reported_at, job.previews = step, now, []

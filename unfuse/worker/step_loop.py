@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ResultsUnavailable
-from unfuse.core.messages import Done, Failed, Stopped
+from unfuse.core.messages import Done, Failed, Progress, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
@@ -240,7 +240,7 @@ class StepLoop:
                 self._begin([msgspec.structs.replace(run, lease=lease)])
 
     def _begun(self, run: messages.Run) -> Job | Exception:
-        self._send(messages.Stepped(run.lease.claim, 0, 0, 0))
+        self._send(Progress(run.lease.claim, 0, 0, 0))
         try:
             return self._intake.begin(run)
         except Exception as error:  # an error of one task must not end the process
@@ -324,7 +324,7 @@ class StepLoop:
             checkpoint = job.stage.save(job.state)
             if checkpoint:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
-                self._send(messages.StateSaved(job.claim, ref, step))
+                self._send(Saved(job.claim, ref, step))
                 job.safe = step
                 self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process

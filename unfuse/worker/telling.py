@@ -14,7 +14,6 @@ from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Append, Progress, Pulse, Recall, Recorded, Refused, Steps
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.link import Link
 
 GATHER_S = 0.01  # seconds that a step waits for those of other tasks, which compute tells of one after the other
@@ -27,39 +26,30 @@ class Telling:
         self._link, self._background, self._ended = link, background, ended
         self._steps: list[Progress] = []
 
-    def stepped(self, message: Stepped) -> None:
+    def stepped(self, message: Progress) -> None:
         """Tell of this soon."""
-        self._steps.append(
-            Progress(
-                message.claim, message.step, message.steps, message.first, message.previews, share_s=message.share_s
-            )
-        )
+        self._steps.append(message)
         if len(self._steps) == 1:
             self._background.once("reporting steps", self._soon)
 
     def flush(self) -> None:
         """Tell now of all that waits, before whatever is said next."""
         steps, self._steps = self._steps, []
-        together = [Steps(tuple(steps))] if self._link.welcome.gathers and len(steps) > 1 else steps
-        for message in together:
-            self._background.once("reporting steps", partial(self._tell, message))
+        if steps:
+            self._background.once("reporting steps", partial(self._tell, Steps(tuple(steps))))
 
     async def _soon(self) -> None:
         await asyncio.sleep(GATHER_S)
         self.flush()
 
-    async def _tell(self, message: Progress | Steps) -> None:
-        answer, ended = await self._link.call(message), tuple[Claim, ...]()
-        if isinstance(answer, Pulse):
-            ended = answer.ended
-        elif isinstance(answer, Refused) and answer.lease_lost and isinstance(message, Progress):
-            ended = (message.claim,)
-        for claim in ended:
+    async def _tell(self, message: Steps) -> None:
+        answer = await self._link.call(message)
+        for claim in answer.ended if isinstance(answer, Pulse) else ():
             await self._ended(claim)
 
 
 APPEND_S = 0.05  # seconds between two messages about what has grown; a task that ends does not wait for them
-PAUSE_S = 1.0  # seconds until a message is repeated that the scheduler could not record, or does not understand
+PAUSE_S = 1.0  # seconds until a message is repeated that the scheduler could not record
 
 log = structlog.get_logger(__name__)
 
@@ -76,8 +66,7 @@ class _Growth:
 class Growing:
     """What is still to be recorded, of all tasks, in one message after the other: so pieces stay in order.
 
-    `ended` is called with a claim for which nothing is recorded any more. A scheduler of the version before understands
-    none of this: pieces wait for one that does.
+    `ended` is called with a claim for which nothing is recorded any more.
     """
 
     def __init__(self, link: Link, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
@@ -118,7 +107,7 @@ class Growing:
             await asyncio.sleep(GATHER_S)
             while self._unsaid:
                 self._hurry.clear()
-                pause = APPEND_S if self._link.welcome.appends and await self._record(self._some()) else PAUSE_S
+                pause = APPEND_S if await self._record(self._some()) else PAUSE_S
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._hurry.wait()

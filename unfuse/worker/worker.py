@@ -27,8 +27,11 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Keep,
+    Progress,
     Pulse,
     Refused,
+    Saved,
     Stopped,
     ToScheduler,
     ToWorker,
@@ -42,7 +45,7 @@ from unfuse.supervision.budget import StopBudget
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.compute_messages import Kept, LeaksFound, Ready, StateSaved, Stepped
+from unfuse.worker.compute_messages import LeaksFound, Ready
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.heartbeat import heartbeat
@@ -189,7 +192,7 @@ class Worker:
         )
         self._saved_states = SavedStates(objects, self._link)
         self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
-        sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
+        sets, loads = sets_of(served, options), loads_of(served, self._choice, options, objects.store, places)
         self._served = served
         self._weights = await asyncio.to_thread(
             WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
@@ -204,7 +207,7 @@ class Worker:
         self._has_loaded(started)
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
-        self._outcome = started.outcome if welcome.by_outcome else {}
+        self._outcome = started.outcome
         await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
         await self._register(served, self._weights)
         models = [card.name for card in served.cards]
@@ -319,22 +322,22 @@ class Worker:
     async def _announce(self, news: Announced) -> None:
         """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
         lease = self._active.get(news.claim)
-        if lease and self._link.welcome.announces and declared(lease.task.pool) not in self._read_here:
+        if lease and declared(lease.task.pool) not in self._read_here:
             await self._link.call(news)
 
     async def _hear(
-        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | LeaksFound | Stopped | Done | Failed
+        self, message: Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._has_loaded(message)
             self._background.once("asking for work", self._go_on)
-        elif isinstance(message, Stepped):
+        elif isinstance(message, Progress):
             if message.step:
                 self._telling.stepped(message)
             else:
                 log.debug("task began", **about(message.claim))
-        elif isinstance(message, StateSaved | Kept):
+        elif isinstance(message, Saved | Keep):
             if self._saved_states:
                 self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
         elif isinstance(message, Announced):

@@ -1,4 +1,4 @@
-"""A worker of this version at a scheduler of this one, and at one that knows no outcomes."""
+"""The pools that a worker registers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tools.addresses import unix_address
@@ -21,12 +20,10 @@ from unfuse.wire.router import Router
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("by_outcome", [True, False])
-async def test_a_worker_names_its_pools_as_the_scheduler_knows_them(tmp_path: Path, by_outcome: bool) -> None:
+async def test_the_pools_of_a_worker_are_named_by_what_its_bytes_depend_on(tmp_path: Path) -> None:
     queue = MemoryQueue(SystemClock())
     scheduler = Scheduler(queue)
     dispatcher = Dispatcher(scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], Places(f"disk:{tmp_path}/results"))
-    dispatcher._welcome = msgspec.structs.replace(dispatcher._welcome, by_outcome=by_outcome)
     router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
     command = unfuse("worker", "--role", "encoder", "--scheduler", router.address, "--arena", "8MiB")
     process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)
@@ -37,17 +34,16 @@ async def test_a_worker_names_its_pools_as_the_scheduler_knows_them(tmp_path: Pa
         worker: WorkerInfo = members[0].info
         (card,) = members[0].cards
         assert [declared(pool) for pool in worker.pools] == [card.pools()["text_encode"]]
-        assert (worker.pools[0] != declared(worker.pools[0])) == by_outcome == bool(worker.outcome)
-        if by_outcome:
-            assert worker.outcome.keys() >= {
-                "batching",
-                "vae",
-                "noise-device",
-                "torch",
-                "diffusers",
-                "device",
-                "threads",
-            }
+        assert worker.pools[0] != declared(worker.pools[0])
+        assert worker.outcome.keys() >= {
+            "batching",
+            "vae",
+            "noise-device",
+            "torch",
+            "diffusers",
+            "device",
+            "threads",
+        }
     finally:
         process.terminate()
         await asyncio.to_thread(process.wait)
