@@ -55,6 +55,12 @@ def test_a_former_flag_names_what_replaces_it(unfuse: Run, arguments: tuple[str,
     assert "No such option: --admin-keys" in unfuse("serve", "--admin-keys", "k")[2]
 
 
+def test_removed_flags_say_what_to_do(unfuse: Run) -> None:
+    code, out, err = unfuse("serve", "--guidance-halves", "apart")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--guidance-halves is not a flag any more; leave it out: both halves of guidance share a forward" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
