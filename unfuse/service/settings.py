@@ -40,7 +40,12 @@ GONE = {
 }
 """Prefixes of settings' former names, and what replaces them."""
 
-GONE_FLAGS = {"--admin-key": ADMIN_KEYS, "--guidance-halves": GUIDANCE_HALVES}
+LAYOUTS = (
+    "`python -m bench.layouts MODEL`, in a clone of the repository, measures what each layout gives; "
+    "`unfuse serve --workers all=2` takes one"
+)
+
+GONE_FLAGS = {"--admin-key": ADMIN_KEYS, "--guidance-halves": GUIDANCE_HALVES, "--layouts": LAYOUTS}
 """Former flags, and what replaces them."""
 
 
