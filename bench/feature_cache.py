@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from bench.model import PROMPTS, Model
+from bench.model import PROMPTS, Model, with_halves
 from bench.report import ratio, show
 from unfuse.core.compute import ComputeOptions
 from unfuse.models import resolve_source
-from unfuse.stages.base import SteppedStage
+from unfuse.stages.denoise import Denoise
 
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 STEPS = (20, 50)
@@ -32,7 +32,8 @@ def denoised(model: Model, seed: int, **given: Any) -> tuple[float, Tensor]:
     """Seconds, and the latents."""
     params = model.params(seed, **given)
     stage, task = model.stages["denoise"], model.task("denoise", params, model.encode(params))[1]
-    assert isinstance(stage, SteppedStage)
+    assert isinstance(stage, Denoise)
+    stage = with_halves(stage, "apart")
     stage.verify(task)
     began = time.perf_counter()
     (output,) = stage.run([task])
@@ -82,7 +83,7 @@ def main() -> None:
     source = sys.argv[1] if sys.argv[1:] else "unfuse/shapes"
     pictures = int(sys.argv[2]) if sys.argv[2:] else PICTURES
     torch.set_num_threads(1)
-    model = Model(resolve_source(source), ComputeOptions(batching="batched", guidance_halves="apart"))
+    model = Model(resolve_source(source), ComputeOptions(batching="batched"))
     for seed in range(len(PROMPTS)):
         denoised(model, seed)
     show("feature_cache", model=source, by_steps={str(steps): measured(model, steps, pictures) for steps in STEPS})

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from unfuse.core.compute import ComputeOptions
@@ -46,7 +45,7 @@ class Model:
     def denoise(self, halves: Halves) -> Denoise:
         """The denoise stage with its halves of guidance apart or fused, on the same weights."""
         (stage,) = (stage for stage in self.stages.values() if isinstance(stage, Denoise))
-        return Denoise(stage._denoiser, replace(self.runtime.options, guidance_halves=halves))
+        return with_halves(Denoise(stage._denoiser, self.runtime.options), halves)
 
     def params(self, seed: int, **given: Any) -> Params:
         """A request's parameters, the model's defaults where nothing is given."""
@@ -77,6 +76,13 @@ class Model:
         """Wait for the device."""
         if self.runtime.device != "cpu":
             torch.cuda.synchronize(self.runtime.device)
+
+
+def with_halves(stage: Denoise, halves: Halves) -> Denoise:
+    """The stage with its halves of guidance always apart, or always in one forward, whatever its options are."""
+    stage._fused = halves == "fused"
+    stage.differs_alone = False
+    return stage
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from unfuse.models import resolve_source
 SHAPES = "unfuse/shapes"
 SPREADS = "ulysses:2", "ring:2", "tensor:2", "layers:2", "shard:2", "cfg:2", "ulysses:4", "ring:4", "ulysses:2+cfg:2"
 HALVES = 2
-"""Both halves of guidance, each a forward of the transformer."""
+"""Both halves of guidance, each of which the transformer computes."""
 SUMS = 3
 """The matrices of a block behind which ranks add what they made of it: of both attentions, and of the feed-forward."""
 WIDTH = 4
@@ -103,7 +103,6 @@ def main() -> None:
             parallel = ("--parallel", f"denoiser={spread}") if spread else ()
             place = ("--place", f"denoiser={devices}") if devices else ()
             flags = (*NO_CACHE, "--workers", "split", "--threads", "1", "--dtype", given.dtype, *parallel, *place)
-            flags = (*flags, "--guidance-halves", "apart")
             servers[spread] = running.enter_context(serving(own, given.model, *flags)).ready()
         for seed in range(given.rounds + 1):
             for spread, server in servers.items():

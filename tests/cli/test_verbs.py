@@ -56,6 +56,19 @@ def test_a_former_flag_names_what_replaces_it(unfuse: Run, arguments: tuple[str,
 
 
 @pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("serve", "--guidance-halves", "apart"), "leave it out: both halves of guidance share a forward"),
+        (("compare", "unfuse/shapes", "--layouts"), "`python -m bench.layouts MODEL`, in a clone of the repository"),
+    ],
+)
+def test_removed_flags_say_what_to_do(unfuse: Run, arguments: tuple[str, ...], advice: str) -> None:
+    code, out, err = unfuse(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"is not a flag any more; {advice}" in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--api-key", "keys.txt"), "name a file of keys by --api-keys"),
@@ -321,12 +334,12 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
     assert "\nlayout all=2: each worker runs all stages, since models that fit whole keep a machine busiest\n" in out
-    assert re.search(r"LAYOUT +RATE +GAVE +REFUSAL\nall=2 +1 +- +-\n", out)
+    assert re.search(r"LAYOUT +RATE +REFUSAL\nall=2 +1 +-\n", out)
     assert "\nrates are a guess: nothing was measured here yet\n" in out
     assert "cpu: 592.4 MiB of" in out  # what both map counts once
     out = unfuse("doctor", *arguments, "--memory-limit", "300MiB")[1]
     assert "each stage has workers of its own, since all do not fit in one: it would take 302.4 MiB" in out
-    assert re.search(r"all=2 +1 +- +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
+    assert re.search(r"all=2 +1 +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
     out = unfuse("doctor", *arguments, "--device-memory", "cpu=400MiB")[1]
     assert "\nlayout all=1: each worker runs all stages, since" in out
     assert re.search(r"\nall=2 .*the models do not fit: cpu would hold 592.4 MiB .* and has 400.0 MiB free", out)
@@ -413,7 +426,7 @@ def test_a_worker_that_is_told_nonsense_waits_for_no_scheduler(unfuse: Run, argu
 def test_doctor_says_the_same_as_json(unfuse: Run) -> None:
     found = json.loads(unfuse("doctor", "unfuse/shapes", "--json", "--device", "cpu", "--dtype", "bfloat16")[1])
     chosen = found["verdict"].split()[1].rstrip(":")
-    assert found["layouts"][0] == {"layout": chosen, "rate": 1.0, "gave": None, "refusal": ""}
+    assert found["layouts"][0] == {"layout": chosen, "rate": 1.0, "refusal": ""}
     rows = {row["name"]: row for row in found["models"]["unfuse/shapes"]}
     assert rows["transformer"]["memory"] == 2 * rows["transformer"]["parameters"]
     assert {row["role"] for row in found["placement"]} == {"all"}

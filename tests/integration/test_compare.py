@@ -6,11 +6,10 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tools.server import environment, serving, unfuse
+from tools.server import environment, unfuse
 
 
 @pytest.mark.nightly
@@ -36,30 +35,3 @@ def test_both_sides_are_measured_and_make_the_same(tmp_path: Path, more: tuple[s
     first = next(line for line in ran.stderr.splitlines() if "requests" in line)
     assert re.match(r"1[02] requests with diffusers, then 8 requests with unfuse: ", first)
     assert re.search(r"^estimate: about \S+ \w+, at \S+ s a request$", ran.stderr, re.MULTILINE)
-
-
-def said(folder: Path, *command: str) -> Any:
-    ran = subprocess.run(unfuse(*command), env=environment(folder), capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
-@pytest.mark.nightly
-def test_what_layouts_gave_is_kept_and_decides_how_many_workers_serve_starts(tmp_path: Path) -> None:
-    short = ("--rounds", "1", "--levels", "2", "--steps", "2")
-    rows = said(tmp_path, "compare", "unfuse/shapes", "--layouts", "--threads", "1", *short, "--json")
-    gave = {row["layout"]: row["requests a second"] for row in rows}
-    assert "all=1" in gave
-    assert all(rate > 0 for rate in gave.values())
-    shown = said(tmp_path, "doctor", "unfuse/shapes", "--threads", "1", "--json")["layouts"]
-    assert {one["layout"]: one["gave"] for one in shown if one["gave"]} == pytest.approx(gave, abs=0.001)
-
-    file = tmp_path / "scaling.json"
-    ((circumstances, rates),) = json.loads(file.read_text()).items()
-    file.write_text(json.dumps({circumstances: rates | {"all=1": 1000.0}}))
-    with serving(tmp_path, "unfuse/shapes", "--threads", "1") as server:
-        server.ready()
-        assert [worker["role"] for worker in server.get("/v1/workers")["data"]] == ["all"]
-        assert "which gave most when measured here: 1e+03 requests a second" in server.log()
-    others = said(tmp_path, "doctor", "unfuse/shapes", "--threads", "2", "--json")["layouts"]
-    assert not any(one["gave"] for one in others), "with other threads"

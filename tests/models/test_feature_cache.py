@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,16 @@ from unfuse.stages.base import Stage, StageInput
 from unfuse.stages.denoise import Denoise, DenoiseState
 
 CACHED = {job.name: job for job in c.CACHED}
-APART = ComputeOptions(batching="batched", guidance_halves="apart")
+BATCHED = ComputeOptions(batching="batched")
 
 
 def denoising(job: c.Job, undivided: c.Undivided, stages: c.Load, **changes: Any) -> tuple[Denoise, StageInput]:
-    loaded: dict[str, Stage] = stages(undivided.folder(job.model), job.dtype, APART)
+    """The stage with a forward for each half of guidance: diffusers skips blocks of each by itself."""
+    loaded: dict[str, Stage] = stages(undivided.folder(job.model), job.dtype, BATCHED)
     params = {**job.params, "output_format": "png", **changes}
-    stage = loaded["denoise"]
+    stage = copy(loaded["denoise"])
     assert isinstance(stage, Denoise)
+    stage._fused = False
     return stage, StageInput(params, c.encode(loaded, params, undivided.uploads(params)))
 
 

@@ -162,14 +162,3 @@ def test_what_denoising_lacks_is_named(
 
     with pytest.raises(PermanentError, match=re.escape(sentence)):
         stages(undivided.folder(kind))["denoise"].verify(StageInput({**usual, **params}, {}))
-
-
-@pytest.mark.parametrize("name", ["xl-image", "three-image", "z-image", "ltx-video"])
-def test_halves_of_guidance_are_a_pair_in_exact_pools(name: str, undivided: c.Undivided, stages: c.Load) -> None:
-    """Whatever is said of halves: apart they have other bits, so that the pool would not be exact."""
-    job = JOBS[name]
-    loaded = stages(undivided.folder(job.model), "float32", ComputeOptions(guidance_halves="apart"))
-
-    [(latents, _)] = c.divided(loaded, job.params, {}, [job.params["seed"]])
-
-    assert torch.equal(latents.float(), torch.from_numpy(undivided.result(name)["latents"]))

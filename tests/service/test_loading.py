@@ -25,7 +25,7 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
 def test_loading_is_under_way_from_when_workers_are_expected_until_they_are_ready() -> None:
     loading = Loading(["one"])
     assert not loading.is_under_way
-    for _ in range(2):  # as `compare --layouts` starts workers again and again
+    for _ in range(2):  # workers may be started again
         loading.expect(["all"])
         assert loading.is_under_way
         loading.hear(0, {"event": "ready"})

@@ -125,6 +125,13 @@ def test_a_former_setting_of_admins_names_what_replaces_it(tmp_path: Path) -> No
         assert "admin=yes" in said and "unfuse keys add NAME --admin" in said and "0123456789abcdef" not in said
 
 
+def test_a_removed_setting_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text('[compute]\nguidance_halves = "apart"\n')
+    for said in (refusal(UNFUSE_COMPUTE__GUIDANCE_HALVES="apart"), refusal(config=path)):
+        assert "is not a setting any more; leave it out: both halves of guidance share a forward" in said
+
+
 def test_other_programs_variables_are_left_alone() -> None:
     assert load({}, None, {"UNFUSED": "1", "PATH": "/bin"}).origins["server"] == "default"
 

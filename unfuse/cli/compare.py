@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 10_000
 
-LAYOUTS = "Measure instead what one worker of all stages gives, two, and so on, for --workers auto to choose by."
-
 
 @takes(*PLACING, *COMPUTE)
 @asks("size", "num_inference_steps", "num_frames")
@@ -45,7 +43,6 @@ def compare(
     rounds: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 5,
     prompt: Annotated[str, typer.Option(help="What to show.")] = "a red circle on white",
     image: Annotated[Path | None, typer.Option(help="Reference image, for a model that takes one.")] = None,
-    layouts: Annotated[bool, typer.Option("--layouts", help=LAYOUTS)] = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
@@ -53,8 +50,6 @@ def compare(
 
     The undivided pipeline gets as many CPU threads as suit it best and takes requests one by one; it ends before
     unfuse starts. Pictures are made unless --frames are asked for. Every gain above 1 is in favour of unfuse.
-
-    What --layouts finds is kept in the data folder, and `serve` goes by it. With other threads, bytes may be others.
 
     Example: unfuse compare unfuse/shapes --levels 1,4 --rounds 3
     """
@@ -68,17 +63,11 @@ def compare(
     from unfuse.service.options import options
     from unfuse.service.service import plan
 
-    planned = plan(options(without_keys(load(told, config))))
+    loaded = load(told, config)
+    planned = plan(options(without_keys(loaded)))
     wanted = _Wanted(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
-
-    def settings(**more: str) -> Loaded:
-        return load({**told, **{f"serve.{name}": value for name, value in more.items()}}, config)
-
-    if layouts:
-        _report_layouts(_measure_layouts(wanted, settings, terminal), json)
-    else:
-        whole, split = _measure_both(wanted, settings(), terminal)
-        _report(whole, split, len(planned.workers), json)
+    whole, split = _measure_both(wanted, loaded, terminal)
+    _report(whole, split, len(planned.workers), json)
 
 
 @dataclass(frozen=True)
@@ -104,13 +93,6 @@ class _Wanted:
         return Course(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
 
 
-def _follow_loading(loaded: Loaded, terminal: Terminal) -> Loading:
-    """Return the progress of the workers that will be started, which is shown while they load."""
-    loading = Loading(loaded.settings.serve.models)
-    terminal.heard = loading.hear
-    return loading
-
-
 def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
     """Measure diffusers, and then unfuse."""
     from unfuse.service.comparison import Pipeline, Pools, measure, requests_of, threads_to_try
@@ -119,7 +101,8 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
     course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
     repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
-    loading = _follow_loading(loaded, terminal)
+    loading = Loading(loaded.settings.serve.models)
+    terminal.heard = loading.hear
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):
         with Pipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
             course.begin("diffusers")
@@ -127,27 +110,6 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
         with own_pools(loaded, terminal, loading) as client:
             course.begin("unfuse")
             return whole, measure(Pools(client, wanted.image, course.made), *repeats)
-
-
-def _measure_layouts(wanted: _Wanted, settings: Callable[..., Loaded], terminal: Terminal) -> dict[str, float]:
-    """Measure the requests a second that each layout of whole workers gives, and keep that for `serve`."""
-    from unfuse.service.comparison import Pools, layouts_of, measure_layouts, most_at_once
-    from unfuse.service.local import own_pools
-    from unfuse.service.resources import means
-
-    most, own = max(wanted.counts), settings().settings
-    totals = dict.fromkeys(layouts_of(wanted.plan), (wanted.rounds + 1) * most)
-    course, loading = wanted.course(totals, own, terminal), _follow_loading(settings(), terminal)
-
-    def most_with(workers: str) -> float:
-        with own_pools(settings(workers=workers), terminal, loading) as client:
-            course.begin(workers)
-            return most_at_once(
-                Pools(client, wanted.image, course.made), wanted.card, wanted.asked, wanted.rounds, most
-            )
-
-    with progress_on(terminal, lambda: loading if loading.is_under_way else course):
-        return measure_layouts(wanted.plan, means(own), most_with)
 
 
 def _counts(levels: str) -> list[int]:
@@ -159,14 +121,6 @@ def _counts(levels: str) -> list[int]:
                 f"--levels {levels}: {level!r} is no number from 1 to {MOST_AT_ONCE}; write it like 1,4,16"
             )
     return [int(level) for level in found]
-
-
-def _report_layouts(rates: Mapping[str, float], json: bool) -> None:
-    rows = [{"layout": workers, "requests a second": rate} for workers, rate in rates.items()]
-    show.listing(rows, ["layout", "requests a second"], "nothing was measured", json)
-    if rates and not json:
-        best = max(rates, key=lambda workers: rates[workers])
-        typer.echo(f"{best} gave most: serve chooses its layout by these rates, on this machine with these settings")
 
 
 def _report(whole: Figures, split: Figures, workers: int, json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,6 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
 from unfuse.cli.checks import print_installation, print_machine, show_checks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
-from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
 from unfuse.launch.placement import NO_DEVICE
@@ -22,7 +21,6 @@ from unfuse.service.size import Size
 
 if TYPE_CHECKING:
     from unfuse.service.plan import Model, Plan
-    from unfuse.service.spreading import Found
 
 Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
 
@@ -38,10 +36,9 @@ def doctor(
 ) -> None:
     """Say what this machine has, what models need, where `serve` would put them, and whether to split them at all.
 
-    Reads files and headers only, no weights, unless --parallel says how to spread stages over ranks: then the first
-    model is served with one rank and with those, to measure what each gives. With --scheduler it says instead whether
-    workers of this machine could work for that. --device-memory may name devices that this machine does not have: then
-    all is planned for a machine that has exactly these.
+    Reads files and headers only, no weights. With --scheduler it says instead whether workers of this machine could
+    work for that. --device-memory may name devices that this machine does not have: then all is planned for a machine
+    that has exactly these.
     """
     from unfuse.models.fingerprints import FINGERPRINTS
     from unfuse.service import leftovers
@@ -49,11 +46,10 @@ def doctor(
     from unfuse.service.machine import devices_to_size, look
     from unfuse.service.plan import plan_for, wanted
     from unfuse.service.resources import device_memory, means
-    from unfuse.service.spreading import measure, rows_of
     from unfuse.service.transfers import transfers
 
     terminal.open_log()
-    loaded = load(told := {**flags, **terminal.flags}, config)
+    loaded = load({**flags, **terminal.flags}, config)
     FINGERPRINTS.remember_in(Path(loaded.settings.data_dir))
     if "worker.scheduler" in flags:
         show_checks(loaded.settings, json)
@@ -66,11 +62,9 @@ def doctor(
     if not json:
         print_machine(machine)
         print_installation(loaded.settings)
-    found, spreads = None, list["Found"]()
+    found = None
     if models:
         found = plan_for(models, serve.revision, wanted(loaded.settings), planned_for, means(loaded.settings))
-        if is_here:
-            spreads = measure(found, told, config, terminal, lambda what: progress_on(terminal, lambda: what))
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
@@ -81,15 +75,13 @@ def doctor(
             "is_this_machine": is_here,
             **({"removed": removed} if clean else {}),
         }
-        report = _report(found, loaded.settings.data_dir) if found else {}
-        show.as_json({**facts, **report, **({"spreads": rows_of(spreads)} if spreads else {})})
+        show.as_json({**facts, **(_report(found, loaded.settings.data_dir) if found else {})})
         return
     if not is_here:
         shown = ", ".join(f"{device.name} {readable_bytes(device.free)}" for device in planned_for)
         typer.echo(f"{'planned for':12} another machine: {shown}")
     if found:
         _print_plan(found, loaded.settings.data_dir)
-        _print_spreads(spreads)
 
 
 def _ports(addresses: Iterable[str]) -> list[int]:
@@ -139,7 +131,7 @@ def _print_plan(plan: Plan, data_dir: str) -> None:
         tell(plan, typer.echo)
     typer.echo()
     if plan.layouts:
-        show.as_table(layouts_of(plan), ["layout", "rate", "gave", "refusal"], "no layout")
+        show.as_table(layouts_of(plan), ["layout", "rate", "refusal"], "no layout")
         typer.echo(f"{basis_of(plan)}\n")
     if batches := batches_of(plan, data_dir):
         show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")
@@ -148,14 +140,3 @@ def _print_plan(plan: Plan, data_dir: str) -> None:
         typer.echo(f"gain: {gain}")
     if plan.refusal or not plan.layouts:
         typer.echo(verdict(plan))
-
-
-def _print_spreads(found: Sequence[Found]) -> None:
-    from unfuse.service.spreading import advised, rows_of
-
-    if not found:
-        return
-    typer.echo()
-    show.as_table(rows_of(found), [*rows_of(found)[0]], "nothing was measured")
-    for sentence in advised(found):
-        typer.echo(sentence)

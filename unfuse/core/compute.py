@@ -70,10 +70,6 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         description="Loop of texts: overlapped sends a token, and stores a chunk of a prompt for other requests, while "
         "the next one is computed, in a thread of its own; normal does so before that. Tokens are the same."
     )] = "overlapped"  # fmt: skip
-    guidance_halves: Annotated[Literal["auto", "apart", "fused"], Meta(
-        description="Whether both halves of guidance share a forward; auto lets them in batched pools, and in exact "
-        "ones where that changes no byte."
-    )] = "auto"  # fmt: skip
     max_loras: Annotated[int, Meta(description="Adapters (LoRA) that a denoiser keeps loaded.", ge=1, le=256)] = 4
     noise_device: Annotated[
         Literal["cpu", "cuda", "xpu", "mps"],
@@ -91,8 +87,3 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The settings that change a result's bytes, by name: all workers of one scheduler must agree on them."""
         batching = "exact" if self.batching == "auto" else self.batching
         return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae}
-
-    @property
-    def fused(self) -> bool:
-        """Whether both halves of guidance share a forward."""
-        return self.guidance_halves == "fused" or (self.guidance_halves == "auto" and self.batching == "batched")

@@ -38,17 +38,12 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def layouts_of(plan: Plan) -> list[dict[str, Any]]:
-    """`serve`'s layouts: predicted rates (the chosen one's is 1), and what they `gave` a second when measured."""
+    """`serve`'s layouts with their predicted rates: the chosen one's is 1."""
     if plan.layouts is None:
         return []
     whole = plan.layouts.chosen.rate or 1.0
     return [
-        {
-            "layout": layout.workers,
-            "rate": round(layout.rate / whole, 2),
-            "gave": round(layout.gave, 3) or None,
-            "refusal": layout.refusal,
-        }
+        {"layout": layout.workers, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
         for layout in plan.layouts.found
     ]
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check, size_from
-from unfuse.core.errors import PermanentError, UsageError
+from unfuse.core.errors import PermanentError
 from unfuse.core.media import medium_for
 from unfuse.core.pixels import size_of
 from unfuse.core.plan import Params
@@ -27,10 +27,8 @@ from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
 from unfuse.models.undivided import Undivided
 from unfuse.scheduler.costs import Costs
-from unfuse.service.layout import Means
 from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan
-from unfuse.service.scaling import Scaling, circumstances
 
 Digests = tuple[str, ...]  # the SHA-256 of each file of a request
 
@@ -189,30 +187,6 @@ def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, cou
     throughput = {count: count / seconds(0, count) for count in counts}
     peaks, shared = side.memory()
     return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
-
-
-def measure_layouts(plan: Plan, means: Means, measured: Callable[[str], float]) -> dict[str, float]:
-    """The requests a second that each layout of whole workers gave when it was `measured`, in the plan's order.
-
-    They are remembered for whoever chooses a layout under these circumstances. Raises ConfigError where none is chosen.
-    """
-    rates = {workers: measured(workers) for workers in layouts_of(plan)}
-    cards = [model.card for model in plan.models]
-    Scaling(means.scaling).keep(circumstances(cards, plan.wanted.compute, plan.devices, means.cores), rates)
-    return rates
-
-
-def layouts_of(plan: Plan) -> list[str]:
-    """The layouts of whole workers that `--workers auto` chooses among. Raises ConfigError where it does not."""
-    if plan.layouts is None:
-        raise UsageError("--layouts measures those that --workers auto chooses among: leave out where workers run")
-    return [layout.workers for layout in plan.layouts.whole]
-
-
-def most_at_once(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, count: int) -> float:
-    """Requests a second with so many at once: the median of rounds after one that finds out what shares a forward."""
-    found = [count / _seconds(side, card, asked, number * count, count) for number in range(rounds + 1)]
-    return median(found[1:])
 
 
 def _seconds(side: Side, card: ModelCard, asked: dict[str, Any], first: int, count: int) -> float:

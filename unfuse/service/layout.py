@@ -15,7 +15,6 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL
 from unfuse.launch.placement import CPU, PROCESS, Device, Needs, Placed, Wanted, devices_of, parse_workers, place
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
-from unfuse.service.scaling import Scaling, circumstances
 
 SPLIT, SWAP = "split", "swap"
 
@@ -24,29 +23,23 @@ THREADS = 4
 is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
 
 
-EQUAL = 0.95  # a layout that gave so much of what the best one gave is as good: rates of two runs differ by that
-
-
 class Means(msgspec.Struct, frozen=True):
-    """What there is beside devices: cores, host memory a worker may take (0: any), files of costs and of rates."""
+    """What there is beside devices: cores, host memory a worker may take (0: any), and the file of costs."""
 
     cores: int = 1
     memory_limit: int = 0
     costs: Path | None = None
-    scaling: Path | None = None
 
 
 class Layout(msgspec.Struct, frozen=True):
     """A layout, as `--workers` has it: predicted requests a time, and why it cannot be ("" if it can).
 
-    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other. `gave` is
-    how many requests a second it did when that was measured; 0: it was not.
+    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other.
     """
 
     workers: str
     rate: float
     refusal: str = ""
-    gave: float = 0.0
 
     def of(self, wanted: Wanted) -> Wanted:
         """The workers of this layout."""
@@ -58,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """All that were looked at, the best first, whether what they do was measured, and the roles of their stages."""
+    """All that were looked at, the best first, whether their stages were measured, and the roles of these."""
 
     found: tuple[Layout, ...]
     measured: bool
@@ -79,7 +72,7 @@ class Layouts(msgspec.Struct, frozen=True):
     @property
     def why(self) -> str:
         """One line: what was chosen, and why."""
-        workers, gave = self.chosen.workers, self.chosen.gave
+        workers = self.chosen.workers
         main = workers.rpartition(",")[2].partition("=")[0]
         if workers == SWAP:
             reason = "each worker has one model at a time, since all do not fit together"
@@ -88,8 +81,6 @@ class Layouts(msgspec.Struct, frozen=True):
             reason = f"each stage has workers of its own, since all do not fit in one: {refused.partition(';')[0]}"
         elif main != ALL:
             reason = f"workers run all stages on the GPUs where these fit, and only {main} on the others"
-        elif gave:
-            reason = f"each worker runs all stages, which gave most when measured here: {gave:.2g} requests a second"
         elif len(self.roles) == 1:
             reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
         else:
@@ -103,17 +94,15 @@ def layouts(
     """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
 
     They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what requests
-    took says only how much better one is, so a restart changes nothing. If somebody had layouts themselves measured,
-    the best of these go before all others.
+    took says only how much better one is, so a restart changes nothing.
     """
     cards = list(cards)
-    gave = Scaling(means.scaling).of(circumstances(cards, wanted.compute, devices, means.cores))
     (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
     found: list[tuple[float, Layout]] = []
     for workers in (*_names(needs, wanted, devices, means.cores), SWAP):
         if workers == SWAP and (len(cards) == 1 or not all(layout.refusal for _, layout in found)):
             break
-        layout = Layout(workers, 0.0, gave=gave.get(workers, 0.0))
+        layout = Layout(workers, 0.0)
         try:
             placed = place(needs, layout.of(wanted), devices)
         except ConfigError as error:
@@ -122,8 +111,7 @@ def layouts(
         refusal = _too_large(placed, means.memory_limit)
         layout = replace(layout, rate=rate(placed, shares, wanted, means), refusal=refusal)
         found.append((rate(placed, guessed, wanted, means), layout))
-    enough = EQUAL * max((layout.gave for _, layout in found if not layout.refusal), default=0.0)
-    ordered = sorted(found, key=lambda one: (not one[1].gave or one[1].gave < enough, -round(one[0], 3)))
+    ordered = sorted(found, key=lambda one: -round(one[0], 3))
     return Layouts(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 

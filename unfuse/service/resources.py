@@ -12,8 +12,8 @@ from unfuse.service.layout import Means
 from unfuse.service.machine import CONTROL_GROUP, cpus
 from unfuse.service.size import Size
 
-COSTS, SCALING = "costs.json", "scaling.json"
-"""The files in the data folder with what stages took, and with what layouts gave."""
+COSTS = "costs.json"
+"""The file in the data folder with what stages took."""
 
 
 def resources(settings: Settings) -> dict[str, int]:
@@ -38,8 +38,7 @@ def device_memory(settings: Settings) -> dict[str, int]:
 
 def means(settings: Settings) -> Means:
     """What there is to compute with on this machine, by these settings."""
-    costs, scaling = (Path(settings.data_dir, name) for name in (COSTS, SCALING))
-    return Means(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, costs, scaling)
+    return Means(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS))
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:

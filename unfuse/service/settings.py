@@ -27,15 +27,25 @@ PARSED: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": se
 """What reads numbers that are written with a unit, by that unit."""
 
 ADMIN_KEYS = "make an admin's key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
+GUIDANCE_HALVES = (
+    "leave it out: both halves of guidance share a forward in batched pools (--batching batched), and in exact ones "
+    "where that changes no byte"
+)
 
 GONE = {
     "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
     "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
     "serve.admin_key": ADMIN_KEYS,
+    "compute.guidance_halves": GUIDANCE_HALVES,
 }
 """Prefixes of settings' former names, and what replaces them."""
 
-GONE_FLAGS = {"--admin-key": ADMIN_KEYS}
+LAYOUTS = (
+    "`python -m bench.layouts MODEL`, in a clone of the repository, measures what each layout gives; "
+    "`unfuse serve --workers all=2` takes one"
+)
+
+GONE_FLAGS = {"--admin-key": ADMIN_KEYS, "--guidance-halves": GUIDANCE_HALVES, "--layouts": LAYOUTS}
 """Former flags, and what replaces them."""
 
 

@@ -141,8 +141,8 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         apart = mesh is not None and "cfg" in mesh.degrees
         self._halves = partial(side_by_side, mesh.axis("cfg")) if mesh is not None and apart else in_turn
         self._paired = self.exact and bool(denoiser.first)
-        self._fused = (options.fused or self._paired) and not apart
-        self.differs_alone = self.exact and options.guidance_halves == "auto" and not (apart or self._paired)
+        self._fused = (self._paired or not self.exact) and not apart
+        self.differs_alone = self.exact and not (apart or self._paired)
         self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
 
     @property

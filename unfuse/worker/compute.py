@@ -279,16 +279,15 @@ def _device(load: messages.Load, with_torch: bool) -> str:
 
 def outcome_of(load: messages.Load, device: str, libraries: Collection[str]) -> dict[str, str]:
     """What the bytes of results depend on: settings, versions of libraries, and the device."""
-    options = load.compute
-    settings = options.outcome | {"guidance-halves": "fused" if options.fused else "apart"}
-    settings |= {f"parallel-{role}": str(how) for role, how in own_spreads(options.parallel, load.choice.roles).items()}
+    spreads = own_spreads(load.compute.parallel, load.choice.roles)
+    settings = load.compute.outcome | {f"parallel-{role}": str(how) for role, how in spreads.items()}
     settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
     found = settings | {name: version(name) for name in libraries}
     if not libraries or not device.startswith("cpu"):
         return found | {"device": _name(device)}
     import torch
 
-    return found | {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": str(options.threads)}
+    return found | {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": str(load.compute.threads)}
 
 
 def _name(device: str) -> str:

@@ -1,25 +1,30 @@
-"""What spreading stages over ranks gives on this machine: measured as asked for, predicted for other degrees."""
+"""Whether more ranks pay on this machine: a step of one rank and of several, measured; of other degrees, predicted.
+
+A model is served with one rank and with those that are asked for. It says what a step computes and what it waits in
+each, and when more ranks are slower. `python -m bench.degrees [MODEL] [--parallel ROLE=KIND:N] [--threads N]`
+"""
 
 from __future__ import annotations
 
+import argparse
 import io
-import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
 
 import msgspec
 
+from bench.report import show, table
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.spread import Spread, parse_parallel
 from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
-from unfuse.service.plan import Plan
+from unfuse.service.options import options
 from unfuse.service.resources import means
+from unfuse.service.service import plan
 from unfuse.service.settings import load
 
 STEPS, ROUNDS = 4, 3  # the steps of a request that is measured, and how many requests are, behind one that warms up
@@ -34,9 +39,6 @@ SENT: Mapping[str, Callable[[int], float]] = {
 }
 """What leaves a rank in a step, by degree, in shares of something that all degrees have in common; of kinds by which
 ranks share work."""
-
-
-Shown = Callable[[str], AbstractContextManager[object]]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -62,33 +64,27 @@ class Found(msgspec.Struct, frozen=True):
     measured: bool
 
 
-def measure(plan: Plan, told: Mapping[str, Any], config: Path | None, logs: Logs, shown: Shown) -> list[Found]:
-    """Steps of the roles that `--parallel` names: of one rank and so spread, measured; of other degrees, predicted.
+def measure(model: str, parallel: str, threads: int) -> list[Found]:
+    """Steps of the roles that `parallel` names: of one rank and so spread, measured; of other degrees, predicted.
 
-    Without it, or where the plan is refused, there is nothing. The first model is served by these settings, once with
-    each; what goes on is `shown` meanwhile. On a CPU all ranks together have as many threads as the one has.
+    The model is served once with one rank and once so spread. On a CPU all ranks together have as many threads as the
+    one has. Raises ConfigError for what cannot be served.
     """
-    compute, card = plan.wanted.compute, plan.models[0].card
-    if not compute.parallel or plan.refusal:
-        return []
-    cores = means(load(told, config).settings).cores
-    most = min(MOST_DEGREE, cores) if all(worker.on_cpu for worker in plan.workers) else MOST_DEGREE
-    spreads, found = parse_parallel(compute.parallel), list[Found]()
+    flags = {"serve.models": [model], "compute.parallel": parallel, "compute.threads": threads}
+    loaded, logs = load(flags), Logs()
+    logs.open_log()
+    planned = plan(options(loaded))
+    card, cores, spreads = planned.models[0].card, means(loaded.settings).cores, parse_parallel(parallel)
+    most = min(MOST_DEGREE, cores) if all(worker.on_cpu for worker in planned.workers) else MOST_DEGREE
 
-    @contextmanager
-    def served(parallel: str, ranks: int) -> Iterator[Client]:
-        devices = {name: told[name] for name in ("serve.place", "compute.device") if name in told and not parallel}
-        changed = {
-            "compute.parallel": parallel, "compute.threads": compute.threads or max(1, cores // ranks),
-            "serve.workers": "split", "serve.models": [str(plan.models[0].folder)],
-            **{name: re.sub(r"\+[^,]*", "", device) for name, device in devices.items()},
-        }  # fmt: skip
-        with shown(f"measuring {parallel or 'one rank'}"), own_pools(load({**told, **changed}, config), logs) as client:
-            yield client
+    def served(parallel: str, ranks: int) -> AbstractContextManager[Client]:
+        changed = {"compute.parallel": parallel, "compute.threads": threads or max(1, cores // ranks)}
+        return own_pools(load({**flags, **changed, "serve.workers": "split"}), logs)
 
     with served("", 1) as client:
         alone = {role: _measured(client, role, card) for role in spreads}
-    with served(compute.parallel, max(spread.size for spread in spreads.values())) as client:
+    found = list[Found]()
+    with served(parallel, max(spread.size for spread in spreads.values())) as client:
         for role, spread in spreads.items():
             least = _measured(client, role, card, least=True)
             step = msgspec.structs.replace(_measured(client, role, card), least_s=least.exchange_s)
@@ -179,3 +175,18 @@ def _picture() -> bytes:
 
     Image.new("RGB", (64, 64), "red").save(file := io.BytesIO(), "PNG")
     return file.getvalue()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("model", nargs="?", default="unfuse/shapes")
+    flags.add_argument("--parallel", default="denoiser=ulysses:2")
+    flags.add_argument("--threads", type=int, default=0)
+    given = flags.parse_args(arguments)
+    found = measure(given.model, given.parallel, given.threads)
+    show("degrees", model=given.model, rows=rows_of(found), advice=[*advised(found)])
+    table("role, spread", {f"{row['role']}, {row['spread']}": row for row in rows_of(found)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,16 @@
-"""What more ranks would give, predicted from what some gave; and measured, as `doctor` does it."""
+"""What more ranks would give: measured, and predicted from that for other degrees."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
-from tools.server import environment, unfuse
+from bench.degrees import SENT, Found, Step, advised, measure, predicted, rows_of
 from tools.tiny import build
 from unfuse.core.spread import HOLD, KINDS, Spread
 from unfuse.models import card_of, resolve_source
-from unfuse.service.spreading import SENT, Found, Step, advised, predicted, rows_of
 
 SHAPES = "unfuse/shapes"
 CARD = card_of(SHAPES, resolve_source(SHAPES))
@@ -68,11 +65,9 @@ def test_it_says_what_has_the_shortest_step_and_where_more_ranks_are_slower() ->
 @pytest.mark.parametrize(("kind", "role", "how"), [
     ("", "denoiser", "ring:2"), ("wan-image", "encoder", "tiles:2"),
 ])  # fmt: skip
-def test_doctor_measures_what_it_is_asked_for(kind: str, role: str, how: str, tmp_path: Path) -> None:
+def test_what_is_asked_for_is_measured_beside_one_rank(kind: str, role: str, how: str, tmp_path: Path) -> None:
     model = str(build(kind, tmp_path / kind)) if kind else SHAPES
-    command = unfuse("doctor", model, "--parallel", f"{role}={how}", "--json")
-    done = subprocess.run(command, capture_output=True, env=environment(tmp_path), timeout=300, check=True)
-    one, two, *more = json.loads(done.stdout)["spreads"]
+    one, two, *more = rows_of(measure(model, f"{role}={how}", 0))
     assert (one["spread"], one["how"], one["exchange_s"]) == ("one rank", "measured", 0)
     assert (two["spread"], two["how"]) == (how, "measured")
     assert two["step_s"] == pytest.approx(two["compute_s"] + two["exchange_s"], abs=2e-4)
