@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.references import exported, metric, refusals
+from tools.references import refusals
 from tools.snippets import PAGES, ROOT, blocks, commands
 from unfuse.core import parameters, pixels
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.upkeep import GONE, RETURN_S
 from unfuse.server import body, connections, fetching, key_lines, links, shown, targets, uploads
+from unfuse.server.metrics_table import METRICS
 from unfuse.transfer import BACKENDS
 
 INSTALLED = re.compile(r"pip install (?:\S+ )*'?\.\[([\w,]+)\]")
@@ -86,7 +87,7 @@ def test_a_file_that_a_page_names_is_there(page: Path) -> None:
 @cache
 def metrics() -> set[str]:
     """The names of all metrics."""
-    return {metric(one)[0].strip("`") for one in exported()}
+    return {spec.name for spec in METRICS}
 
 
 @cache

@@ -20,7 +20,7 @@ from unfuse.models import FAMILIES
 from unfuse.models.defaults import call_defaults
 from unfuse.scheduler.draft import CODES
 from unfuse.server.errors import refusal_of
-from unfuse.server.metrics import Metrics
+from unfuse.server.metrics_table import METRICS as METRIC_SPECS, MetricSpec
 
 ROOT = Path(__file__).parents[1]
 MADE = (*IMAGE.parameters, *VIDEO.parameters)
@@ -271,16 +271,11 @@ def families() -> Iterator[list[str]]:
 
 def metrics() -> str:
     """The page of metrics, by name."""
-    return METRICS + table("name | type | labels | what", sorted(map(metric, exported())))
+    return METRICS + table("name | type | labels | what", sorted(map(metric, METRIC_SPECS)))
 
 
-def exported() -> list[Any]:
-    return [*Metrics("memory")._registry._collector_to_names]
-
-
-def metric(one: Any) -> list[str]:
-    name = one._name + "_total" * (one._type == "counter")
-    return [code(name), one._type, ", ".join(map(code, one._labelnames)), one._documentation]
+def metric(one: MetricSpec) -> list[str]:
+    return [code(one.name), one.kind, ", ".join(map(code, one.labels)), one.help]
 
 
 def refusals() -> dict[str, set[int]]:

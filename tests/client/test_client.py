@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -171,6 +173,28 @@ def test_events_give_up_when_the_server_is_gone(tmp_path: Path) -> None:
         request = client.submit("a", model=IDLE.name)
     with client, pytest.raises(TransientError):
         list(request.events())
+
+
+def test_an_interrupt_ends_a_call_at_once_and_the_client_still_works(served: Served, client: Client) -> None:
+    with served.held():
+        request = client.submit("a red circle", model=MODEL)
+        events = request.events()
+        next(events)
+        interrupt = threading.Thread(target=signal.pthread_kill, args=(threading.main_thread().ident, signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.start()
+            list(events)
+        interrupt.join()
+        assert request.cancel()["status"] == "cancelled"
+
+
+async def test_a_stream_closed_in_an_event_loop_leaves_nothing_to_that_loop(served: Served, client: Client) -> None:
+    with served.held():
+        events = client.submit("a red circle", model=MODEL).events()
+        next(events)
+        del events
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_save_writes_what_came_or_converts_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,17 @@ from unfuse.core.request import Record
 from unfuse.queues.base import Limits, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.metrics import REMEMBERED, Metrics
+from unfuse.server.metrics_table import METRICS
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing.queue_samples import planned, request, task
+
+
+async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
+    page = (await Metrics("memory").page(MemoryQueue(SystemClock()), [], [])).decode()
+    help = re.findall(r"^# HELP (\w+) (.*)$", page, re.MULTILINE)
+    kinds = re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
+    assert [one for one in help if not one[0].endswith("_created")] == [(spec.name, spec.help) for spec in METRICS]
+    assert [one for one in kinds if not one[0].endswith("_created")] == [(spec.name, spec.kind) for spec in METRICS]
 
 
 async def test_engines_that_nobody_knows_are_counted_together() -> None:

@@ -7,16 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import RequestContext, Running, StageState, Timings
 from unfuse.core.usage import billed_seconds, lost_seconds
+from unfuse.queues.memory import MemoryQueue
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys
 from unfuse.server.prices import FREE, Prices
+from unfuse.supervision.clock import SystemClock
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -93,7 +94,7 @@ class Nobody:
             return
 
 
-def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
+async def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ada k\nbob b\n")
     keys, prices = Keys(files=[str(file)]), Prices(["cpu=3600/h"])
@@ -102,7 +103,7 @@ def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
         gateway.ended(context(tenant, s=Timings(share_s=seconds, device="cpu")))
     gateway.billed(context("ada"), {"cpu": 0.25})  # a worker has reported more since
     gateway.metrics.written_off(context("ada"), {"cpu": 8.0})
-    page = generate_latest(gateway.metrics._registry).decode()
+    page = (await gateway.metrics.page(MemoryQueue(SystemClock()), [], [])).decode()
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     sums = {
         (sample.name, sample.labels["tenant"]): sample.value for sample in samples

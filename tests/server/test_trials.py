@@ -6,12 +6,11 @@ import asyncio
 import threading
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.core.grammar import Grammar, packed
 from unfuse.server import trials
-from unfuse.server.text_metrics import TextMetrics
+from unfuse.server.metrics import Metrics
 from unfuse.server.trials import AT_ONCE, Trials
 
 
@@ -37,12 +36,12 @@ def tried() -> Tried:
 
 
 @pytest.fixture
-def metrics() -> TextMetrics:
-    return TextMetrics(CollectorRegistry())
+def metrics() -> Metrics:
+    return Metrics("memory")
 
 
 @pytest.fixture
-def trial(tried: Tried, metrics: TextMetrics, monkeypatch: pytest.MonkeyPatch) -> Trials:
+def trial(tried: Tried, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> Trials:
     monkeypatch.setattr(trials, "Grammars", lambda: tried)
     return Trials(metrics)
 
@@ -61,16 +60,14 @@ async def test_what_came_of_a_grammar_is_known_afterwards(trial: Trials, tried: 
     assert tried.asked == [grammar("bad"), grammar("good")]
 
 
-async def test_who_waits_is_counted_and_few_are_tried_at_once(
-    trial: Trials, tried: Tried, metrics: TextMetrics
-) -> None:
+async def test_who_waits_is_counted_and_few_are_tried_at_once(trial: Trials, tried: Tried, metrics: Metrics) -> None:
     waiting = [asyncio.create_task(trial.choose([grammar(f"g{number}")], "tools")) for number in range(5)]
     while len(tried.asked) < AT_ONCE:
         await asyncio.sleep(0.001)
-    assert metrics.trials == 5 and len(tried.asked) == AT_ONCE
+    assert metrics.grammars == 5 and len(tried.asked) == AT_ONCE
     tried.may.set()
     await asyncio.gather(*waiting)
-    assert metrics.trials == 0 and len(tried.asked) == 5
+    assert metrics.grammars == 0 and len(tried.asked) == 5
 
 
 async def test_the_first_that_can_be_used_is_chosen(trial: Trials, tried: Tried) -> None:
@@ -92,11 +89,11 @@ async def test_only_some_are_remembered(trial: Trials, tried: Tried, monkeypatch
     assert tried.asked == [grammar(text) for text in "abcb"]
 
 
-async def test_a_trial_that_cannot_be_made_is_made_again(trial: Trials, tried: Tried, metrics: TextMetrics) -> None:
+async def test_a_trial_that_cannot_be_made_is_made_again(trial: Trials, tried: Tried, metrics: Metrics) -> None:
     tried.may.set()
     tried.fails = True
     with pytest.raises(TransientError):
         await trial.choose([grammar("a")], "tools")
-    assert metrics.trials == 0
+    assert metrics.grammars == 0
     tried.fails = False
     await trial.choose([grammar("a")], "tools")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
 
-from tools.references import ADVICE, DOCS, NOT_USED, PAGES, exported, refusals
+from tools.references import ADVICE, DOCS, NOT_USED, PAGES, refusals
 from unfuse.core.media import MEDIA
 
 
@@ -29,9 +28,3 @@ def test_every_parameter_that_does_something_is_described() -> None:
     ):
         assert one.description, one.name
         assert f"| `{one.name}`" in page
-
-
-def test_metrics_are_named_as_they_are_exported() -> None:
-    page = DOCS.joinpath("reference-metrics.md").read_text()
-    assert len(re.findall(r"^\| `", page, re.MULTILINE)) == len(exported())
-    assert "| `unfuse_requests_submitted_total` | counter |" in page

@@ -1,9 +1,9 @@
-"""The client for asyncio: what `client.py` does, awaited."""
+"""The client of a gateway, for asyncio. `client.py` has its blocking form."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Self, TypeVar
 
@@ -14,41 +14,57 @@ from unfuse.client import calls
 from unfuse.client.calls import File
 from unfuse.client.chat import AsyncChat
 from unfuse.client.errors import error_of
-from unfuse.client.result import Result
-from unfuse.core.errors import KeyUnavailable, TransientError, UnfuseError
+from unfuse.client.result import Result, place_of
+from unfuse.client.transport import AsyncTransport, BlockingTransport
+from unfuse.core.errors import KeyUnavailable, PermanentError, TransientError, UnfuseError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
-Told = TypeVar("Told")
+T = TypeVar("T")
 
 
-class AsyncRequest(calls.Viewed):
+class AsyncRequest:
     """A request of this client. `view` is the request object as it was last read."""
 
-    _client: AsyncClient
+    def __init__(self, client: AsyncClient, view: dict[str, Any]) -> None:
+        if not isinstance(view.get("id"), str):
+            raise calls.foreign(client.url)
+        self._client = client
+        self.view = view
+
+    def __repr__(self) -> str:
+        return f"<AsyncRequest {self.id}: {self.view['status']}>"
+
+    @property
+    def id(self) -> str:
+        """The id of the request."""
+        return str(self.view["id"])
 
     async def refresh(self) -> dict[str, Any]:
         """Read the request object again."""
         self.view = await self._client.get(f"/v1/requests/{self.id}")
         return self.view
 
-    async def events(self, after: int = 0) -> AsyncIterator[Event]:
-        """The events after number `after`, as `Request.events` has them."""
+    async def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
+        """The events after `after`, over lost connections, to the end. Raises TransientError if the server is gone."""
         lost = 0
         while True:
+            sent = {"last-event-id": str(after)}
+            events = self._client.stream(f"/v1/requests/{self.id}/events", calls.event_of, headers=sent)
             try:
-                sent = {"last-event-id": str(after)}
-                async for event in self._client.heard(f"/v1/requests/{self.id}/events", calls.event_of, headers=sent):
+                async for event in events:
                     after, lost = event.seq, 0
                     yield event
                     if event.type in TERMINAL_EVENTS:
                         return
-                if calls.is_over(await self.refresh()):
+                if (await self.refresh())["status"] not in ("queued", "in_progress"):
                     return
             except TransientError:
                 if lost >= calls.RECONNECTS:
                     raise
+            finally:
+                await events.aclose()
             lost += 1
-            await asyncio.sleep(calls.pause(self._client.reconnect_delay, lost))
+            await self._client.pause(calls.backoff(lost))
 
     async def cancel(self) -> dict[str, Any]:
         """Cancel the request; one that is over does not change."""
@@ -59,7 +75,10 @@ class AsyncRequest(calls.Viewed):
         """Wait for the result. Raises PermanentError with the reason if there is none."""
         async for _ in self.events():
             pass
-        calls.require_completed(await self.refresh())
+        view = await self.refresh()
+        if view["status"] != "completed":
+            reason = (view["error"] or {}).get("message") or f"it was {view['status']}"
+            raise PermanentError(f"request {self.id} has no result: {reason}")
         return await self._finished()
 
     async def stop(self) -> Result:
@@ -68,18 +87,26 @@ class AsyncRequest(calls.Viewed):
         return await self._finished()
 
     async def _finished(self) -> Result:
-        indexes = calls.indexes_of(self.view)
+        """Return the files of the request, without those that a safety checker flagged."""
+        indexes = [place_of(file) for file in self.view["result"] if not file.get("flagged")]
         data = [await self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
         return Result(self.view, data, indexes)
 
 
 class AsyncClient:
-    """A client of the gateway at `url`, for one event loop. What it raises, and what it is asked, is as with Client."""
+    """A client of the gateway at `url`, for one event loop. A refusal raises the error that it was made from.
 
-    def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
+    `reconnect_delay` is the seconds before a lost event stream is first taken up again. `transport` is how calls are
+    made; `Client` has another one. Raises InvalidParameter for what is no http:// or https:// address.
+    """
+
+    def __init__(
+        self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1,
+        transport: type[AsyncTransport | BlockingTransport] = AsyncTransport,
+    ) -> None:  # fmt: skip
         self.url = calls.checked(url)
         self.reconnect_delay = reconnect_delay
-        self._http = httpx2.AsyncClient(**calls.settings(self.url, key))
+        self._transport = transport(calls.settings(self.url, key))
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.url}>"
@@ -92,10 +119,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connections; requests go on."""
-        await self._http.aclose()
+        await self._transport.close()
 
     async def generate(self, prompt: str, **asked: Any) -> Result:
-        """Make pictures or a video from a prompt, as `submit` does, and wait."""
+        """Make pictures or a video from a prompt, as `Client.generate` does."""
         return await (await self.submit(prompt, **asked)).result()
 
     async def submit(
@@ -103,12 +130,13 @@ class AsyncClient:
         last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        call = await asyncio.to_thread(calls.submission, prompt, calls.Pictures(image, mask, last_frame), video, params)
+        pictures = calls.Pictures(image, mask, last_frame)
+        call = await self._transport.call(calls.submission, prompt, pictures, video, params)
         for _ in range(calls.MOST_KEYS - 1):
             with suppress(KeyUnavailable):
-                return AsyncRequest(self, calls.object_of(await self._send(call.method, call.path, **call.options)))
+                return AsyncRequest(self, await self._json(call.method, call.path, **call.options))
             call.options["headers"] |= calls.fresh_key()
-        return AsyncRequest(self, calls.object_of(await self._send(call.method, call.path, **call.options)))
+        return AsyncRequest(self, await self._json(call.method, call.path, **call.options))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
         """Answer messages, or a text of the user's, as `Client.chat` does."""
@@ -124,66 +152,100 @@ class AsyncClient:
         """Request objects, newest first."""
         return await self.list("/v1/requests", **calls.given(status=status, limit=limit, after=after))
 
+    async def models(self) -> list[dict[str, Any]]:
+        """Served models, with their limits and defaults."""
+        return await self.list("/v1/models")
+
     async def model(self, name: str) -> dict[str, Any]:
-        """One model, as `Client.model` returns it."""
+        """One model: its state, its progress while it loads, the reason of a failure. Raises UnknownModel."""
         return await self.get(calls.model_path(name))
 
     async def add_model(self, model: str, name: str | None = None) -> dict[str, Any]:
-        """Serve one more model, as `Client.add_model` does."""
+        """Serve one more model, a folder of the server's machine or a hub name, under this name.
+
+        Returns while it loads. Requests for it are accepted from now on. Raises InvalidParameter for what cannot be
+        served, PermanentError for a name that is taken, ConfigError without an admin's key.
+        """
         body = calls.given(model=model, name=name)
-        return calls.object_of(await self._send("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S))
+        return await self._json("POST", "/v1/models", json=body, timeout=calls.ADD_TIMEOUT_S)
 
     async def remove_model(self, name: str) -> dict[str, Any]:
-        """Accept no more requests for a model, as `Client.remove_model` does."""
-        return calls.object_of(await self._send("DELETE", calls.model_path(name)))
+        """Accept no more requests for a model; those accepted are finished. Raises UnknownModel."""
+        return await self._json("DELETE", calls.model_path(name))
+
+    async def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Dead requests, newest first, with the evidence in their errors."""
+        return await self.list("/v1/dead", **calls.given(limit=limit, after=after))
+
+    async def retry(self, id: str) -> AsyncRequest:
+        """Ask anew for what was given up. Raises NotFound, PermanentError if not dead, Overloaded, TransientError."""
+        return AsyncRequest(self, await self.post(f"/v1/dead/{id}/retry"))
+
+    async def forget_dead(self, id: str) -> None:
+        """Delete a dead request, or an unreadable record. Raises NotFound for anything else."""
+        await self._send("DELETE", f"/v1/dead/{id}")
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """Registered workers."""
+        return await self.list("/v1/workers")
+
+    async def pools(self) -> list[dict[str, Any]]:
+        """Pools, with the number of tasks that wait in each."""
+        return await self.list("/v1/pools")
 
     async def list(self, path: str, **params: Any) -> list[dict[str, Any]]:
         """The rows at a path, such as /v1/models, /v1/workers, /v1/pools or /v1/dead."""
-        return calls.rows_of(await self.get(path, **params), f"{self.url}{path}")
+        rows = (await self.get(path, **params)).get("data")
+        if not isinstance(rows, list):
+            raise calls.foreign(f"{self.url}{path}")
+        return rows
 
     async def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The JSON object at a path."""
-        return calls.object_of(await self._send("GET", path, params=params))
+        return await self._json("GET", path, params=params)
 
-    async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         """The JSON object that a POST returns."""
-        return calls.object_of(await self._send("POST", path, json=body or {}))
+        return await self._json("POST", path, json=body or {}, headers=headers)
 
     async def download(self, path: str) -> bytes:
         """The bytes at a path."""
         return (await self._send("GET", path)).content
 
-    async def heard(
-        self, path: str, read: Callable[[httpx2.ServerSentEvent], Told | None], *, to_its_end: bool = False, **sent: Any
-    ) -> AsyncIterator[Told]:
-        """What is read of each event of one connection, up to one that is read as None.
+    async def stream(
+        self, path: str, read: Callable[[httpx2.ServerSentEvent], T | None], *, to_its_end: bool = False, **sent: Any
+    ) -> AsyncGenerator[T, None]:
+        """Yield what is read of each event of one connection, up to one that is read as None.
 
         Raises TransientError if it breaks, and, `to_its_end`, if it ends without such a one.
         """
         try:
-            async with self._http.sse(path, **sent) as source:
-                if source.response.is_error:
-                    await source.response.aread()
-                    raise error_of(source.response)
-                async for message in source:
-                    if (told := read(message)) is None:
+            async with aclosing(self._transport.events(path, **sent)) as events:
+                async for event in events:
+                    if (item := read(event)) is None:
                         return
-                    yield told
+                    yield item
         except (msgspec.DecodeError, httpx2.SSEError) as error:
             raise calls.foreign(f"{self.url}{path}") from error
         except httpx2.TransportError as error:
             raise calls.unreachable(self.url, error) from error
         if to_its_end:
-            raise calls.cut_short(self.url)
+            raise TransientError(f"{self.url} ended an answer before it was whole")
 
-    async def _choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def pause(self, factor: float) -> None:
+        """Wait this many times the `reconnect_delay`."""
+        await self._transport.sleep(self.reconnect_delay * factor)
+
+    async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the deltas of the only choice. Closing the iterator before the end cancels the request."""
         conversation = calls.Conversation()
         try:
             async with aclosing(self._resumed_choices(body, conversation)) as choices:
                 async for choice in choices:
                     yield choice
-        except (GeneratorExit, asyncio.CancelledError):
+        except (GeneratorExit, asyncio.CancelledError, KeyboardInterrupt):
             with suppress(UnfuseError, RuntimeError):  # a closed client raises RuntimeError
                 if conversation.request:
                     await self.post(conversation.cancel_path)
@@ -193,17 +255,32 @@ class AsyncClient:
         self, body: dict[str, Any], conversation: calls.Conversation
     ) -> AsyncGenerator[dict[str, Any], None]:
         while True:
+            sent = {"method": "POST", "json": body, "headers": {**conversation.headers}}
+            chunks = self.stream(calls.CHATS, calls.chunk, to_its_end=True, **sent)
             try:
-                sent = {"method": "POST", "json": body, "headers": {**conversation.headers}}
-                async for chunk in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
+                async for chunk in chunks:
                     for choice in conversation.take(chunk):
                         yield choice
                 return
             except TransientError as error:
-                await asyncio.sleep(self.reconnect_delay * conversation.break_off(error))
+                await self.pause(conversation.break_off(error))
+            finally:
+                await chunks.aclose()
+
+    async def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """Return the JSON object of a response. Raises PermanentError for anything else."""
+        response = await self._send(method, path, **options)
+        try:
+            return msgspec.json.decode(response.content, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            raise calls.foreign(str(response.url)) from None
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Return the response of a call. Raises the error that a refusal was made from."""
         try:
-            return calls.accepted(await self._http.request(method, path, **options))
+            response = await self._transport.request(method, path, **options)
         except httpx2.TransportError as error:
             raise calls.unreachable(self.url, error) from error
+        if response.is_error:
+            raise error_of(response)
+        return response

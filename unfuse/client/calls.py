@@ -1,4 +1,4 @@
-"""How a gateway is asked, and its answers read: what both clients have in common."""
+"""How a gateway is asked, and its answers read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import msgspec
 
-from unfuse.client.errors import error_of
-from unfuse.client.result import place_of
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, PermanentError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
@@ -36,24 +34,6 @@ MOST_KEYS = 64
 def fresh_key() -> dict[str, str]:
     """The headers of a call with an idempotency key that was never used before."""
     return {"idempotency-key": uuid.uuid4().hex, "unfuse-new-key": "true"}
-
-
-class Viewed:
-    """A request of a client. `view` is the request object as it was last read."""
-
-    def __init__(self, client: Any, view: dict[str, Any]) -> None:
-        if not isinstance(view.get("id"), str):
-            raise foreign(client.url)
-        self._client = client
-        self.view = view
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.id}: {self.view['status']}>"
-
-    @property
-    def id(self) -> str:
-        """The id of the request."""
-        return str(self.view["id"])
 
 
 class Call(NamedTuple):
@@ -163,7 +143,7 @@ class Conversation:
         if self.lost >= RECONNECTS:
             raise error
         self.lost += 1
-        return pause(1.0, self.lost)
+        return backoff(self.lost)
 
     def take(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Record the progress of the answer. Returns the deltas of the choices."""
@@ -199,44 +179,9 @@ def given(**params: Any) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def object_of(response: httpx2.Response) -> dict[str, Any]:
-    """The JSON object of a response. Raises PermanentError for anything else."""
-    try:
-        return msgspec.json.decode(response.content, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise foreign(str(response.url)) from None
-
-
-def rows_of(found: Mapping[str, Any], url: str) -> list[dict[str, Any]]:
-    """The rows of a list. Raises PermanentError where there are none."""
-    rows = found.get("data")
-    if not isinstance(rows, list):
-        raise foreign(url)
-    return rows
-
-
-def accepted(response: httpx2.Response) -> httpx2.Response:
-    """The response, unless it is a refusal: raises the error that it was made from."""
-    if response.is_error:
-        raise error_of(response)
-    return response
-
-
-def indexes_of(view: Mapping[str, Any]) -> list[int]:
-    """Return the indexes of a request object's results, without results that a safety checker flagged."""
-    return [place_of(file) for file in view["result"] if not file.get("flagged")]
-
-
-def is_over(view: Mapping[str, Any]) -> bool:
-    """Whether nothing more happens to a request."""
-    return view["status"] not in ("queued", "in_progress")
-
-
-def require_completed(view: Mapping[str, Any]) -> None:
-    """Raise PermanentError with the reason if a request has no result."""
-    if view["status"] != "completed":
-        why = (view["error"] or {}).get("message") or f"it was {view['status']}"
-        raise PermanentError(f"request {view['id']} has no result: {why}")
+def backoff(lost: int) -> float:
+    """Return the factor of a pause before a stream is resumed that broke this often in a row."""
+    return 2.0 ** min(lost, 5)
 
 
 def foreign(url: str) -> PermanentError:
@@ -247,16 +192,6 @@ def foreign(url: str) -> PermanentError:
 def unreachable(url: str, error: httpx2.TransportError) -> TransientError:
     """Nobody answers."""
     return TransientError(f"no answer from {url} ({error}): is `unfuse serve` running there?")
-
-
-def cut_short(url: str) -> TransientError:
-    """An answer ended in its midst."""
-    return TransientError(f"{url} ended an answer before it was whole")
-
-
-def pause(delay: float, lost: int) -> float:
-    """Seconds to wait before a stream that was lost so often in a row is taken up again."""
-    return delay * 2.0 ** min(lost, 5)
 
 
 def checked(url: str) -> str:

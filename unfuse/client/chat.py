@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Self
 
 
@@ -56,14 +56,14 @@ class Chat(Answer, Iterator[str]):
 
 
 class AsyncChat(Answer, AsyncIterator[str]):
-    """The same, for `async for`."""
+    """The same, for `async for`. `choices` yields what the parts are read from."""
 
-    def __init__(self, choices: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, choices: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__()
-        self._choices = choices
+        self.choices = choices
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> str:
-        return self.take(await anext(self._choices))
+        return self.take(await anext(self.choices))

@@ -104,7 +104,7 @@ class Gateway(Observer):
         self.names, self._standard, self.strict = ModelNames(names or {}), standard or {}, strict
         self.metrics = Metrics(store, self.names.shown)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
-        self.trials, self.fetching = Trials(self.metrics.texts), fetching or Fetching()
+        self.trials, self.fetching = Trials(self.metrics), fetching or Fetching()
         self.time_limits = time_limits or {}
         self.cancels, self.open_metrics = cancels, open_metrics
         self.reuse = Reuse(scheduler, results) if reuses else None
@@ -114,7 +114,7 @@ class Gateway(Observer):
         self.awaited = Counter[str]()  # how many callers wait here for each request
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
-        scheduler.observers.add(self.metrics, self, self.metrics.texts, self.metrics.devices)
+        scheduler.observers.add(self.metrics, self)
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
         """The served models, by the names that clients use; of these `only`, if any are said."""
@@ -192,7 +192,7 @@ class Gateway(Observer):
         """Count what a request has used, of a tenant that has no key any more as of `other`."""
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
         tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.costs.billed(self.names.shown(context.model), tenant, seconds, self.prices)
+        self.metrics.charged(self.names.shown(context.model), tenant, seconds, self.prices)
 
     @contextmanager
     def refusals_told(self, tenant: str, model: object) -> Iterator[None]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric
 
 PUBLIC_LABELS = frozenset({
     "backend", "component", "device", "engine", "le", "memory", "node", "of", "outcome", "pool", "rank", "role",
@@ -36,14 +36,14 @@ EVERYTHING = Audience(sees_all=True)
 
 
 class VisibleMetrics:
-    """The metrics of a registry that a client sees. A metric without any such sample is left out."""
+    """Those of some metrics that a client sees. A metric without any such sample is left out."""
 
-    def __init__(self, registry: CollectorRegistry, audience: Audience) -> None:
-        self._registry, self._audience = registry, audience
+    def __init__(self, metrics: Iterable[Metric], audience: Audience) -> None:
+        self._metrics, self._audience = metrics, audience
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, with the samples that are shown."""
-        for metric in self._registry.collect():
+        for metric in self._metrics:
             if self._audience.sees_all:
                 yield metric
             elif samples := [sample for sample in metric.samples if self._audience.sees(sample.labels)]:

@@ -10,7 +10,7 @@ from anyio import CapacityLimiter, to_thread
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.grammar import digest
 from unfuse.models.grammars import Grammars
-from unfuse.server.text_metrics import TextMetrics
+from unfuse.server.metrics import Metrics
 
 AT_ONCE = 2  # how many grammars are tried at one time; each may compute for some seconds
 UNSATISFIABLE = "Unsatisfiable"  # in the engine's error for a schema that nothing matches: no looser one is tried
@@ -20,7 +20,7 @@ KNOWN = 1024  # of how many grammars it is known what came of trying them
 class Trials:
     """Compiles grammars, as workers will, in processes that are bounded; only requests that have one wait for that."""
 
-    def __init__(self, metrics: TextMetrics) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._grammars, self._limiter = Grammars(), CapacityLimiter(AT_ONCE)
         self._known = OrderedDict[str, str]()
@@ -44,11 +44,11 @@ class Trials:
         """Return why a grammar cannot be used, or ""."""
         key = digest(grammar)
         if key not in self._known:
-            self._metrics.trials += 1
+            self._metrics.grammars += 1
             try:
                 why = await to_thread.run_sync(self._grammars.refusal, grammar, limiter=self._limiter)
             finally:
-                self._metrics.trials -= 1
+                self._metrics.grammars -= 1
             self._known[key] = why
             if len(self._known) > KNOWN:
                 self._known.popitem(last=False)

@@ -1,0 +1,348 @@
+"""The table of all metrics: name, kind, labels, help, and where a gauge's samples come from.
+
+Counters and histograms have no reader: `Metrics` changes them when the scheduler reports a transition. The page of
+metrics has them in this order, and `docs/reference-metrics.md` is written from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.pool import declared, outcome_of
+from unfuse.queues.base import Member, PoolStats
+from unfuse.stages.specs import DECODE, PREFILL
+
+Labels = tuple[str, ...]
+"""Names of labels, or their values in that order."""
+
+Samples = Iterable[tuple[Labels, float]]
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """What gauges are read from at one scrape.
+
+    `pools` are those of `all_pools` that have samples of their own. `roles` has the role and component of workers by
+    declared pool. `grammars` counts the requests that wait in this gateway until their grammar is compiled.
+    """
+
+    workers: Sequence[Member]
+    all_pools: Mapping[str, PoolStats]
+    pools: Mapping[str, PoolStats]
+    roles: Mapping[str, tuple[str, str]]
+    asleep: Collection[str]
+    requests: int
+    store: str
+    cached_bytes: int
+    results_writable: bool
+    results_waiting: int
+    grammars: int
+
+    @cached_property
+    def infos(self) -> list[WorkerInfo]:
+        """The workers, as they describe themselves."""
+        return [member.info for member in self.workers]
+
+    @cached_property
+    def members(self) -> Mapping[str, list[Member]]:
+        """The workers of each pool."""
+        found: dict[str, list[Member]] = {pool: [] for pool in self.pools}
+        for member in self.workers:
+            for pool in found.keys() & set(member.info.pools):
+                found[pool].append(member)
+        return found
+
+
+class MetricSpec(NamedTuple):
+    """One metric, by its exported name."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: Labels
+    help: str
+    read: Callable[[Scrape], Samples] = lambda scrape: ()
+    buckets: Sequence[float] = ()
+
+
+def pool_labels(pool: str) -> Labels:
+    """Return the values of the labels POOL."""
+    return declared(pool), outcome_of(pool)
+
+
+def _one(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
+    """Read one sample without labels."""
+    return lambda scrape: [((), value(scrape))]
+
+
+def _of_pools(value: Callable[[Scrape, str], float]) -> Callable[[Scrape], Samples]:
+    """Read a sample of each pool."""
+    return lambda scrape: [(pool_labels(pool), value(scrape, pool)) for pool in scrape.pools]
+
+
+def _of_nodes(value: Callable[[Member], int]) -> Callable[[Scrape], Samples]:
+    """Read the sum of the workers of each node."""
+    return lambda scrape: _summed(((member.info.node,), value(member)) for member in scrape.workers)
+
+
+def _of_devices(value: Callable[[list[WorkerInfo]], float]) -> Callable[[Scrape], Samples]:
+    """Read a sample of the workers on each kind of device."""
+
+    def read(scrape: Scrape) -> Samples:
+        for device in dict.fromkeys(info.device for info in scrape.infos):
+            yield (device,), value([info for info in scrape.infos if info.device == device])
+
+    return read
+
+
+def _of_arenas(value: Callable[[WorkerInfo], float]) -> Callable[[Scrape], Samples]:
+    """Read the largest of the arenas of each role."""
+
+    def read(scrape: Scrape) -> Samples:
+        for role in dict.fromkeys(info.role for info in scrape.infos):
+            arenas = [info for info in scrape.infos if info.role == role and info.room]
+            yield (role,), max(map(value, arenas), default=0.0)
+
+    return read
+
+
+def _of_roles(value: Callable[[PoolStats], float]) -> Callable[[Scrape], Samples]:
+    """Read the sum of the pools of each role and component."""
+
+    def read(scrape: Scrape) -> Samples:
+        roles = scrape.roles
+        lines = {pool: line for pool, line in scrape.all_pools.items() if declared(pool) in roles}
+        of_pools = [(roles[declared(pool)], value(line)) for pool, line in lines.items()]
+        return _summed([*((role, 0.0) for role in roles.values()), *of_pools])
+
+    return read
+
+
+def _summed(samples: Samples) -> Samples:
+    """Return one sample for each combination of labels."""
+    totals: dict[Labels, float] = {}
+    for labels, value in samples:
+        totals[labels] = totals.get(labels, 0.0) + value
+    return totals.items()
+
+
+def _kv_blocks(scrape: Scrape) -> Samples:
+    held = [(info.role, info.texts) for info in scrape.infos if info.texts]
+    return _summed(
+        ((role, state), blocks)
+        for role, texts in held
+        for state, blocks in (("used", texts.used), ("free", texts.free))
+    )
+
+
+def _rank_seconds(scrape: Scrape) -> Samples:
+    ranks = [(info.role, str(rank), spent) for info in scrape.infos for rank, spent in enumerate(info.ranks)]
+    return _summed(
+        ((role, rank, of), seconds)
+        for role, rank, spent in ranks
+        for of, seconds in (("compute", spent.compute_s), ("exchange", spent.exchange_s))
+    )
+
+
+def _waiting(scrape: Scrape, kind: str) -> int:
+    """Return how many tasks of a stage kind wait."""
+    return sum(line.waiting for pool, line in scrape.pools.items() if pool.partition(":")[0] == kind)
+
+
+POOL = ("pool", "outcome")  # the declared name of a pool, and the hash of its outcome
+_LATENCIES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LATENCIES)
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BETWEEN = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+def _counter(name: str, help: str, *labels: str) -> MetricSpec:
+    return MetricSpec(name, "counter", labels, help)
+
+
+def _gauge(name: str, help: str, read: Callable[[Scrape], Samples], *labels: str) -> MetricSpec:
+    return MetricSpec(name, "gauge", labels, help, read)
+
+
+def _histogram(name: str, help: str, buckets: Sequence[float], *labels: str) -> MetricSpec:
+    return MetricSpec(name, "histogram", labels, help, buckets=buckets)
+
+
+METRICS = (
+    _counter(
+        "unfuse_tokens_total",
+        "Tokens of accepted prompts (prompt), those of them whose keys and values were there (cached), and tokens that "
+        "were made (completion)",
+        "model", "kind",
+    ),
+    _histogram(
+        "unfuse_time_to_first_token_seconds",
+        "Seconds from the acceptance of a request until a choice's first token is recorded", _FIRST, "model",
+    ),
+    _histogram(
+        "unfuse_inter_token_seconds",
+        "Seconds between tokens of a choice, as they are recorded; those that are recorded together share them",
+        _BETWEEN, "model",
+    ),
+    _counter("unfuse_retractions_total", "How often texts gave up their keys and values for others"),
+    _gauge("unfuse_kv_blocks", "Blocks of keys and values on live workers", _kv_blocks, "role", "state"),
+    _gauge(
+        "unfuse_prefill_queue",
+        "Prompts whose keys and values are not there yet: they wait for a worker, or it computes them",
+        _one(lambda scrape: _waiting(scrape, PREFILL.kind) + sum(i.texts.prompts for i in scrape.infos if i.texts)),
+    ),
+    _gauge(
+        "unfuse_grammar_queue",
+        "Texts that wait until their grammar is compiled: before they are accepted, or at a worker",
+        _one(lambda scrape: scrape.grammars + sum(info.texts.grammars for info in scrape.infos if info.texts)),
+    ),
+    _gauge(
+        "unfuse_decode_prealloc_queue",
+        "Texts that no decoder has taken yet: there is no room for their keys and values, or no free slot",
+        _one(lambda scrape: _waiting(scrape, DECODE.kind)),
+    ),
+    _gauge(
+        "unfuse_decode_transfer_queue",
+        "Texts for which a decoder keeps room, and whose keys and values are not all there yet",
+        _one(lambda scrape: sum(info.texts.arriving for info in scrape.infos if info.texts)),
+    ),
+    _gauge(
+        "unfuse_worker_busy_ratio",
+        "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones",
+        _of_pools(lambda scrape, pool: fmean([member.info.busy for member in scrape.members[pool]] or [0.0])), *POOL,
+    ),
+    _gauge(
+        "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",
+        _of_devices(lambda infos: max(info.busy for info in infos)), "device",
+    ),
+    _gauge(
+        "unfuse_node_tasks", "Tasks that the healthy workers of a node hold",
+        _of_nodes(lambda member: member.leased), "node",
+    ),
+    _gauge(
+        "unfuse_node_ranks", "Ranks of the healthy workers of a node: compute processes, with a device each",
+        _of_nodes(lambda member: len(member.info.ranks) or 1), "node",
+    ),
+    _gauge(
+        "unfuse_device_memory_bytes",
+        "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident",
+        _of_devices(lambda infos: sum(info.memory for info in infos)), "device",
+    ),
+    _counter("unfuse_swaps_total", "Times that a worker loaded a set of weights in the place of another", "loaded"),
+    _counter("unfuse_loading_seconds_total", "Seconds that it took", "loaded"),
+    _counter(
+        "unfuse_leaked_bytes_total",
+        "Bytes that leaked, as workers without tasks found them: of keys and values (kv) or in arenas (arena)",
+        "role", "memory",
+    ),
+    _counter("unfuse_requests_submitted_total", "Requests accepted"),
+    _counter("requests_submitted_total", "Requests accepted"),
+    _counter("unfuse_requests_completed_total", "Requests that ended with their result"),
+    _counter("requests_completed_total", "Requests that ended with their result"),
+    _counter("unfuse_requests_failed_total", "Requests that ended without result, or too late"),
+    _counter("requests_failed_total", "Requests that ended without result, or too late"),
+    _counter("unfuse_requests_cancelled_total", "Requests that were cancelled"),
+    _counter("unfuse_requests_rejected_total", "Requests refused because too much was waiting"),
+    _histogram(
+        "unfuse_request_latency_seconds", "Seconds from acceptance to completion, in requests that succeeded",
+        _LATENCIES, "model",
+    ),
+    _histogram(
+        "unfuse_stage_latency_seconds", "Seconds a stage read, ran and wrote, in requests that succeeded",
+        _LATENCIES, "model", "stage",
+    ),
+    _histogram(
+        "unfuse_step_latency_seconds", "Seconds of a step, as the mean of a stage's, in requests that succeeded",
+        _STEPS, *POOL,
+    ),
+    _histogram(
+        "unfuse_batch_size", "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded",
+        (1, 2, 4, 8, 16, 32, 64, 128), *POOL,
+    ),
+    _counter("unfuse_tasks_dispatched_total", "Tasks that were given to workers", *POOL),
+    _counter("unfuse_lease_expired_total", "Leases that ran out", *POOL),
+    _counter("unfuse_cache_hits_total", "Outputs of encoders that were in the cache"),
+    _counter("unfuse_cache_misses_total", "Those that were not, and could be"),
+    _counter("unfuse_transfer_bytes_total", "Verified bytes that workers pulled from other nodes", "engine"),
+    _counter("unfuse_transfer_seconds_total", "Seconds that they took", "engine"),
+    _counter("unfuse_transfer_failures_total", "Pulls that broke, and were tried again or given up", "engine"),
+    _counter(
+        "unfuse_device_seconds_total", "Seconds of devices that requests used, as on their bills",
+        "model", "tenant", "device",
+    ),
+    _counter("unfuse_money_total", "What requests cost, by --price", "model", "tenant"),
+    _counter(
+        "unfuse_lost_device_seconds_total",
+        "Seconds of devices that attempts used which failed or were lost; nobody is billed for them",
+        "model", "device",
+    ),
+    _counter("unfuse_webhooks_total", "Calls of webhooks", "state"),
+    _gauge("unfuse_requests_active", "Requests that are not over", _one(lambda scrape: scrape.requests)),
+    _gauge(
+        "unfuse_store_bytes", "Bytes that live workers hold for requests",
+        lambda scrape: [((scrape.store,), sum(info.used for info in scrape.infos))], "backend",
+    ),
+    _gauge(
+        "unfuse_arena_occupancy", "Share of the arena that is taken, in the fullest healthy worker",
+        _of_arenas(lambda info: info.used / info.room), "role",
+    ),
+    _gauge(
+        "unfuse_arena_fragmentation", "Share of an arena's free bytes that no one object can have, at the worst",
+        _of_arenas(lambda info: info.fragmentation), "role",
+    ),
+    _gauge(
+        "unfuse_arena_high_water", "Share of the arena that ever was taken, at the most",
+        _of_arenas(lambda info: info.high_water / info.room), "role",
+    ),
+    _gauge(
+        "unfuse_rank_seconds", "Seconds that ranks computed steps, and waited for others of their worker",
+        _rank_seconds, "role", "rank", "of",
+    ),
+    _gauge(
+        "unfuse_cache_bytes", "Bytes of encoder outputs that later requests may read",
+        _one(lambda scrape: scrape.cached_bytes),
+    ),
+    _gauge(
+        "unfuse_pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done",
+        _of_pools(lambda scrape, pool: scrape.pools[pool].left_s), *POOL,
+    ),
+    _gauge(
+        "unfuse_role_predicted_seconds",
+        "Predicted seconds of all stages of accepted requests that are not done and that such workers run",
+        _of_roles(lambda line: line.left_s), "role", "component",
+    ),
+    _gauge(
+        "unfuse_role_queue_size", "Tasks that wait for such workers",
+        _of_roles(lambda line: line.waiting), "role", "component",
+    ),
+    _gauge(
+        "unfuse_results_writable", "Whether results can be kept now, 0 or 1",
+        _one(lambda scrape: scrape.results_writable),
+    ),
+    _gauge(
+        "unfuse_results_waiting", "Tasks that wait until they can be", _one(lambda scrape: scrape.results_waiting)
+    ),
+    _gauge(
+        "unfuse_queue_size", "Tasks that wait", _of_pools(lambda scrape, pool: scrape.pools[pool].waiting), *POOL
+    ),
+    _gauge(
+        "unfuse_queue_oldest_seconds", "Longest wait of the first few tasks in line",
+        _of_pools(lambda scrape, pool: scrape.pools[pool].oldest_s), *POOL,
+    ),
+    _gauge(
+        "unfuse_worker_active", "Healthy workers that hold a task",
+        _of_pools(lambda scrape, pool: sum(member.leased > 0 for member in scrape.members[pool])), *POOL,
+    ),
+    _gauge(
+        "unfuse_worker_idle", "Healthy workers that hold none",
+        _of_pools(lambda scrape, pool: sum(member.leased == 0 for member in scrape.members[pool])), *POOL,
+    ),
+    _gauge(
+        "unfuse_pool_asleep", "Whether it has no worker, as it may, 0 or 1",
+        _of_pools(lambda scrape, pool: declared(pool) in scrape.asleep), *POOL,
+    ),
+)  # fmt: skip
