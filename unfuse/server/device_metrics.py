@@ -83,11 +83,11 @@ class DeviceMetrics(Observer):
                 self._leaked.labels(role, memory)  # 0 until there is a leak, so that an alert sees the first one
         for member in members:
             self._tasks.labels(member.info.node).inc(member.leased)
-            self._ranks.labels(member.info.node).inc(len(member.info.ranks) or 1)
+            self._ranks.labels(member.info.node).inc(len(member.info.status.ranks) or 1)
         for device in {member.info.device for member in members}:
             infos = [member.info for member in members if member.info.device == device]
-            self._busy.labels(device).set(max(info.busy for info in infos))
-            self._memory.labels(device).set(sum(info.memory for info in infos))
+            self._busy.labels(device).set(max(info.status.utilization for info in infos))
+            self._memory.labels(device).set(sum(info.status.memory for info in infos))
         for pool, labels in pools.items():
-            inside = [member.info.busy for member in members if pool in member.info.pools]
+            inside = [member.info.status.utilization for member in members if pool in member.info.pools]
             self._shares.labels(*labels).set(fmean(inside) if inside else 0.0)

@@ -169,20 +169,20 @@ class Metrics(Observer):
         self.devices.look(members, {pool: _named(pool) for pool in stats.pools})
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
-        self._bytes.labels(self._store).set(sum(member.info.used for member in members))
+        self._bytes.labels(self._store).set(sum(member.info.status.arena_used for member in members))
         by_pool = self._size, self._oldest, self._predicted, self._busy, self._idle, self._asleep
         for gauge in (*by_pool, self._ranks, *self._arenas.values()):
             gauge.clear()
         for member in members:
-            for rank, spent in enumerate(member.info.ranks):
+            for rank, spent in enumerate(member.info.status.ranks):
                 for of, seconds in (("compute", spent.compute_s), ("exchange", spent.exchange_s)):
                     self._ranks.labels(member.info.role, str(rank), of).inc(seconds)
         for role in {member.info.role for member in members}:
             infos = [member.info for member in members if member.info.role == role and member.info.room]
             for name, shares in {
-                "occupancy": [info.used / info.room for info in infos],
-                "fragmentation": [info.fragmentation for info in infos],
-                "high_water": [info.high_water / info.room for info in infos],
+                "occupancy": [info.status.arena_used / info.room for info in infos],
+                "fragmentation": [info.status.arena_fragmentation for info in infos],
+                "high_water": [info.status.arena_high_water / info.room for info in infos],
             }.items():
                 self._arenas[name].labels(role).set(max(shares, default=0.0))
         for pool, line in stats.pools.items():

@@ -98,14 +98,16 @@ class TextMetrics(Observer):
             waiting[_kind(pool)] += line.waiting
         prompts, arriving = waiting[PREFILL.kind], 0
         for info in (member.info for member in members):
-            if texts := info.texts:
-                prompts, arriving = prompts + texts.prompts, arriving + texts.arriving
+            if texts := info.status.texts:
+                prompts, arriving = prompts + texts.prompts, arriving + info.status.waiting_for_inputs
                 for state, blocks in (("used", texts.used), ("free", texts.free)):
                     self._blocks.labels(info.role, state).inc(blocks)
         self._prefill.set(prompts)
         self._prealloc.set(waiting[DECODE.kind])
         self._transfer.set(arriving)
-        self._grammar.set(self.trials + sum(member.info.texts.grammars for member in members if member.info.texts))
+        self._grammar.set(
+            self.trials + sum(texts.grammars for member in members if (texts := member.info.status.texts))
+        )
 
 
 def _kind(pool: str) -> str:
