@@ -22,7 +22,7 @@ import unfuse.models
 from bench.report import quantile, show, table
 from tools.asking import asking
 from unfuse.core.card import ModelCard
-from unfuse.core.messages import Ask, Beat, Done, Granted, Hello, Places, Pulse, WorkerInfo
+from unfuse.core.messages import Ask, Beat, Done, Granted, Hello, Places, Pulse, WorkerInfo, WorkerStatus
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.request import ResultFile, Timings
@@ -73,7 +73,7 @@ class Worker:
         info = WorkerInfo(self.name, "node", self.words, pools, 1, f"unix:@{self.number}", 1 << 40)
         if len(sets) > 1:
             self.holds = next(iter(sets))
-            info = replace(info, sets=sets, holds=self.holds, load_s=self.load_s)
+            info = replace(info, sets=sets, status=WorkerStatus(loaded=self.holds, load_s=self.load_s))
         await self.dispatcher.answer(self.name.encode(), Hello(info, (self.card,)))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
@@ -81,7 +81,8 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            beat = Beat(tuple(lease.claim for lease in self.held), holds=self.holds, load_s=self.load_s)
+            status = WorkerStatus(loaded=self.holds, load_s=self.load_s)
+            beat = Beat(tuple(lease.claim for lease in self.held), status=status)
             pulse = await self.dispatcher.answer(self.name.encode(), beat)
             if isinstance(pulse, Pulse) and pulse.load:
                 self.going = pulse.load

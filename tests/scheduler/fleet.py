@@ -28,6 +28,7 @@ from unfuse.core.messages import (
     Steps,
     Stopped,
     Stranger,
+    WorkerStatus,
 )
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Claim, Lease
@@ -105,7 +106,9 @@ class Fleet:
         answer = await dispatcher.answer(worker.encode(), message)
         if isinstance(answer, Stranger):
             ranks = (Spent(),) * self.devices[worker] if self.devices[worker] > 1 else ()
-            about = msgspec.structs.replace(info(worker, ENCODE, DENOISE, DECODE), device="cpu", slots=2, ranks=ranks)
+            about = msgspec.structs.replace(
+                info(worker, ENCODE, DENOISE, DECODE), device="cpu", slots=2, status=WorkerStatus(ranks=ranks)
+            )
             await dispatcher.answer(worker.encode(), Hello(about, (CARD,), worker.encode()))
             answer = await dispatcher.answer(worker.encode(), message)
         return answer

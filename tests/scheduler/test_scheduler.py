@@ -16,7 +16,7 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
 from unfuse.core.event import Event
-from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
+from unfuse.core.messages import Done, Failed, Saved, WorkerInfo, WorkerStatus
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
@@ -510,7 +510,9 @@ async def test_a_worker_that_has_other_weights_loaded_is_no_other_one() -> None:
     async with scheduling() as (scheduler, _):
         pools = (ENCODE, DENOISE, DECODE)
         await scheduler.queue.hello(info("a", *pools))
-        swapping = msgspec.structs.replace(info("b", *pools), sets={"this": pools, "that": ()}, holds="that")
+        swapping = msgspec.structs.replace(
+            info("b", *pools), sets={"this": pools, "that": ()}, status=WorkerStatus(loaded="that")
+        )
         await scheduler.queue.hello(swapping)
         await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take_as(scheduler, "a")

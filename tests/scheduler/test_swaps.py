@@ -18,7 +18,7 @@ from tests.scheduler.test_dispatcher import submit
 from tests.scheduler.test_scheduler import done, info, scheduling
 from tools.redis_server import RedisServer
 from unfuse.core.card import ModelCard
-from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo
+from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo, WorkerStatus
 from unfuse.queues.base import Member, PoolStats, Stats, TaskQueue
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
@@ -164,10 +164,9 @@ def test_a_little_of_one_beside_much_of_another_waits_no_longer_than_a_stay_and_
 SETS = {"first": (ENCODE, DECODE), "second": (DENOISE,)}
 
 
-def worker(name: str = "worker-1", **about: object) -> WorkerInfo:
-    return msgspec.structs.replace(
-        info(name, ENCODE, DENOISE, DECODE), sets=SETS, holds="first", load_s=1.0, **about  # type: ignore[arg-type]
-    )  # fmt: skip
+def worker(name: str = "worker-1", loaded: str = "first") -> WorkerInfo:
+    status = WorkerStatus(loaded=loaded, load_s=1.0)
+    return msgspec.structs.replace(info(name, ENCODE, DENOISE, DECODE), sets=SETS, status=status)
 
 
 class Heard(Observer):
@@ -188,8 +187,9 @@ async def dispatching() -> AsyncIterator[tuple[Dispatcher, ManualClock, Heard]]:
         yield dispatcher, clock, heard
 
 
-async def beaten(dispatcher: Dispatcher, holds: str, **about: object) -> str:
-    pulse = await dispatcher.answer(b"peer", Beat(holds=holds, load_s=1.0, **about))  # type: ignore[arg-type]
+async def beaten(dispatcher: Dispatcher, loaded: str, target: str = "") -> str:
+    status = WorkerStatus(loaded=loaded, load_s=1.0, target=target)
+    pulse = await dispatcher.answer(b"peer", Beat(status=status))
     assert isinstance(pulse, Pulse)
     return pulse.load
 
@@ -247,7 +247,7 @@ async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_t
         told: list[tuple[str, str]] = []
         for _ in range(11):
             dispatcher.scheduler.swaps.worked("worker-1")
-            pulse = await dispatcher.answer(b"peer", Beat(holds="second", load_s=1.0))
+            pulse = await dispatcher.answer(b"peer", Beat(status=WorkerStatus(loaded="second", load_s=1.0)))
             assert isinstance(pulse, Pulse)
             told.append((pulse.load, pulse.soon))
             clock.advance(1.0)
@@ -407,8 +407,9 @@ async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behin
     async with scheduling(lease_ttl=500.0) as (scheduler, _):
         swaps = Swaps(queue, Registry(queue, 500.0), clock, scheduler.observers)
         able = info("w-0", ENCODE, DENOISE, DECODE)
-        able = msgspec.structs.replace(able, sets={pool: (pool,) for pool in able.pools}, holds=DENOISE, load_s=1.0)
-        decodes = msgspec.structs.replace(able, id="w-2", holds=DECODE)
+        status = WorkerStatus(loaded=DENOISE, load_s=1.0)
+        able = msgspec.structs.replace(able, sets={pool: (pool,) for pool in able.pools}, status=status)
+        decodes = msgspec.structs.replace(able, id="w-2", status=WorkerStatus(loaded=DECODE, load_s=1.0))
         two = [able, msgspec.structs.replace(able, id="w-1")]
         for one in (*two, decodes):
             await queue.hello(swaps.heard(one))
@@ -430,11 +431,11 @@ async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_t
     alone, other = several.each
     assert await beaten(alone, "second") == "first"
     await other.answer(b"moved", Hello(worker("worker-0"), (CARD,)))
-    pulse = await other.answer(b"moved", Beat(holds="second", load_s=1.0, going="first"))
+    pulse = await other.answer(b"moved", Beat(status=WorkerStatus(loaded="second", load_s=1.0, target="first")))
     assert isinstance(pulse, Pulse)
     assert pulse.load == "first"
     assert await beaten(other, "second") == ""
-    never_told = msgspec.structs.replace(worker("worker-0"), holds="second")
+    never_told = worker("worker-0", "second")
     await other.answer(b"moved", Hello(never_told, (CARD,)))
     assert await beaten(other, "second") == "first"
     await several.end()

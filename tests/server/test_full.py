@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.disks import fill, small_disk
 from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve, until
-from unfuse.core.messages import Beat, Failed, Hello, Places
+from unfuse.core.messages import Beat, Failed, Hello, Places, WorkerStatus
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.service import service
 from unfuse.testing.queue_samples import wanted
@@ -63,7 +63,7 @@ def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> 
         dispatcher = Dispatcher(served.scheduler, [], Places(""))
         served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
         assert http.get("/ready").status_code == 200
-        served.run(dispatcher.answer(b"w", Beat(unwritten=3)))
+        served.run(dispatcher.answer(b"w", Beat(status=WorkerStatus(waiting_for_results=3))))
         assert http.get("/ready").status_code == 503
         assert gauges(http) == {"writable": 0.0, "waiting": 3.0}
         assert http.get("/v1/workers").json()["data"][0]["unwritten"] == 3

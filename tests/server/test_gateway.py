@@ -22,7 +22,7 @@ from tools.asking import asking
 from tools.cards import MOVING
 from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
-from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent
+from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent, WorkerStatus
 from unfuse.core.request import Timings
 from unfuse.queues.base import Limits
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -399,7 +399,7 @@ def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
 
 def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_path: Path) -> None:
     with serve(tmp_path, works=False, lease_ttl=2.0) as served, as_(served) as http:
-        served.run(served.queue.hello(replace(WORKER, used=4096), (PICTURES,)))
+        served.run(served.queue.hello(replace(WORKER, status=WorkerStatus(arena_used=4096)), (PICTURES,)))
         pool = PICTURES.pools()["text_encode"]
         http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
         assert served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 0.1))
@@ -407,7 +407,7 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
         until(lambda: not http.get("/v1/workers").json()["data"][0]["healthy"])
         assert all(pool["workers"] == [] for pool in http.get("/v1/pools").json()["data"])
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 0
-        served.run(served.queue.hello(replace(WORKER, used=4096)))
+        served.run(served.queue.hello(replace(WORKER, status=WorkerStatus(arena_used=4096))))
         served.scheduler.lease_ttl = 600.0
         assert http.get("/v1/workers").json()["data"][0]["healthy"]
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 4096
@@ -419,9 +419,10 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
         dispatcher = Dispatcher(served.scheduler, [], Places(""))
         served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
         for moved in (Moved(1000, 0.5), Moved(24, 0.25, 1)):
-            ranks = Spent(3.0, 0.25), Spent(1.0)
-            beat = Beat(used=1024, high_water=3072, fragmentation=0.125, moved={"tcp": moved}, ranks=ranks)
-            served.run(dispatcher.answer(b"w", beat))
+            status = WorkerStatus(
+                arena_used=1024, arena_high_water=3072, arena_fragmentation=0.125, ranks=(Spent(3.0, 0.25), Spent(1.0))
+            )
+            served.run(dispatcher.answer(b"w", Beat(status=status, moved={"tcp": moved})))
         told = {
             name: sample(http, f'unfuse_transfer_{name}_total{{engine="tcp"}}')
             for name in ("bytes", "seconds", "failures")

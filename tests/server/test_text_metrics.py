@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.server.served import WORKER, serve
 from tests.server.test_gateway import as_, sample
 from tools.cards import PICTURES
-from unfuse.core.messages import Beat, Hello, Places
+from unfuse.core.messages import Beat, Hello, Places, WorkerStatus
 from unfuse.core.text import TextLoad
 from unfuse.scheduler.dispatcher import Dispatcher
 
@@ -19,10 +19,11 @@ def test_blocks_prompts_and_retractions_of_all_workers_are_told_as_they_are_now(
     up, and retractions those of all; who serves no language model has none."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], Places(""))
-        loads = (TextLoad(1, 9, 5, 9), 2), (TextLoad(4, 6, 2, 3, 3), 1), (TextLoad(7, 3, 1, 4, 1), 0)
-        for name, (load, retracted) in zip("aba", loads, strict=True):
+        loads = (TextLoad(1, 9, 5, 9), 0, 2), (TextLoad(4, 6, 2, 3), 3, 1), (TextLoad(7, 3, 1, 4), 1, 0)
+        for name, (load, arriving, retracted) in zip("aba", loads, strict=True):
+            beat = Beat(status=WorkerStatus(texts=load, waiting_for_inputs=arriving), retracted=retracted)
             served.run(dispatcher.answer(name.encode(), Hello(replace(WORKER, id=name, role="language"), (PICTURES,))))
-            served.run(dispatcher.answer(name.encode(), Beat(texts=load, retracted=retracted)))
+            served.run(dispatcher.answer(name.encode(), beat))
         served.run(dispatcher.answer(b"c", Hello(WORKER, (PICTURES,))))
         served.run(dispatcher.answer(b"c", Beat()))
         assert sample(http, 'unfuse_kv_blocks{role="language",state="used"}') == 11

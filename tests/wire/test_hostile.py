@@ -38,6 +38,7 @@ from unfuse.core.messages import (
     Stranger,
     ToWorker,
     Welcome,
+    WorkerStatus,
 )
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits
@@ -134,15 +135,16 @@ def said(message: object) -> bytes:
     return body(msgspec.msgpack.encode(message))
 
 
-def hello(**fields: float) -> Hello:
-    return Hello(msgspec.structs.replace(HELLO.worker, **fields))
+def hello(status: WorkerStatus) -> Hello:
+    return Hello(msgspec.structs.replace(HELLO.worker, status=status))
 
 
 UNCOUNTABLE: list[tuple[str, float]] = [
-    ("wait", math.nan), ("wait", -math.inf), ("fragmentation", math.nan), ("fragmentation", math.inf),
-    ("fragmentation", -0.1), ("fragmentation", 7.0), ("used", -1), ("used", math.nan), ("used", 2**63),
-    ("high_water", -1),
+    ("arena_fragmentation", math.nan), ("arena_fragmentation", math.inf), ("arena_fragmentation", -0.1),
+    ("utilization", 7.0), ("arena_used", -1), ("arena_used", math.nan), ("arena_used", 2**63),
+    ("arena_high_water", -1), ("load_s", -math.inf),
 ]  # fmt: skip
+STATUSES = [(name, number, WorkerStatus(**{name: number})) for name, number in UNCOUNTABLE]  # type: ignore[arg-type]
 BEAT = body(b"\x82\xa4type\xa4Beat")
 BAD = {
     "nothing": b"",
@@ -161,8 +163,10 @@ BAD = {
     "maps in maps": BEAT + b"\xa5extra" + b"\x81\xa1a" * 1_000_000,
     "text that is none": body(b"\x82\xa4type\xa4Beat\xa7holding\x91\xa2\xff\xfe"),
     "a negative number of slots": encode(Ask(-5, None, 0.0))[:-1],
-    **{f"a heartbeat with {name} of {number}": said(Beat(**{name: number})) for name, number in UNCOUNTABLE},
-    **{f"a hello with {name} of {number}": said(hello(**{name: number})) for name, number in UNCOUNTABLE[2:]},
+    **{f"a heartbeat with {name} of {number}": said(Beat(status=status)) for name, number, status in STATUSES},
+    **{f"a hello with {name} of {number}": said(hello(status)) for name, number, status in STATUSES},
+    "a heartbeat that waits for no number": said(Beat(wait=math.nan)),
+    "a heartbeat that waits for less than nothing": said(Beat(wait=-math.inf)),
     "seconds that are none": said(Beat(moved={"tcp": Moved(1, math.nan)})),
     "endless seconds": said(Beat(moved={"tcp": Moved(1, math.inf)})),
 }

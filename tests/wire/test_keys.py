@@ -147,7 +147,7 @@ async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path
         for stranger in strangers:
             dealer = Dealer(address, stranger or INSECURE)
             with pytest.raises(ConnectionError):
-                await dealer.call(Beat(used=666), 60)
+                await dealer.call(Beat(retracted=666), 60)
             await dealer.close()
             assert await honest.call(Beat(), 60) == Pulse((), ())
         assert seen == [Beat()] * len(strangers)

@@ -22,7 +22,7 @@ from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
 from unfuse.worker.compute import _agree
-from unfuse.worker.compute_messages import Arrived, Cancel, FromCompute, RankSpent, Run, Taken, Turn, Waits
+from unfuse.worker.compute_messages import Arrived, Cancel, FromCompute, RankStatus, Run, Taken, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.ranks import SeveralRanks
 from unfuse.worker.step_loop import StepLoop
@@ -107,6 +107,7 @@ class Group:
     def _run(self, loop: StepLoop) -> None:
         try:
             while not self.ended:
+                loop._status.report(busy=bool(loop._jobs))
                 turn = loop.decide() if loop._ranks.leads else loop._told()
                 loop._ranks.tell(turn)
                 loop.carry_out(turn)
@@ -170,11 +171,11 @@ def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_rep
         with ranks.bench.store.get(done.output) as held:
             assert np.array_equal(held["x"], np.full(3, run.lease.task.params["steps"]))
     assert stages[0].batches == stages[1].batches
-    told = [message for message in ranks.sent[1] if isinstance(message, RankSpent)]
-    assert ranks.sent[1] == told, "the first one reports"
-    assert told[-1].spent.exchange_s > 0.0
-    assert told[-1].spent.exchange_s % 2 == 0, "of each its own"
-    assert not ranks.loops[1]._jobs
+    ranks.until(lambda: bool(ranks.sent[1]) and not ranks.loops[1]._jobs, "the other rank to report its time")
+    reports = [message for message in ranks.sent[1] if isinstance(message, RankStatus)]
+    assert ranks.sent[1] == reports, "the first one reports all else"
+    assert reports[-1].time.exchange_s > 0.0
+    assert reports[-1].time.exchange_s % 2 == 0, "of each its own"
 
 
 def test_what_one_rank_cannot_begin_ends_everywhere_with_its_error(group: Make) -> None:

@@ -103,55 +103,104 @@ class ChangedFile(msgspec.Struct, frozen=True):
         return f"{self.name} was modified since it was loaded: wait until its bytes are compared"
 
 
-class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker, as it describes itself.
+class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker is doing and what it uses. Its registration and every heartbeat carry one."""
 
-    Readers of its objects connect to the address `arena`. `room` is the size of that arena in bytes, `used` the bytes
-    in use, `high_water` the most that ever were. `fragmentation` is the share of the free bytes that one object cannot
-    use. `engines` maps a transfer engine to the address where other nodes pull this worker's objects. `device` is cpu
-    or the name of the GPU. `unwritten` tasks wait because the result store is full or cannot be reached. `proof` is the
-    BLAKE2 hash of the worker's secret: another connection with this id must know the secret. `resources` are the
-    amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
-    weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
-    `ranks` says what the ranks have spent, if it has several, `texts` what it has of them, if it serves a language
-    model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
-    Of its `sets` of pools, by name, it has the weights of one at a time: of the one it `holds` ("": of none now), which
-    took `load_s` seconds; it is `going` to load another one in its place ("": none). Without sets it has all.
-    `changed` maps declared pools that it no longer serves, because a model file changed, to that file.
-    """
+    #: Bytes of the arena in use.
+    arena_used: Count = 0
 
-    id: str
-    node: str
-    role: str
-    pools: tuple[str, ...]
-    slots: Count
-    arena: str
-    room: Count
-    pid: Count = 0
-    used: Count = 0
-    proof: bytes = b""
-    high_water: Count = 0
-    fragmentation: Share = 0.0
-    engines: dict[str, str] = {}
-    device: str = ""
-    unwritten: int = 0
-    resources: Amounts = {}
-    outcome: Outcome = {}
-    shares: dict[str, Sharing] = {}
-    ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
-    texts: TextLoad | None = None
-    busy: Share = 0.0
+    #: The most bytes of the arena that were ever in use.
+    arena_high_water: Count = 0
+
+    #: Share of the arena's free bytes that one object cannot use, from 0 to 1.
+    arena_fragmentation: Share = 0.0
+
+    #: Bytes that the compute processes hold: of GPU memory as the first one reports it, else of host memory.
     memory: Count = 0
-    sets: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
-    holds: str = ""
+
+    #: Share of the last seconds in which there were tasks to compute, from 0 to 1.
+    utilization: Share = 0.0
+
+    #: Number of tasks that wait because the result store is full or cannot be reached.
+    waiting_for_results: Count = 0
+
+    #: Number of tasks whose inputs are still being written or transferred.
+    waiting_for_inputs: Count = 0
+
+    #: Seconds of each rank, in the order of ranks. Empty if there is one rank.
+    ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
+
+    #: KV blocks and prompts of the language stages. None without such stages.
+    texts: TextLoad | None = None
+
+    #: By pool, how requests of an exact pool share forwards, as far as that was compared.
+    batch_invariance: dict[str, Sharing] = {}
+
+    #: Which of its `sets` of pools has its weights loaded. Empty while another one loads, and without sets.
+    loaded: str = ""
+
+    #: Seconds that loading took.
     load_s: Seconds = 0.0
-    going: str = ""
+
+    #: The set that is loaded next, in place of `loaded`. Empty if none is.
+    target: str = ""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker's registration: what it is and serves, and its status at its last heartbeat."""
+
+    #: Unique among the workers of a queue.
+    id: str
+
+    #: Name of its machine.
+    node: str
+
+    #: Roles whose stages it runs, joined by "+".
+    role: str
+
+    #: The pools that it registers, with the hash of `outcome`.
+    pools: tuple[str, ...]
+
+    #: Number of tasks that it has room for at a time.
+    slots: Count
+
+    #: Address of the socket by which readers map its arena.
+    arena: str
+
+    #: Bytes of the arena. 0 before there is one.
+    room: Count
+
+    #: Process id of the worker's parent process.
+    pid: Count = 0
+
+    #: BLAKE2 hash of its secret: another connection with this id must know the secret.
+    proof: bytes = b""
+
+    #: Addresses at which other nodes pull its objects, by transfer engine.
+    engines: dict[str, str] = {}
+
+    #: "cpu", or the name of the GPU.
+    device: str = ""
+
+    #: Amounts of further resources that its tasks share.
+    resources: Amounts = {}
+
+    #: What the bytes of its results depend on beside weights, dtypes and parameters.
+    outcome: Outcome = {}
+
+    #: Sets of pools whose weights it loads one at a time, by name. Empty if it has all at once.
+    sets: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
+
+    #: Declared pools that it serves no longer, because that model file has changed.
     changed: Annotated[dict[_Word, ChangedFile], Meta(max_length=1024)] = {}
+
+    #: What it does and uses now.
+    status: WorkerStatus = WorkerStatus()
 
     @property
     def open(self) -> tuple[str, ...]:
         """The pools whose tasks it can begin as it is."""
-        return self.sets.get(self.holds, ()) if self.sets else self.pools
+        return self.sets.get(self.status.loaded, ()) if self.sets else self.pools
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -195,39 +244,29 @@ class Moved(msgspec.Struct, frozen=True):
         return Moved(self.bytes + other.bytes, self.seconds + other.seconds, self.failures + other.failures)
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat: leases to renew, ids of the requests that the worker holds objects for, and the bytes these take.
+class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A heartbeat. The answer is a Pulse, at once when a request is cancelled, else within `wait` seconds."""
 
-    `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
-    up its keys and values for others; `unwritten` tasks wait for the result store. `leaked` is the bytes of memory that
-    nobody owned, as far as they were found since then, while the worker had no task.
-    `busy`, `memory`, `holds`, `load_s` and `going` are those of WorkerInfo.
-    The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
-    """
-
+    #: Leases to renew.
     claims: tuple[Claim, ...] = ()
-    holding: tuple[str, ...] = ()
-    used: Count = 0
-    wait: Seconds = 0.0
-    high_water: Count = 0
-    fragmentation: Share = 0.0
-    moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
-    unwritten: Annotated[int, Meta(ge=0)] = 0
-    shares: dict[str, Sharing] = {}
-    ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
-    texts: TextLoad | None = None
-    retracted: Count = 0
-    leaked: dict[Memory, Count] = {}
-    busy: Share = 0.0
-    memory: Count = 0
-    holds: str = ""
-    load_s: Seconds = 0.0
-    going: str = ""
 
-    def of(self, worker: WorkerInfo) -> WorkerInfo:
-        """The worker as it is now."""
-        told = {name: getattr(self, name) for name in self.__struct_fields__ if name in WorkerInfo.__struct_fields__}
-        return msgspec.structs.replace(worker, **told)
+    #: Ids of the requests that the worker holds objects for.
+    holding: tuple[str, ...] = ()
+
+    #: Seconds for which the scheduler may hold its answer back.
+    wait: Seconds = 0.0
+
+    #: What the worker does and uses now.
+    status: WorkerStatus = WorkerStatus()
+
+    #: By transfer engine, what it brought to this worker since the last heartbeat.
+    moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
+
+    #: Number of texts whose KV was given up for others since the last heartbeat.
+    retracted: Count = 0
+
+    #: Bytes of memory that nobody owned, as found since the last heartbeat while the worker had no task.
+    leaked: dict[Memory, Count] = {}
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

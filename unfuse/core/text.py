@@ -45,15 +45,13 @@ def beginnings(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tup
 
 class TextLoad(msgspec.Struct, frozen=True):
     """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, prompts
-    that it computes those of, and texts that wait for their grammar. Texts that are `arriving` have their keys and
-    values still on the way.
+    that it computes those of, and texts that wait for their grammar.
     """
 
     used: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     free: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     grammars: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
-    arriving: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
 
     def __add__(self, other: TextLoad) -> TextLoad:
         mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)

@@ -308,7 +308,7 @@ class Dispatcher(Observer):
 
     async def _beat(self, peer: _Peer, beat: messages.Beat) -> messages.Pulse:
         hello = peer.hello
-        worker = self.scheduler.swaps.heard(beat.of(hello.worker))
+        worker = self.scheduler.swaps.heard(msgspec.structs.replace(hello.worker, status=beat.status))
         await self._queue.hello(worker, hello.cards)
         for engine, moved in beat.moved.items():
             self.scheduler.observers.tell(Observer.moved, engine, moved)
@@ -408,4 +408,6 @@ class Dispatcher(Observer):
 
 def _on_devices(timings: Timings, worker: messages.WorkerInfo) -> Timings:
     """The timings with the devices on which the worker computes, and without a wait that it cannot know."""
-    return msgspec.structs.replace(timings, device=worker.device, devices=max(1, len(worker.ranks)), queued_s=0.0)
+    return msgspec.structs.replace(
+        timings, device=worker.device, devices=max(1, len(worker.status.ranks)), queued_s=0.0
+    )

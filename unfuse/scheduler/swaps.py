@@ -91,16 +91,16 @@ class Swaps:
         """
         if not worker.sets:
             return worker
-        now, held = self._clock.now(), self._held.get(worker.id)
-        if held and worker.holds not in (held.name, ""):
-            self._observers.tell(Observer.swapped, worker.holds, worker.load_s)
-        if held is None or worker.holds not in (held.name, ""):
-            held = self._held[worker.id] = _Held(worker.holds, now, now)
-            self._took[worker.holds] = worker.load_s
-        held.name = worker.holds
-        if worker.going:
-            held.going, held.told = worker.going, True
-        self._registry.known[worker.id] = worker = replace(worker, going=held.going)
+        now, held, status = self._clock.now(), self._held.get(worker.id), worker.status
+        if held and status.loaded not in (held.name, ""):
+            self._observers.tell(Observer.swapped, status.loaded, status.load_s)
+        if held is None or status.loaded not in (held.name, ""):
+            held = self._held[worker.id] = _Held(status.loaded, now, now)
+            self._took[status.loaded] = status.load_s
+        held.name = status.loaded
+        if status.target:
+            held.going, held.told = status.target, True
+        self._registry.known[worker.id] = worker = _with_target(worker, held.going)
         return worker
 
     async def next(self, worker: WorkerInfo, works: bool) -> tuple[str, str]:
@@ -111,7 +111,7 @@ class Swaps:
         if held is None:
             return "", ""
         held.worked_at = self._clock.now() if works else held.worked_at
-        for _ in range(2 if worker.holds and not held.told else 0):
+        for _ in range(2 if worker.status.loaded and not held.told else 0):
             load, soon, rivals = await self._decided(worker, held)
             if load == held.going:
                 held.told = bool(load)
@@ -119,7 +119,7 @@ class Swaps:
             if held.going and worker.id < min(rivals, default=""):
                 break  # the others give way, or have loaded soon
             held.going = load
-            await self._queue.hello(replace(worker, going=load))
+            await self._queue.hello(_with_target(worker, load))
         return held.going if held.told else "", soon
 
     async def _decided(self, worker: WorkerInfo, held: _Held) -> tuple[str, str, list[str]]:
@@ -128,11 +128,11 @@ class Swaps:
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._held = {one.id: self._held[one.id] for one in (*others, worker) if one.id in self._held}
         lines = {name: self._line(worker, name, stats, others) for name in worker.sets}
-        load_s, now = max(self._took.get(name, worker.load_s) for name in worker.sets), self._clock.now()
+        load_s, now = max(self._took.get(name, worker.status.load_s) for name in worker.sets), self._clock.now()
         stayed_s, idle_s = now - held.since, now - max(held.since, held.worked_at)
         found = [next_set(held.name, lines, load_s, at, idle_s) for at in (stayed_s, stayed_s + load_s)]
         load, soon = ("" if name == held.name else name for name in found)
-        return load, soon, [other.id for other in others if other.going]
+        return load, soon, [other.id for other in others if other.status.target]
 
     def until_loaded(self, pool: str) -> float | None:
         """Predicted seconds until somebody has loaded what serves a pool; None where somebody has, or nobody could."""
@@ -147,16 +147,21 @@ class Swaps:
         """What waits for a set and not for what the worker has already."""
         own = {*worker.sets[name]}
         lines = [stats[pool] for pool in own - {*worker.open} or own if pool in stats]
-        going = [other.going for other in others]
-        has = sum(own <= {*other.open} for other in others if not other.going)
+        going = [other.status.target for other in others]
+        has = sum(own <= {*other.open} for other in others if not other.status.target)
         waiting, left_s = sum(line.waiting for line in lines), sum(line.left_s for line in lines)
         oldest_s = max((line.oldest_s for line in lines), default=0.0)
         return Line(waiting, oldest_s, left_s, has + going.count(name), name in going)
 
     def _wait(self, worker: WorkerInfo, pool: str) -> float:
         now, held = self._clock.now(), self._held.get(worker.id)
-        load_s = min(self._took.get(name, worker.load_s) for name, pools in worker.sets.items() if pool in pools)
+        load_s = min(self._took.get(name, worker.status.load_s) for name, pools in worker.sets.items() if pool in pools)
         if held is None or held.going:
             return load_s
         idle_until = max(held.since, held.worked_at) + load_s
         return load_s + max(0.0, min(held.since + stay(load_s), idle_until) - now)
+
+
+def _with_target(worker: WorkerInfo, target: str) -> WorkerInfo:
+    """Return the worker as one that loads this set next."""
+    return replace(worker, status=replace(worker.status, target=target))

@@ -254,7 +254,7 @@ class Gateway(Observer):
 
     async def unwritten(self) -> tuple[bool, int]:
         """Whether results can be stored now, as far as is known, and how many tasks wait for that."""
-        waiting = sum(member.info.unwritten for member in await self.scheduler.registry.workers())
+        waiting = sum(member.info.status.waiting_for_results for member in await self.scheduler.registry.workers())
         why = ""
         try:
             await to_thread.run_sync(self.results.check)

@@ -131,7 +131,7 @@ def _summed(samples: Samples) -> Samples:
 
 
 def _kv_blocks(scrape: Scrape) -> Samples:
-    held = [(info.role, info.texts) for info in scrape.infos if info.texts]
+    held = [(info.role, info.status.texts) for info in scrape.infos if info.status.texts]
     return _summed(
         ((role, state), blocks)
         for role, texts in held
@@ -140,7 +140,7 @@ def _kv_blocks(scrape: Scrape) -> Samples:
 
 
 def _rank_seconds(scrape: Scrape) -> Samples:
-    ranks = [(info.role, str(rank), spent) for info in scrape.infos for rank, spent in enumerate(info.ranks)]
+    ranks = [(info.role, str(rank), spent) for info in scrape.infos for rank, spent in enumerate(info.status.ranks)]
     return _summed(
         ((role, rank, of), seconds)
         for role, rank, spent in ranks
@@ -193,12 +193,12 @@ METRICS = (
     _gauge(
         "unfuse_prefill_queue",
         "Prompts whose keys and values are not there yet: they wait for a worker, or it computes them",
-        _one(lambda scrape: _waiting(scrape, PREFILL.kind) + sum(i.texts.prompts for i in scrape.infos if i.texts)),
+        _one(lambda scrape: _waiting(scrape, PREFILL.kind) + sum(i.status.texts.prompts for i in scrape.infos if i.status.texts)),
     ),
     _gauge(
         "unfuse_grammar_queue",
         "Texts that wait until their grammar is compiled: before they are accepted, or at a worker",
-        _one(lambda scrape: scrape.grammars + sum(info.texts.grammars for info in scrape.infos if info.texts)),
+        _one(lambda scrape: scrape.grammars + sum(info.status.texts.grammars for info in scrape.infos if info.status.texts)),
     ),
     _gauge(
         "unfuse_decode_prealloc_queue",
@@ -208,16 +208,16 @@ METRICS = (
     _gauge(
         "unfuse_decode_transfer_queue",
         "Texts for which a decoder keeps room, and whose keys and values are not all there yet",
-        _one(lambda scrape: sum(info.texts.arriving for info in scrape.infos if info.texts)),
+        _one(lambda scrape: sum(info.status.waiting_for_inputs for info in scrape.infos if info.status.texts)),
     ),
     _gauge(
         "unfuse_worker_busy_ratio",
         "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones",
-        _of_pools(lambda scrape, pool: fmean([member.info.busy for member in scrape.members[pool]] or [0.0])), *POOL,
+        _of_pools(lambda scrape, pool: fmean([member.info.status.utilization for member in scrape.members[pool]] or [0.0])), *POOL,
     ),
     _gauge(
         "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",
-        _of_devices(lambda infos: max(info.busy for info in infos)), "device",
+        _of_devices(lambda infos: max(info.status.utilization for info in infos)), "device",
     ),
     _gauge(
         "unfuse_node_tasks", "Tasks that the healthy workers of a node hold",
@@ -225,12 +225,12 @@ METRICS = (
     ),
     _gauge(
         "unfuse_node_ranks", "Ranks of the healthy workers of a node: compute processes, with a device each",
-        _of_nodes(lambda member: len(member.info.ranks) or 1), "node",
+        _of_nodes(lambda member: len(member.info.status.ranks) or 1), "node",
     ),
     _gauge(
         "unfuse_device_memory_bytes",
         "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident",
-        _of_devices(lambda infos: sum(info.memory for info in infos)), "device",
+        _of_devices(lambda infos: sum(info.status.memory for info in infos)), "device",
     ),
     _counter("unfuse_swaps_total", "Times that a worker loaded a set of weights in the place of another", "loaded"),
     _counter("unfuse_loading_seconds_total", "Seconds that it took", "loaded"),
@@ -284,19 +284,19 @@ METRICS = (
     _gauge("unfuse_requests_active", "Requests that are not over", _one(lambda scrape: scrape.requests)),
     _gauge(
         "unfuse_store_bytes", "Bytes that live workers hold for requests",
-        lambda scrape: [((scrape.store,), sum(info.used for info in scrape.infos))], "backend",
+        lambda scrape: [((scrape.store,), sum(info.status.arena_used for info in scrape.infos))], "backend",
     ),
     _gauge(
         "unfuse_arena_occupancy", "Share of the arena that is taken, in the fullest healthy worker",
-        _of_arenas(lambda info: info.used / info.room), "role",
+        _of_arenas(lambda info: info.status.arena_used / info.room), "role",
     ),
     _gauge(
         "unfuse_arena_fragmentation", "Share of an arena's free bytes that no one object can have, at the worst",
-        _of_arenas(lambda info: info.fragmentation), "role",
+        _of_arenas(lambda info: info.status.arena_fragmentation), "role",
     ),
     _gauge(
         "unfuse_arena_high_water", "Share of the arena that ever was taken, at the most",
-        _of_arenas(lambda info: info.high_water / info.room), "role",
+        _of_arenas(lambda info: info.status.arena_high_water / info.room), "role",
     ),
     _gauge(
         "unfuse_rank_seconds", "Seconds that ranks computed steps, and waited for others of their worker",

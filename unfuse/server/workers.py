@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 
@@ -18,34 +18,43 @@ from unfuse.server.gateway import Served
 
 router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
 
-AS_TOLD = (
-    "node", "role", "device", "pools", "outcome", "slots", "pid", "room", "used", "high_water", "unwritten", "engines",
-)  # fmt: skip
-"""What workers say of themselves that is shown as it is."""
-
 
 @router.get("/workers", responses=several(WORKER, paged=False))
 async def workers(gateway: Served) -> dict[str, object]:
     """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
     shown = gateway.names.shown
     now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.registry.workers()}
-    data = [
-        {
-            "id": member.info.id,
-            "object": "worker",
-            **{name: getattr(member.info, name) for name in AS_TOLD},
-            "holds": (shown(member.info.holds) if member.info.holds else None) if member.info.sets else "all",
-            "leased": member.leased,
-            "models": sorted(shown(card.name) for card in member.cards),
-            "fragmentation": round(member.info.fragmentation, 3),
-            "ranks": [{key: round(spent, 3) for key, spent in asdict(rank).items()} for rank in member.info.ranks],
-            "changed": {pool: str(file) for pool, file in member.info.changed.items()},
-            "healthy": member.info.id in healthy,
-            "seen_s": round(max(0.0, now - member.seen), 3),
-        }
-        for member in await gateway.queue.workers()
-    ]
-    return {"object": "list", "data": data}
+    members = await gateway.queue.workers()
+    return {"object": "list", "data": [_worker(member, member.info.id in healthy, now, shown) for member in members]}
+
+
+def _worker(member: Member, healthy: bool, now: float, shown: Callable[[str], str]) -> dict[str, object]:
+    """The answer's entry for one worker."""
+    info, status = member.info, member.info.status
+    return {
+        "id": info.id,
+        "object": "worker",
+        "node": info.node,
+        "role": info.role,
+        "device": info.device,
+        "pools": info.pools,
+        "outcome": info.outcome,
+        "slots": info.slots,
+        "pid": info.pid,
+        "room": info.room,
+        "used": status.arena_used,
+        "high_water": status.arena_high_water,
+        "unwritten": status.waiting_for_results,
+        "engines": info.engines,
+        "holds": (shown(status.loaded) if status.loaded else None) if info.sets else "all",
+        "leased": member.leased,
+        "models": sorted(shown(card.name) for card in member.cards),
+        "fragmentation": round(status.arena_fragmentation, 3),
+        "ranks": [{key: round(seconds, 3) for key, seconds in asdict(rank).items()} for rank in status.ranks],
+        "changed": {pool: str(file) for pool, file in info.changed.items()},
+        "healthy": healthy,
+        "seen_s": round(max(0.0, now - member.seen), 3),
+    }
 
 
 @router.get("/pools", responses=several(POOL, paged=False))
@@ -82,4 +91,4 @@ async def pools(gateway: Served) -> dict[str, object]:
 
 def _shares(members: Sequence[Member], pool: str) -> Sharing:
     """What these workers found together."""
-    return reduce(or_, (member.info.shares.get(pool, Sharing()) for member in members), Sharing())
+    return reduce(or_, (member.info.status.batch_invariance.get(pool, Sharing()) for member in members), Sharing())

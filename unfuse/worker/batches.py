@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.messages import Sharing
 from unfuse.stages.base import SteppedStage
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.compute_messages import How, Shares
+from unfuse.worker.compute_messages import How
 from unfuse.worker.exactness import Exactness, culprit, difference
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.turn import Job
@@ -23,16 +23,16 @@ class Batches:
     """Picks up to `most` tasks for a forward (0: as is usual), and computes it.
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
-    `send` hears how requests of a pool share forwards, when that is news.
+    `sharing` says by pool how requests share forwards then, as far as that is known.
     """
 
-    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], object]) -> None:
+    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks) -> None:
         usual = most or USUAL_BATCH
         few = 1 << (usual.bit_length() - 1)  # of few sizes, comparisons are soon done
         self.sizes, self._most = BatchSizes(few if exactness else usual), most
-        self._exactness, self._ranks, self._send = exactness, ranks, send
+        self._exactness, self._ranks = exactness, ranks
         self._turns, self._turn = dict[str, int](), 0
-        self._shares: dict[str, Sharing] = {}
+        self.sharing: dict[str, Sharing] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
         """The next batch of these: the task whose place is first, and those that may share its forward.
@@ -54,13 +54,13 @@ class Batches:
         likeness, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
         best = 0 if likeness is None else self._exactness.largest(first.key, size)
         if best < size and likeness is not None:
-            self._tell(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
+            self._note(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
             self.sizes.too_large(first.key, size)
         if best == 0 or (best == 1 and not first.stage.differs_alone):
             return [first], "alone"
         if self._exactness.must_compare(first.key, best):
             return mates[:best], "compared"
-        self._tell(first, Sharing(best))
+        self._note(first, Sharing(best))
         return mates[:best], "together"
 
     def compute(self, batch: list[Job], how: How) -> list[tuple[Job, Any]]:
@@ -96,13 +96,12 @@ class Batches:
         own = job.turn if self._exactness and job.stage.all_together else 0
         return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.pool, 0), own
 
-    def _tell(self, job: Job, found: Sharing) -> None:
-        """Let the parent know how requests of this job's pool share forwards, when that is news."""
+    def _note(self, job: Job, found: Sharing) -> None:
+        """Add to what is known of how requests of this job's pool share forwards."""
         pool = job.lease.task.pool
-        known = self._shares.get(pool, Sharing())
+        known = self.sharing.get(pool, Sharing())
         if known | found != known:
-            self._shares[pool] = known | found
-            self._send(Shares(pool, self._shares[pool]))
+            self.sharing[pool] = known | found
 
     def _together(self, stage: SteppedStage[Any], states: list[Any]) -> list[Any]:
         with self._ranks.together():

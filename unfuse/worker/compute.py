@@ -25,7 +25,6 @@ from unfuse.arena.sockets import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
-from unfuse.core.messages import Done, Failed
 from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
@@ -82,28 +81,22 @@ def compute(descriptor: int) -> None:
         stage.warm_up()
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
-    send = telling(channel.send, device)
     left_out = (load.pools or load.registered) - stages.keys()
-    send(messages.Ready(_name(device), outcome, brought, left_out))
+    channel.send(messages.Ready(_name(device), outcome, brought, left_out))
     StepLoop(
-        stages, store, open_results(places.results, places.mark), inbox, send, load.compute.max_batch, plain,
+        stages, store, open_results(places.results, places.mark), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
-        load.compute.loop == "overlapped",
+        load.compute.loop == "overlapped", device_memory(device),
     ).run()  # fmt: skip
 
 
-def telling(send: Callable[[messages.FromCompute], None], device: str) -> Callable[[messages.FromCompute], None]:
-    """The same, which on a GPU also tells what is held there, at first and whenever a task ends."""
+def device_memory(device: str) -> Callable[[], int]:
+    """Return a function for the bytes that this process holds on a GPU; 0 on a CPU."""
     if device.startswith("cpu"):
-        return send
+        return lambda: 0
     from unfuse.parallel.devices import held
 
-    def sending(message: messages.FromCompute) -> None:
-        send(message)
-        if isinstance(message, messages.Ready | Done | Failed):
-            send(messages.DeviceHeld(held(device)))
-
-    return sending
+    return partial(held, device)
 
 
 def _settled(load: messages.Load) -> messages.Load:

@@ -215,24 +215,23 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Shares(msgspec.Struct, frozen=True, tag=True):
-    """Requests of a pool share forwards like this, as comparing showed."""
+class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What one compute process does and uses. Sent when it has changed."""
 
-    pool: str
-    sharing: Sharing
+    #: Seconds that it has computed steps and waited for other ranks. Zeros if there is one rank.
+    time: Spent = Spent()
 
+    #: Bytes that it holds on its GPU. 0 on a CPU.
+    device_memory: int = 0
 
-class RankSpent(msgspec.Struct, frozen=True, tag=True):
-    """What this rank has spent so far; each of several tells it, now and then."""
+    #: KV blocks and prompts of its language stages. None without such stages, and of all ranks but the first.
+    texts: TextLoad | None = None
 
-    spent: Spent
+    #: Number of texts whose KV was given up for others since the process started.
+    retracted: int = 0
 
-
-class TextsHeld(msgspec.Struct, frozen=True, tag=True):
-    """What this process has of texts now, and how often one gave up its keys and values since it was told last."""
-
-    load: TextLoad
-    retracted: int
+    #: By pool, how requests of an exact pool share forwards. Known to the first rank.
+    batch_invariance: dict[str, Sharing] = {}
 
 
 class Leak(msgspec.Struct, frozen=True):
@@ -250,12 +249,6 @@ class LeaksFound(msgspec.Struct, frozen=True, tag=True):
     leaks: tuple[Leak, ...]
 
 
-class DeviceHeld(msgspec.Struct, frozen=True, tag=True):
-    """The bytes that this process holds on its GPU now."""
-
-    bytes: int
-
-
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
@@ -264,9 +257,8 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
 
 ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
-    | Progress | Saved | Announced | Grown | Keep | Shares | TextsHeld | DeviceHeld | LeaksFound | Waits | Stopped
-    | Done | Failed
+    Loading | Loaded | Ready | LoadFailed | Turn | RankStatus | PairDone | Taken
+    | Progress | Saved | Announced | Grown | Keep | LeaksFound | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 

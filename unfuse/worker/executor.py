@@ -14,26 +14,32 @@ import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Announced, Done, Failed, FailureKind, Keep, Progress, Saved, Sharing, Spent, Stopped
+from unfuse.core.messages import (
+    Announced,
+    Done,
+    Failed,
+    FailureKind,
+    Keep,
+    Progress,
+    Saved,
+    Sharing,
+    Stopped,
+    WorkerStatus,
+)
 from unfuse.core.task import Claim, Lease
-from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.busy import BusyShare, resident
 from unfuse.worker.compute_messages import (
     Arrived,
     Cancel,
-    DeviceHeld,
     ForPairs,
     FromCompute,
     LeaksFound,
     Load,
     PairDone,
-    RankSpent,
+    RankStatus,
     Ready,
     Run,
-    Shares,
     Taken,
-    TextsHeld,
     ToCompute,
     Turn,
     Waits,
@@ -41,6 +47,7 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.pairs import ComputePairs
 from unfuse.worker.passing import ENDED, Passing
+from unfuse.worker.status import BusyShare, resident
 
 RESTART_S = 1.0  # seconds before a restart that failed is tried again
 
@@ -87,15 +94,13 @@ class Executor:
         self._heard_at = 0.0
         self._watching: asyncio.Task[None] | None = None
         self.ready = False
-        self.shares: dict[str, Sharing] = {}  # how requests share forwards, by pool, as far as that is known
-        self.texts: TextLoad | None = None  # what the first process has of texts, if it serves a language model
-        self.busy = BusyShare()
-        self._held = 0
-        self.retracted = 0  # how often a text gave up its keys and values; whoever tells of it takes it off
+        self._busy = BusyShare()
+        self._statuses = [RankStatus()] * len(loads)
+        self._batch_invariance: dict[str, Sharing] = {}  # of earlier processes too
+        self.retracted = 0  # texts whose KV was given up and that no heartbeat has reported yet
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._before: list[Load] = []
-        self._spent: dict[ComputeProcess, Spent] = {}
         self.pairs = ComputePairs(self._send_first)  # moves bytes of the arena, in the first process
         self.passing = Passing(buffer, self._send_passing, len(loads))
         """Passes on inputs that are longer than the `buffer`."""
@@ -106,25 +111,22 @@ class Executor:
         return [process.pid for process in self._processes if process.pid]
 
     @property
-    def memory(self) -> int:
-        """Bytes that they hold: on a GPU as the first one says, else of host memory."""
-        return self._held or resident(self.pids)
-
-    @property
     def loaded(self) -> tuple[str, float]:
         """The set of weights that the processes have, and the seconds that loading it took."""
         return self._processes[0].load.holds, max(process.load_s for process in self._processes)
 
     @property
-    def unwritten(self) -> int:
-        """How many tasks wait for the result store."""
-        return len(self._unwritten)
-
-    @property
-    def ranks(self) -> tuple[Spent, ...]:
-        """What each rank has spent, if there are several."""
-        ranks = self._processes if len(self._processes) > 1 else ()
-        return tuple(self._spent.get(process, Spent()) for process in ranks)
+    def status(self) -> WorkerStatus:
+        """The status of the compute processes. The first one reports for all what all have in common."""
+        first = self._statuses[0]
+        return WorkerStatus(
+            memory=first.device_memory or resident(self.pids),
+            utilization=self._busy.share,
+            waiting_for_results=len(self._unwritten),
+            ranks=tuple(rank.time for rank in self._statuses) if len(self._statuses) > 1 else (),
+            texts=first.texts,
+            batch_invariance=self._batch_invariance,
+        )
 
     async def start(self) -> Ready:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
@@ -170,7 +172,7 @@ class Executor:
 
     def swap(self, loads: Sequence[Load]) -> None:
         """Load other weights while nothing runs, or these again where they cannot be loaded; Ready is reported then."""
-        self.ready, self.texts, self._before = False, None, [process.load for process in self._processes]
+        self.ready, self._before = False, [process.load for process in self._processes]
         self._reload(loads)
         for process in self._processes:
             process.kill(SWAPPED)
@@ -241,14 +243,12 @@ class Executor:
                 return
             self._heard_at = self._heard_at if self._given else time.monotonic()
             self._given[claim] = self._waiting.pop(claim)
-            self.busy.tell(True)
+            self._busy.tell(True)
             await self._send(run, self._processes)
 
     async def _pump(self) -> ComputeProcess:
         """Handle messages until a process has ended. Returns that process."""
-        first, *others = self._processes
-        listening = [asyncio.create_task(self._listen(first, self._take))]
-        listening += [asyncio.create_task(self._listen(process, self._take_from_another)) for process in others]
+        listening = [asyncio.create_task(self._listen(process)) for process in self._processes]
         try:
             done, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -257,7 +257,9 @@ class Executor:
                 task.cancel()
             await asyncio.gather(*listening, return_exceptions=True)
 
-    async def _listen(self, process: ComputeProcess, take: Callable[[FromCompute], Awaitable[None]]) -> ComputeProcess:
+    async def _listen(self, process: ComputeProcess) -> ComputeProcess:
+        """Handle what a process sends until it ends. Of tasks, the first one reports for all."""
+        rank = self._processes.index(process)
         while True:
             try:
                 message = await process.receive()
@@ -266,15 +268,19 @@ class Executor:
             except ProtocolError as error:
                 process.kill(f"killed, because it sent something that is not a message: {error}")
                 return process
-            if isinstance(message, RankSpent):
-                self._spent[process] = message.spent
-            elif isinstance(message, LeaksFound):
-                await self._report(message)
-            else:
-                await take(message)
+            if rank == 0:
+                self._heard_at = time.monotonic()
+            match message:
+                case RankStatus():
+                    self._note_status(rank, message)
+                case LeaksFound():
+                    await self._report(message)
+                case Taken():
+                    self.passing.heard(message)
+                case _ if rank == 0:
+                    await self._take(message)
 
     async def _take(self, message: FromCompute) -> None:
-        self._heard_at = time.monotonic()
         match message:
             case Turn():
                 await self._send(message, self._processes[1:])
@@ -287,35 +293,22 @@ class Executor:
                     await self._report(message)
             case Saved() | Announced() | Grown() | Keep():
                 await self._report(message)
-            case PairDone() | Taken() | Shares() | TextsHeld() | DeviceHeld():
-                self._learn(message)
+            case PairDone():
+                self.pairs.heard(message)
             case Failed(kind="crash"):  # killing the process reports this task and all others that it had begun
                 self._processes[0].kill(f"killed, because its device failed: {message.message}")
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
                 self._unwritten.discard(message.claim)
                 if self._given.pop(message.claim, None):
-                    self.busy.tell(bool(self._given))
+                    self._busy.tell(bool(self._given))
                     await self._report(message)
                     await self._feed()
 
-    async def _take_from_another(self, message: FromCompute) -> None:
-        """The first process answers for all, but each takes the pieces of inputs itself."""
-        if isinstance(message, Taken):
-            self.passing.heard(message)
-
-    def _learn(self, message: PairDone | Taken | Shares | TextsHeld | DeviceHeld) -> None:
-        match message:
-            case PairDone():
-                self.pairs.heard(message)
-            case Taken():
-                self.passing.heard(message)
-            case Shares():
-                self.shares[message.pool] = message.sharing
-            case DeviceHeld():
-                self._held = message.bytes
-            case TextsHeld():
-                self.texts, self.retracted = message.load, self.retracted + message.retracted
+    def _note_status(self, rank: int, status: RankStatus) -> None:
+        self.retracted += status.retracted - self._statuses[rank].retracted
+        self._batch_invariance |= status.batch_invariance
+        self._statuses[rank] = status
 
     async def _watch(self) -> None:
         """Kill processes that make no progress, or take too much memory."""
@@ -336,11 +329,12 @@ class Executor:
         """End the other processes, and report the tasks that ended with them."""
         words = await dead.last_words()
         await self._end()
-        self._spent.clear()
+        # Device memory is known anew once the next processes have loaded.
+        self._statuses = [RankStatus(device_memory=rank.device_memory) for rank in self._statuses]
         log.log(INFO if words == SWAPPED else ERROR, "compute process died", reason=words, begun=len(self._begun))
         claims, begun = [*self._given, *self._waiting], self._begun
         self._given, self._waiting, self._begun, self._unwritten = {}, {}, set(), set()
-        self.busy.tell(False)
+        self._busy.tell(False)
         message, evidence = f"the compute process died: {words}", f"{words}\n{dead.log}".strip()
         for claim in claims:
             crashed = claim in begun

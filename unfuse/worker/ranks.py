@@ -11,10 +11,9 @@ from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.messages import Failed, Spent
-from unfuse.worker.compute_messages import RankSpent, Turn, Waits
+from unfuse.worker.compute_messages import Turn, Waits
 
 Verdict = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
-TELL_S = 0.1  # the least seconds between two times that a rank says what it has spent
 
 
 class Exchange(Protocol):
@@ -48,6 +47,11 @@ class Ranks:
         """Seconds spent in exchanges with others so far."""
         return 0.0
 
+    @property
+    def time(self) -> Spent:
+        """Seconds of steps and exchanges so far; zeros if there is one rank."""
+        return Spent()
+
     def tell(self, turn: Turn) -> None:
         """Have the other ranks carry out a turn."""
 
@@ -67,9 +71,9 @@ class Ranks:
 class SeveralRanks(Ranks):
     """One of several; the first one leads, and tells the others through `send`."""
 
-    def __init__(self, others: Exchange, send: Callable[[Turn | RankSpent], None]) -> None:
+    def __init__(self, others: Exchange, send: Callable[[Turn], None]) -> None:
         self._others, self._send, self.leads = others, send, others.rank == 0
-        self._stepped_s, self._told_at = 0.0, 0.0
+        self._stepped_s = 0.0
 
     @property
     @override
@@ -80,6 +84,11 @@ class SeveralRanks(Ranks):
     @override
     def exchange_s(self) -> float:
         return self._others.waited_s
+
+    @property
+    @override
+    def time(self) -> Spent:
+        return Spent(self._stepped_s, self.exchange_s)
 
     @override
     def tell(self, turn: Turn) -> None:
@@ -102,11 +111,7 @@ class SeveralRanks(Ranks):
             with self._others.together():
                 yield
         finally:
-            now = time.monotonic()
-            self._stepped_s += now - began - self.exchange_s + waited
-            if now - self._told_at >= TELL_S:
-                self._told_at = now
-                self._send(RankSpent(Spent(self._stepped_s, self.exchange_s)))
+            self._stepped_s += time.monotonic() - began - self.exchange_s + waited
 
     @override
     def blame(self, differing: int | None, look: Callable[[int], str]) -> str:

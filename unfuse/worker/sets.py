@@ -52,13 +52,12 @@ class Swapping:
         self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
         """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
 
-    def told(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, object]:
-        """Return the fields of WorkerInfo about the sets, without pools in `changed`, for this outcome."""
-        sets = {
+    def pools_of_sets(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+        """Return the pools of each set for this outcome, without those in `changed`."""
+        return {
             name: tuple(manned(pool, outcome) for pool in sorted(pools.difference(changed)))
             for name, pools in self.sets.items()
         }
-        return {"sets": sets, "holds": self.holds, "load_s": self.load_s, "going": self.going}
 
     def loads(self, name: str) -> list[Load]:
         """What each rank is to load for a set."""

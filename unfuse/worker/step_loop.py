@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,7 @@ from unfuse.core.messages import Done, Failed, Progress, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
-from unfuse.core.text import TextLoad
-from unfuse.stages.base import HasTexts, Media, SteppedStage
+from unfuse.stages.base import Media, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
@@ -33,32 +32,9 @@ from unfuse.worker.outputs import announce, completed, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
 from unfuse.worker.shown import withdraw_parts
+from unfuse.worker.status import StatusReporter
 from unfuse.worker.task_log import about
 from unfuse.worker.turn import Job
-
-TELL_S = 0.25  # the least seconds between two messages of a process that works; before it waits, it tells what is left
-
-
-class TextMeter:
-    """Sends what the stages of one process have together, where that is news."""
-
-    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[messages.TextsHeld], object]) -> None:
-        found = (stage.texts for stage in stages)
-        self._all: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
-        self._send, self._told, self._at = send, messages.TextsHeld(TextLoad(), 0), 0.0
-        self._retracted = 0
-
-    def tell(self, busy: bool) -> None:
-        """Tell it, if it is time; a process that is not `busy` will do nothing until it gets a task."""
-        now = time.monotonic()
-        if not self._all or (busy and now - self._at < TELL_S):
-            return
-        retracted = sum(texts.retracted for texts in self._all)
-        held = messages.TextsHeld(sum((texts.load() for texts in self._all), TextLoad()), retracted - self._retracted)
-        if held != self._told or held.retracted:
-            self._send(held)
-        self._told, self._at, self._retracted = held, now, retracted
-
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
 
@@ -94,7 +70,8 @@ class StepLoop:
 
     `overlapped`: where a stage can go on before it is told of what it made, its next step is made meanwhile.
 
-    Of several `ranks` the first one decides, stores and reports; the others carry out the same turns.
+    Of several `ranks` the first one decides, stores and reports; the others carry out the same turns. `device_memory`
+    returns the bytes that the process holds on a GPU.
     """
 
     def __init__(
@@ -111,15 +88,16 @@ class StepLoop:
         exactness: Exactness | None = None,
         ranks: Ranks | None = None,
         overlapped: bool = False,
+        device_memory: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._intake = Intake(stages, store, results, plain, exactness is not None, self._ranks.size)
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
-        self._meter = TextMeter(stages.values(), self._send)
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
-        self._batches = Batches(batch, exactness, self._ranks, self._send)
+        self._batches = Batches(batch, exactness, self._ranks)
+        self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
         self._settling = Settling(store, results, self._send, self._ranks.leads, overlapped)
         self._answer = send  # also of a rank that does not report
         self._arrived: dict[Claim, messages.Run] = {}
@@ -133,7 +111,7 @@ class StepLoop:
         while True:
             if not (self._jobs or self._arrived or self._intake.receives):
                 self._leaks.look()
-            self._meter.tell(busy=bool(self._jobs))
+            self._status.report(busy=bool(self._jobs))
             turn = self.decide() if self._ranks.leads else self._told()
             self._ranks.tell(turn)
             self.carry_out(turn)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Announced,
     Ask,
+    Beat,
     Bye,
     Done,
     Failed,
@@ -36,6 +37,7 @@ from unfuse.core.messages import (
     ToScheduler,
     ToWorker,
     WorkerInfo,
+    WorkerStatus,
 )
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, roles_of
@@ -48,7 +50,6 @@ from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.compute_messages import LeaksFound, Ready
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
-from unfuse.worker.heartbeat import heartbeat
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.leaks import WorkerLeakCheck
 from unfuse.worker.link import BEAT_S, Link
@@ -166,9 +167,20 @@ class Worker:
         changed = self._weights.changed if self._weights else {}
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
         about = {"device": self._device, "resources": self._holding.resources, "outcome": self._outcome}
-        where["ranks"] = self._executor.ranks if self._executor else ()
+        sets = self._swapping.pools_of_sets(self._outcome, changed)
+        return msgspec.structs.replace(info, changed=changed, sets=sets, status=self._status(objects), **where, **about)
+
+    def _status(self, objects: Objects) -> WorkerStatus:
+        usage, swapping = objects.usage(), self._swapping
         return msgspec.structs.replace(
-            info, changed=changed, **where, **about, **self._swapping.told(self._outcome, changed)
+            self._executor.status if self._executor else WorkerStatus(),
+            arena_used=usage.used,
+            arena_high_water=usage.high_water,
+            arena_fragmentation=usage.fragmentation,
+            waiting_for_inputs=self._holding.arriving,
+            loaded=swapping.holds,
+            load_s=swapping.load_s,
+            target=swapping.going,
         )
 
     async def _serve(self) -> None:
@@ -429,20 +441,33 @@ class Worker:
             await self._take(answer)
         return True
 
+    def _heartbeat(self, objects: Objects, held: Collection[Claim]) -> Beat:
+        """The next heartbeat. What it says of the time since the last one is counted anew from here on."""
+        retracted = 0
+        if self._executor:
+            retracted, self._executor.retracted = self._executor.retracted, 0
+        return Beat(
+            claims=tuple(held),
+            holding=tuple(objects.holding()),
+            wait=self._beat_s,
+            status=self._status(objects),
+            moved=objects.copies.counters.take(),
+            retracted=retracted,
+            leaked=self._leaks.take(),
+        )
+
     async def _beat(self, objects: Objects, ended: set[Claim]) -> None:
         """Send one heartbeat and handle the answer, which comes when there is news or the next one is due."""
         await asyncio.sleep(BEAT_PAUSE_S)
-        held, by = self._active.keys() - ended, self._executor
-        moved, arriving = objects.copies.counters.take(), self._holding.arriving
-        beat = heartbeat(tuple(held), objects, moved, self._beat_s, by, self._swapping, arriving)
+        by = self._executor
         self._leaks.look(objects, idle=self._idle.is_set() and by is not None and by.ready)
-        beat = msgspec.structs.replace(beat, leaked=self._leaks.take())
+        beat = self._heartbeat(objects, self._active.keys() - ended)
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except TimeoutError:
             return  # a scheduler that answers late counts what it was told, and one that is gone counts nothing
         except OSError:
-            objects.copies.counters.put_back(moved)
+            objects.copies.counters.put_back(beat.moved)
             self._leaks.put_back(beat.leaked)
             if by:
                 by.retracted += beat.retracted

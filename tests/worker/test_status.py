@@ -1,0 +1,139 @@
+"""The status of a worker: what compute processes report, and how busy they are by time that a test sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Sharing
+from unfuse.core.text import TextLoad
+from unfuse.worker.compute import _device, device_memory
+from unfuse.worker.compute_messages import RankStatus
+from unfuse.worker.ranks import Ranks
+from unfuse.worker.status import OVER_S, PAGE, BusyShare, StatusReporter, resident
+
+Reported = tuple[StatusReporter, list[RankStatus]]
+
+
+def test_the_share_nears_what_is_and_forgets_what_was() -> None:
+    times = [0.0]
+    share = BusyShare(lambda: times[0])
+    assert share.share == 0.0
+    share.tell(True)
+    times[0] = OVER_S
+    assert share.share == pytest.approx(0.632, abs=0.001)
+    share.tell(True)
+    times[0] = 100 * OVER_S
+    assert share.share == pytest.approx(1.0)
+    share.tell(False)
+    times[0] += OVER_S
+    assert share.share == pytest.approx(0.368, abs=0.001)
+
+
+def test_half_of_the_time_is_half() -> None:
+    times = [0.0]
+    share = BusyShare(lambda: times[0])
+    for number in range(2000):
+        share.tell(number % 2 == 0)
+        times[0] += 0.1
+    assert share.share == pytest.approx(0.5, abs=0.01)
+
+
+def test_memory_is_that_of_processes_that_are_there() -> None:
+    own = resident([os.getpid()])
+    assert own > PAGE * 100
+    assert resident([os.getpid(), 0, 1 << 30]) == pytest.approx(own, rel=0.2)
+
+
+def test_the_memory_of_a_gpu_is_what_torch_has_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is not there: torch's answer is set."""
+    assert device_memory("cpu")() == 0
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: {"cuda:1": 5 << 30}[device])
+    assert device_memory("cuda:1")() == 5 << 30
+
+
+class Texts:
+    """Blocks that a test sets."""
+
+    def __init__(self, free: int) -> None:
+        self.used, self.free, self.retracted = 0, free, 0
+
+    def load(self) -> TextLoad:
+        return TextLoad(self.used, self.free - self.used, 0)
+
+
+def reporter(*texts: Texts | None, sharing: Mapping[str, Sharing] | None = None, memory: int = 0) -> Reported:
+    """A reporter of stages that have these texts, and what it has sent."""
+    sent, stages = list[RankStatus](), [SimpleNamespace(texts=one) for one in texts]
+    made = StatusReporter(stages, sharing or {}, Ranks(), lambda: memory, sent.append)  # type: ignore[arg-type]
+    return made, sent
+
+
+def test_what_stages_share_is_reported_once_and_several_models_are_summed() -> None:
+    """Given both stages of one model, one of another, and one without texts, then blocks of both models are summed."""
+    one, other = Texts(10), Texts(5)
+    status, sent = reporter(one, one, other, None)
+    status.report(busy=False)
+    one.used, other.used, one.retracted = 4, 1, 3
+    status.report(busy=False)
+    other.retracted = 1
+    status.report(busy=False)
+    assert sent == [
+        RankStatus(texts=TextLoad(0, 15)),
+        RankStatus(texts=TextLoad(5, 10), retracted=3),
+        RankStatus(texts=TextLoad(5, 10), retracted=4),
+    ]
+
+
+def test_a_busy_process_reports_now_and_then_and_the_rest_before_it_waits() -> None:
+    texts = Texts(10)
+    status, sent = reporter(texts)
+    for texts.used in range(1, 4):
+        status.report(busy=True)
+    assert [one.texts and one.texts.used for one in sent] == [1]
+    status.report(busy=False)
+    status.report(busy=False)
+    assert [one.texts and one.texts.used for one in sent] == [1, 3]
+
+
+def test_a_process_reports_how_requests_share_forwards_and_the_memory_of_its_gpu() -> None:
+    sharing = {"pool": Sharing(4)}
+    status, sent = reporter(sharing=sharing, memory=5)
+    status.report(busy=False)
+    sharing["pool"] = Sharing(8)
+    status.report(busy=False)
+    assert sent == [
+        RankStatus(device_memory=5, batch_invariance={"pool": Sharing(4)}),
+        RankStatus(device_memory=5, batch_invariance={"pool": Sharing(8)}),
+    ]
+
+
+def test_a_process_without_anything_to_report_sends_nothing() -> None:
+    status, sent = reporter(None)
+    status.report(busy=False)
+    assert not sent
+
+
+def test_a_worker_computes_on_what_torch_found_and_its_ranks_on_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices are not there: torch's answers are set."""
+
+    def on(ranks: int = 1, rank: int = 0, device: str = "auto") -> str:
+        load = SimpleNamespace(
+            compute=ComputeOptions(device=device, threads=torch.get_num_threads()), ranks=ranks, rank=rank
+        )
+        return _device(load, True)  # type: ignore[arg-type]
+
+    assert (on(), on(2, 1), on(device="cpu")) == ("cpu", "cpu", "cpu")
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    assert (on(), on(2, 1)) == ("xpu", "xpu:1")
+    with pytest.raises(ConfigError, match="needs 3 GPUs, and there are 2"):
+        on(3)
+    with pytest.raises(ConfigError, match="--device cuda:1: torch .* has cpu, xpu:0, xpu:1 here"):
+        on(device="cuda:1")
