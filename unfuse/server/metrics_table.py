@@ -12,7 +12,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from unfuse.core.messages import WorkerInfo
+from unfuse.core.messages import TextLoad, WorkerInfo
 from unfuse.core.pool import declared, outcome_of
 from unfuse.queues.base import Member, PoolStats
 from unfuse.stages.specs import DECODE, PREFILL
@@ -47,6 +47,11 @@ class Scrape:
     def infos(self) -> list[WorkerInfo]:
         """The workers, as they describe themselves."""
         return [member.info for member in self.workers]
+
+    @cached_property
+    def text_loads(self) -> list[tuple[WorkerInfo, TextLoad]]:
+        """The workers of language stages, and what these hold."""
+        return [(info, info.status.texts) for info in self.infos if info.status.texts]
 
     @cached_property
     def members(self) -> Mapping[str, list[Member]]:
@@ -131,10 +136,9 @@ def _summed(samples: Samples) -> Samples:
 
 
 def _kv_blocks(scrape: Scrape) -> Samples:
-    held = [(info.role, info.status.texts) for info in scrape.infos if info.status.texts]
     return _summed(
-        ((role, state), blocks)
-        for role, texts in held
+        ((info.role, state), blocks)
+        for info, texts in scrape.text_loads
         for state, blocks in (("used", texts.used), ("free", texts.free))
     )
 
@@ -193,12 +197,12 @@ METRICS = (
     _gauge(
         "unfuse_prefill_queue",
         "Prompts whose keys and values are not there yet: they wait for a worker, or it computes them",
-        _one(lambda scrape: _waiting(scrape, PREFILL.kind) + sum(i.status.texts.prompts for i in scrape.infos if i.status.texts)),
+        _one(lambda scrape: _waiting(scrape, PREFILL.kind) + sum(load.prompts for _, load in scrape.text_loads)),
     ),
     _gauge(
         "unfuse_grammar_queue",
         "Texts that wait until their grammar is compiled: before they are accepted, or at a worker",
-        _one(lambda scrape: scrape.grammars + sum(info.status.texts.grammars for info in scrape.infos if info.status.texts)),
+        _one(lambda scrape: scrape.grammars + sum(load.grammars for _, load in scrape.text_loads)),
     ),
     _gauge(
         "unfuse_decode_prealloc_queue",
@@ -208,12 +212,12 @@ METRICS = (
     _gauge(
         "unfuse_decode_transfer_queue",
         "Texts for which a decoder keeps room, and whose keys and values are not all there yet",
-        _one(lambda scrape: sum(info.status.waiting_for_inputs for info in scrape.infos if info.status.texts)),
+        _one(lambda scrape: sum(info.status.waiting_for_inputs for info, _ in scrape.text_loads)),
     ),
     _gauge(
         "unfuse_worker_busy_ratio",
         "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones",
-        _of_pools(lambda scrape, pool: fmean([member.info.status.utilization for member in scrape.members[pool]] or [0.0])), *POOL,
+        _of_pools(lambda scrape, pool: fmean([one.info.status.utilization for one in scrape.members[pool]] or [0.0])), *POOL,
     ),
     _gauge(
         "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",
