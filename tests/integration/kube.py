@@ -287,6 +287,7 @@ class Kubelet(Node):
 
     def __init__(self, kube: Kube, namespace: str, folder: Path, network: int) -> None:
         super().__init__(folder, Live(kube, namespace), {}, network)
+        self._namespace = namespace
         self._kube, self._at, self._net = kube, f"/api/v1/namespaces/{namespace}", network
         self._running: dict[str, Pod] = {}
         self._told: dict[str, Object] = {}
@@ -425,6 +426,13 @@ class Kubelet(Node):
     def _ip(self, pod: Pod) -> str:
         """What the server is told: it takes no address of loopback."""
         return pod.address.replace("127.", "10.", 1)
+
+    def credentials(self, pod: Object) -> dict[str, str]:
+        if not pod.get("automountServiceAccountToken", True) or "serviceAccountName" not in pod:
+            return {}
+        account, namespace = pod["serviceAccountName"], self._namespace
+        token = self._kube.kubectl("-n", namespace, "create", "token", account).strip()
+        return {"KUBECONFIG": str(self._kube.config(f"{namespace}-{account}", token))}
 
     def secret(self, name: str, key: str) -> bytes:
         return base64.b64decode(self.made.of("Secret")[name]["data"][key])

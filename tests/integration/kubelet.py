@@ -145,7 +145,7 @@ class Pod:
         written = (mount["name"] for mount in container.get("volumeMounts", []) if not mount.get("readOnly"))
         volumes = {str(self._volumes.get(name, self.folder)) for name in written}
         own = {name: self._here(text, container) for name, text in own.items()}
-        return {**image, **own, "VOLUMES": " ".join(volumes)}
+        return {**image, **own, **self._node.credentials(self._spec), "VOLUMES": " ".join(volumes)}
 
     def _valued(self, source: Object) -> str:
         if key := source.get("secretKeyRef"):
@@ -219,6 +219,10 @@ class Node:
         if name in self._secrets:
             return self._secrets[name][key]
         return base64.b64decode(self.made.of("Secret")[name]["data"][key])
+
+    def credentials(self, pod: Object) -> dict[str, str]:
+        """Variables by which a pod that has a token of the cluster finds it."""
+        return {}
 
     def pod(self, workload: str, names: dict[str, str] | None = None) -> Pod:
         """A pod of a workload, with an address of its own, which finds these Services."""

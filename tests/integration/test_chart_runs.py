@@ -1,4 +1,4 @@
-"""What the chart makes, run as processes: several schedulers over its Redis, pools that come and go, and its test."""
+"""What chart and operator make, run as processes: schedulers over a Redis, pools that come and go, the chart's test."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.kubelet import Node, Pod, confines
+from tests.integration.operated import operated
 from tools.helm import Object, made
 from tools.server import until
 from unfuse.client import connect
 
-SCALED = {"replicas": 1, "arena": "64MiB", "autoscaling": {"min": 0, "max": 2, "seconds": 1}}
-UNDIVIDED = [SCALED | {"name": "every", "role": "all"}]
-SPLIT = [SCALED | {"name": "enc", "role": "encoder"}, SCALED | {"name": "rest", "role": "denoiser+decoder"}]
+SMALL = {"args": ["--arena=64MiB"]}
+UNDIVIDED = [SMALL | {"name": "every", "role": "all"}]
+SPLIT = [SMALL | {"name": "enc", "role": "encoder"}, SMALL | {"name": "rest", "role": "denoiser+decoder"}]
 
 
 @contextmanager
 def running(tmp_path: Path, pools: list[Object]) -> Iterator[Node]:
     """A node for pods, whose last words are printed if anything fails."""
     (folder := tmp_path / "node").mkdir()
-    node = Node(folder, made({"workers": pools}), {}, os.getpid() % 250)
+    scaled = {"autoscaling": {"minReplicas": 0, "maxReplicas": 2}}
+    node = Node(folder, operated(made({"pipeline": scaled, "pools": pools})), {}, os.getpid() % 250)
     try:
         yield node
     except BaseException:

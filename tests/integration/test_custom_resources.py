@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.k8s.server import completed
 from tools.helm import Object
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import roles_of
@@ -50,20 +51,6 @@ def parts(node: Object, at: str = "") -> Iterator[tuple[str, Object]]:
     for key in ("items", "additionalProperties"):
         if isinstance(node.get(key), dict):
             yield from parts(node[key], f"{at}[]")
-
-
-def completed(value: Any, node: Object) -> Any:
-    """The value with defaults, as the server stores it."""
-    if isinstance(value, dict) and "properties" in node:
-        missing = {
-            name: inner["default"]
-            for name, inner in node["properties"].items() if "default" in inner and name not in value
-        }  # fmt: skip
-        known = {name: completed(one, node["properties"].get(name, {})) for name, one in value.items()}
-        return {**known, **missing}
-    if isinstance(value, list) and "items" in node:
-        return [completed(one, node["items"]) for one in value]
-    return value
 
 
 def closed(node: Object) -> Object:
@@ -157,11 +144,13 @@ def test_what_is_left_out_has_its_default() -> None:
     assert stored["spec"]["scheduler"] == {
         "redis": {"host": "r", "port": 6379, "database": 0}, "replicas": 1, "queueBackend": "redis",
         "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "drainSeconds": 20, "maxUnavailable": 1,
     }  # fmt: skip
     assert stored["spec"]["modelCache"] == {"size": "100Gi"}
     assert stored["spec"]["stages"] == [{"name": "s", "pool": "p", "replicas": 1}]
     assert completed({"spec": POOL}, schema("DiffusionPool"))["spec"] == {
         "role": "denoiser", "replicas": 1, "min": 0, "device": "auto", "stepSeconds": 2, "startSeconds": 3600,
+        "drainSeconds": 20, "maxUnavailable": 1,
         "sharedMemory": "1Gi", "finishSeconds": 900,
     }  # fmt: skip
 
@@ -215,8 +204,11 @@ def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, s
         ("DiffusionPipeline", PIPELINE | {"apiKeysSecret": "a", "stages": [STAGE | {"role": "encoder+decoder"}]}),
         ("DiffusionPipeline", PIPELINE | {"stages": [STAGE | {"stepSeconds": 30, "sharedMemory": "16Gi"}]}),
         ("DiffusionPool", POOL | {"stepSeconds": 30, "startSeconds": 60, "sharedMemory": "1Gi", "args": ["--slots=3"]}),
-        ("DiffusionPool", POOL | {"nodeSelector": {"gpu": "h100"}, "runtimeClassName": "nvidia"}),
-        ("DiffusionPool", POOL | {"tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}]}),
+        ("DiffusionPool", POOL | {"podTemplate": {"spec": {"nodeSelector": {"gpu": "h100"}}}, "maxUnavailable": "10%"}),
+        ("DiffusionPipeline", PIPELINE | {"results": {"url": "redis://r:6379/1", "limit": "256MiB"}}),
+        ("DiffusionPipeline", PIPELINE | {"service": {"type": "LoadBalancer", "annotations": {"a/b": "c"}}}),
+        ("DiffusionPipeline", PIPELINE | {"networkPolicy": {"clients": [{"podSelector": {}}]}}),
+        ("DiffusionPipeline", PIPELINE | {"componentSources": {"text_encoder_2": "owner/t5"}}),
         ("DiffusionPool", POOL | {"replicas": 0, "max": 1}),
         ("DiffusionPool", POOL | {"parallel": "denoiser=ulysses:2+cfg:2,decoder=tiles:2", "device": "cuda:0+cuda:1"}),
         ("DiffusionPool", POOL | {"parallel": "auto"}),
@@ -263,7 +255,7 @@ def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
         {"role": "x", "resources": {"limits": {"memory": "much"}}}, {"role": "x", "resources": {"limit": {}}},
         {"role": "x", "model": {"component": "a b"}}, {"role": "x", "colour": "red"}, {"role": "x", "stepSeconds": 0},
         {"role": "x", "stepSeconds": 901}, {"role": "x", "startSeconds": 4}, {"role": "x", "sharedMemory": "much"},
-        {"role": "x", "args": [""]}, {"role": "x", "tolerations": [{"operator": "Never"}]},
+        {"role": "x", "args": [""]}, {"role": "x", "podTemplate": []}, {"role": "x", "maxUnavailable": "half"},
     ],
 )  # fmt: skip
 def test_a_malformed_pool_is_refused(spec: Object) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ ALL = (
     "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,scaledobjects"
 )
 DEFINED = ("diffusionpipelines.unfuse.dev", "diffusionpools.unfuse.dev", "clusterkopfpeerings.kopf.dev")
-LEFT = ALL.replace("dp,dpool,", "serviceaccounts,").replace("persistentvolumeclaims,scaledobjects", "jobs")
+LEFT = ALL.replace("dp,dpool,", "serviceaccounts,roles,rolebindings,")
+LEFT = LEFT.replace("persistentvolumeclaims,scaledobjects", "jobs")
 
 
 @pytest.fixture(scope="module")
@@ -98,27 +99,45 @@ def nodes(kube: Kube, namespace: str, folder: Path, network: int) -> Iterator[Ku
     node.close()
 
 
-def by_manifest(kube: Kube) -> tuple[str, str]:
-    """Install the operator before the definitions are there. Returns its namespace and its account."""
+@contextmanager
+def by_manifest(kube: Kube) -> Iterator[str]:
+    """The operator, installed before the definitions are there. Yields its namespace."""
     kube.kubectl("apply", "-f", str(DEPLOY / "operator.yaml"))
-    return "unfuse", "unfuse-operator"
+    try:
+        yield "unfuse"
+    finally:
+        kube.kubectl("delete", "--wait=false", "-f", str(DEPLOY / "operator.yaml"))
 
 
-def by_chart(kube: Kube) -> tuple[str, str]:
-    """Install the operator alone, as the chart has it. Returns its namespace and its account."""
-    alone = ("--set=operator.enabled=true", "--set=serving.enabled=false")
+@contextmanager
+def by_chart(kube: Kube) -> Iterator[str]:
+    """The operator of the whole cluster, as the chart has it, of which nothing is left. Yields its namespace."""
+    alone = ("--set=operator.clusterWide=true", "--set=serving.enabled=false")
     helm = partial(kube.kubectl, "--namespace=by-chart", program="helm")
     print(helm("install", "o", str(CHART), "--create-namespace", *alone))
-    return "by-chart", "o-operator"
+    yield "by-chart"
+    helm("uninstall", "o")
+    left = partial(kube.kubectl, "-n", "by-chart", "get", f"{LEFT},clusterroles,clusterrolebindings", "-o", "name")
+    until(lambda: "unfuse-" not in left(), "all of the operator to be gone")
 
 
 @contextmanager
 def operating(
-    kube: Kube, folder: Path, node: Kubelet, install: Callable[[Kube], tuple[str, str]] = by_manifest
+    kube: Kube,
+    folder: Path,
+    node: Kubelet,
+    installed: Callable[[Kube], AbstractContextManager[str]] = by_manifest,
 ) -> Iterator[None]:
     """The operator, with the rights of the account that was installed for it."""
-    namespace, account = install(kube)
-    token = kube.kubectl("-n", namespace, "create", "token", account).strip()
+    with installed(kube) as namespace:
+        token = kube.kubectl("-n", namespace, "create", "token", "unfuse-operator").strip()
+        with operator(kube, folder, node, token):
+            yield
+
+
+@contextmanager
+def operator(kube: Kube, folder: Path, node: Kubelet, token: str) -> Iterator[None]:
+    """The operator as a process, of whoever has this token."""
     own = {"KUBECONFIG": str(kube.config("operator", token)), "HOME": str(folder), "PATH": os.environ["PATH"]}
     command = [sys.executable, "-m", "unfuse", "operator", "--image=unfuse:0.1.0"]
     with named(node) as names, (log := folder / "operator.log").open("wb") as file:
@@ -321,15 +340,13 @@ def test_what_cannot_be_is_said_and_harms_nobody_else(kube: Kube, tmp_path: Path
         assert {one["metadata"]["name"] for one in found(kube, "wrong", "deployments")} == {"lost-scheduler"}
         kube.kubectl("-n", "wrong", "delete", "dp", "--all")
         until(lambda: not found(kube, "wrong", "pods") and not found(kube, "wrong", "statefulsets"), "all to be gone")
-    kube.kubectl("--namespace=by-chart", "uninstall", "o", program="helm")
-    left = partial(kube.kubectl, "-n", "by-chart", "get", f"{LEFT},clusterroles,clusterrolebindings", "-o", "name")
-    until(lambda: "o-operator" not in left(), "all of the operator to be gone")
 
 
 def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path) -> None:
-    """`helm install` with no values → definitions and pods → a picture, for the key that the notes show; `helm test`:
-    another; `helm uninstall` leaves the claim of Redis alone, which the next installation goes on with; and what the
-    notes say about that claim takes it away."""
+    """`helm install` with no values → definitions, an operator, which has rights in its namespace alone, and pods → a
+    picture, for the key that the notes show; `helm test`: another; `helm upgrade`, `helm rollback`; `helm uninstall`,
+    which ends the operator too, leaves the claim of Redis alone, which the next installation goes on with; and what
+    the notes say about that claim takes it away. Another release needs no operator of its own, and is refused one."""
     kube.kubectl("delete", "crd", "--ignore-not-found", *DEFINED)  # which an operator of another test came with
     with nodes(kube, "chart", tmp_path, 100 + os.getpid() % 100) as node:
         before = kube.kubectl("-n", "chart", "get", LEFT, "-o", "name")
@@ -344,24 +361,31 @@ def test_the_chart_is_installed_tested_and_taken_away(kube: Kube, tmp_path: Path
 
         print(notes := helm("install", "u", str(CHART)))
         assert {*DEFINED} <= {one["metadata"]["name"] for one in found(kube, "chart", "crd")}
-        serve(pods=4)
-        assert picture(node.addresses["u"], first := key(notes)) == (64, 64)
-        (look,) = re.findall(r"^  (kubectl .* get pods .*) --watch$", notes, re.MULTILINE)
-        until(lambda: typed(kube, f"{look} --no-headers").count(" 1/1 ") == 4, "all pods to be shown as ready")
-        assert "Succeeded" in helm("test", "u", "--timeout=10m")
-        notes = helm("upgrade", "u", str(CHART), "--values=-", text=yaml.safe_dump({"scheduler": {"replicas": 3}}))
         serve(pods=5)
+        assert picture(node.addresses["u"], first := key(notes)) == (64, 64)
+        (look,) = re.findall(r"^  (kubectl .* get diffusionpipelines.*)$", notes, re.MULTILINE)
+        until(lambda: typed(kube, look).count(" 1/1 ") == 5, "all pods to be shown as ready")
+        until(lambda: is_ready(kube, "chart"), "pipeline and pool to be Ready")
+        assert "Succeeded" in helm("test", "u", "--timeout=10m")
+        with pytest.raises(AssertionError, match="unfuse-operator.*exists and cannot be imported"):
+            helm("install", "v", str(CHART))
+        three = yaml.safe_dump({"pipeline": {"scheduler": {"replicas": 3}}})
+        notes = helm("upgrade", "u", str(CHART), "--values=-", text=three)
+        serve(pods=6)
         assert key(notes) == first and picture(node.addresses["u"], first) == (64, 64)
+        helm("rollback", "u", "1")
+        serve(pods=5)
 
         def uninstall() -> None:
             helm("uninstall", "u")
+            until(lambda: not found(kube, "chart", "dp,dpool"), "pipeline and pool to be gone")
             until(lambda: kube.kubectl("-n", "chart", "get", LEFT, "-o", "name") == before, "all but claims to be gone")
             until(lambda: not node.pods, "all pods to end")
             assert {one["metadata"]["name"] for one in found(kube, "chart", "pvc")} == {"data-u-redis-0"}
 
         uninstall()
         notes = helm("install", "u", str(CHART))
-        serve(pods=4)
+        serve(pods=5)
         assert picture(node.addresses["u"], key(notes)) == (64, 64)
         uninstall()
         (delete,) = re.findall(r"in a claim: (kubectl .*)$", notes, re.MULTILINE)

@@ -45,8 +45,7 @@ FULL: Object = {
 POOL: Object = {"role": "denoiser"}
 PLACED: Object = POOL | {
     "parallel": "denoiser=ulysses:2", "device": "cuda:0+cuda:1", "stepSeconds": 30, "args": ["--max-batch=2"],
-    "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}], "min": 1, "max": 4,
-    "runtimeClassName": "nvidia", "model": {"path": "a", "component": "transformer"},
+    "min": 1, "max": 4, "model": {"path": "a", "component": "transformer"},
 }  # fmt: skip
 
 
@@ -144,7 +143,7 @@ def test_values_stay_values_whatever_is_in_them() -> None:
     spec = LEAST | {"model": NASTY, "scheduler": LEAST["scheduler"] | {"args": [NASTY, "$name"]}, "envSecrets": ["$x"]}
     objects = [
         *made(spec),
-        *workers(POOL | {"model": {"path": NASTY}, "args": ["$drain"], "runtimeClassName": "$a"}, spec),
+        *workers(POOL | {"model": {"path": NASTY}, "args": ["$drain"], "podTemplate": {"spec": {"a": "$b"}}}, spec),
     ]
     assert [one["kind"] for one in objects if one["kind"] != "ScaledObject"] == [one["kind"] for one in CASES["least"]]
     scheduler, worker = (one["containers"][0] for one in pods(objects))
@@ -179,13 +178,14 @@ def test_tasks_wait_where_it_is_said(scheduler: Object, queue: Object, strategy:
 
 
 @pytest.mark.parametrize(
-    ("results", "kept"), [(None, "p-results"), ({"claim": "mine"}, "mine"), ({"url": "s3://b"}, "")]
+    ("results", "kept"), [(None, "p-results"), ({"claim": "mine"}, "mine"), ({"url": "s3://b", "limit": "1GB"}, "")]
 )
 def test_results_are_where_all_pods_see_them(results: Object | None, kept: str) -> None:
     spec = LEAST | ({"results": results} if results else {})
     objects = [*made(spec), *workers(POOL, spec)]
     (settings,) = (one["data"] for one in objects if one["kind"] == "ConfigMap")
     assert settings["UNFUSE_SERVE__RESULTS"] == ("disk:/results" if kept else "s3://b")
+    assert settings["UNFUSE_SERVE__RESULTS_LIMIT"] == ("0" if kept else "1GB")
     assert [one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"] == [
         "p-results" for _ in range(results is None)
     ]
@@ -213,9 +213,11 @@ def test_pods_start_again_when_their_settings_change() -> None:
         assert notes[0] != notes[1]
 
 
-@pytest.mark.parametrize(("step", "drain"), [(1, 20), (5, 20), (6, 24), (30, 120)])
-def test_a_worker_has_the_time_to_save_a_step_that_runs(step: int, drain: int) -> None:
-    objects = workers(POOL | {"stepSeconds": step})
+@pytest.mark.parametrize(
+    ("step", "asked", "drain"), [(1, 20, 20), (5, 20, 20), (6, 20, 24), (30, 20, 120), (1, 60, 60), (30, 1, 120)]
+)
+def test_a_worker_has_the_time_to_save_a_step_that_runs(step: int, asked: int, drain: int) -> None:
+    objects = workers(POOL | {"stepSeconds": step, "drainSeconds": asked})
     assert f"--drain-timeout={drain}" in arguments(objects)
     assert pods(objects)[0]["terminationGracePeriodSeconds"] == drain + LEAVING_S
     assert SAVING * drain >= step
@@ -239,12 +241,56 @@ def test_a_worker_knows_what_it_runs_and_for_whom() -> None:
         "--parallel=denoiser=ulysses:2", "--scheduler=tcp://p-scheduler:8001", "--scheduler=tcp://q-scheduler:8001",
     ]  # fmt: skip
     assert said[-1] == "--max-batch=2"
-    spec = pods(workers(PLACED))[0]
-    assert (spec["nodeSelector"], spec["runtimeClassName"]) == ({"gpu": "h100"}, "nvidia")
-    assert (
-        "tolerations" in spec
-        and not {"nodeSelector", "tolerations", "runtimeClassName"} & pods(workers(POOL))[0].keys()
-    )
+
+
+def test_a_pod_template_is_merged_into_the_pods() -> None:
+    """By name into containers, variables and mounts; other lists grow, and nothing that was there is lost."""
+    before = (made(LEAST), workers(POOL))
+    for objects, side in zip(before, ("scheduler", "worker"), strict=True):
+        own = {"name": "A", "value": NASTY}
+        container = {"name": side, "env": [own], "envFrom": [{"secretRef": {"name": "s3"}}], "args": ["--slots=3"]}
+        container["volumeMounts"] = [{"name": "more", "mountPath": at} for at in ("/a", "/b")]
+        spec: Object = {"containers": [container], "nodeSelector": {"gpu": "h100"}, "serviceAccountName": "pictures"}
+        spec["volumes"] = [{"name": "models", "emptyDir": {"sizeLimit": "1Gi"}}, {"name": "more", "emptyDir": {}}]
+        spec["securityContext"] = {"runAsUser": 7}
+        said = {"podTemplate": {"metadata": {"annotations": {"a": "b"}}, "spec": spec}}
+        after = made(LEAST | {"scheduler": LEAST["scheduler"] | said}) if side == "scheduler" else workers(POOL | said)
+        kubernetes_validate.validate(after[-1], VERSIONS[-1], strict=True)
+        (old,), (new,) = (pods(its) for its in (objects, after))
+        (was,), (now,) = old["containers"], new["containers"]
+        assert now["env"] == [*was["env"], own] and now["envFrom"] == [*was["envFrom"], *container["envFrom"]]
+        assert now["args"] == [*was["args"], "--slots=3"]
+        assert now["volumeMounts"] == [*was["volumeMounts"], *container["volumeMounts"]]
+        assert now["image"] == was["image"] and new["serviceAccountName"] == "pictures"
+        assert new["securityContext"] == old["securityContext"] | {"runAsUser": 7}
+        assert {one["name"]: one for one in new["volumes"]}["models"]["emptyDir"] == {"sizeLimit": "1Gi"}
+        assert len(new["volumes"]) == len(old["volumes"]) + 1
+        assert after[-1]["spec"]["template"]["metadata"]["annotations"].items() >= {"a": "b"}.items()
+
+
+def test_what_stands_around_the_pods_is_as_the_pipeline_says() -> None:
+    clients = [{"namespaceSelector": {"matchLabels": {"name": "web"}}}]
+    spec = LEAST | {
+        "service": {"type": "LoadBalancer", "port": 80, "annotations": {"a": "b"}},
+        "networkPolicy": {"clients": clients}, "monitoring": {"labels": {"release": "prometheus"}},
+        "scheduler": LEAST["scheduler"] | {"drainSeconds": 60, "maxUnavailable": "50%"}, "imagePullPolicy": "Always",
+    }  # fmt: skip
+    found = {
+        (one["kind"], one["metadata"]["name"]): one for one in [*made(spec), *workers(POOL | {"maxUnavailable": 2})]
+    }
+    service, monitor = found["Service", "p"], found["ServiceMonitor", "p"]
+    assert (service["spec"]["type"], service["metadata"]["annotations"]) == ("LoadBalancer", {"a": "b"})
+    assert [port["port"] for port in service["spec"]["ports"]] == [80]
+    assert found["NetworkPolicy", "p-scheduler"]["spec"]["ingress"][0]["from"] == clients
+    assert monitor["metadata"]["labels"].items() >= {"release": "prometheus"}.items()
+    assert found["PodDisruptionBudget", "p-scheduler"]["spec"]["maxUnavailable"] == "50%"
+    assert found["PodDisruptionBudget", "w-pool"]["spec"]["maxUnavailable"] == 2
+    pod = found["Deployment", "p-scheduler"]["spec"]["template"]["spec"]
+    assert "--drain-timeout=60" in pod["containers"][0]["args"] and pod["terminationGracePeriodSeconds"] == 75
+    assert {one["imagePullPolicy"] for one in (*pod["containers"], *pod["initContainers"])} == {"Always"}
+    none = LEAST | {"networkPolicy": {"enabled": False}, "monitoring": {"enabled": False}}
+    kinds = {one["kind"] for one in [*made(none), *workers(POOL, none)]}
+    assert not kinds & {"NetworkPolicy", "ServiceMonitor"}
 
 
 def test_the_seeds_example_makes_pools_by_its_words() -> None:
@@ -410,6 +456,12 @@ def test_a_component_comes_from_where_its_stage_says() -> None:
     other = stages[0] | {"pool": "enc2", "model": {"path": "owner/other", "component": "text_encoder_2"}}
     with pytest.raises(Wrong, match="two sources of component text_encoder_2"):
         pipeline(LEAST | {"stages": [*stages, other]})
+    sources = {"vae": "owner/vae", "text_encoder_2": "/models/t5 xxl"}
+    said = arguments(made(LEAST | {"componentSources": sources}))
+    assert said[-2:] == ["--component-source=vae=owner/vae", "--component-source=text_encoder_2=/models/t5 xxl"]
+    parsed(said)
+    with pytest.raises(Wrong, match="componentSources are of one model"):
+        pipeline(FULL | {"componentSources": sources})
 
 
 def test_what_is_asked_for_in_vain_is_said() -> None:

@@ -343,6 +343,9 @@ async def test_what_a_cluster_may_lack_is_made_where_it_is_known(server: Server)
         await server.put(PIPELINE, "p", SPLIT)
         await until(lambda: not server.every("ScaledObject"))
         assert told(server, PIPELINE, "p", "Degraded")[0] == "False"
+        assert {*server.every("NetworkPolicy")} == {"p-scheduler", "enc-pool", "dit-pool"}
+        await server.put(PIPELINE, "p", SPLIT | {"networkPolicy": {"enabled": False}, "monitoring": {"enabled": False}})
+        await until(lambda: not server.every("NetworkPolicy") and not server.every("ServiceMonitor"))
 
 
 async def test_what_is_asked_for_in_vain_is_said_beside_being_ready(server: Server) -> None:

@@ -21,14 +21,20 @@ VERSION = "unfuse.dev/v1alpha1"
 MONITORING, KEDA = "monitoring.coreos.com/v1", "keda.sh/v1alpha1"
 """APIs that a cluster may lack."""
 
+POLICIES = "networking.k8s.io/v1"
+
 MADE = {"app.kubernetes.io/managed-by": "unfuse-operator"}
 """The label of all that is made here."""
 
-LEAVING_S, DRAIN_S, STEPS = 10, 20, 4
-"""What workers get to sign off, what they get before at least, and the steps that fit: a quarter is kept for saving."""
+LEAVING_S, HEARD_S, STEPS = 10, 5, 4
+"""Seconds for a pod to sign off, and for proxies to hear that it goes; and how many steps fit into a worker's drain
+time, of which a quarter is kept for saving."""
 
-SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullSecrets", "modelCache")
+SHARED = ("keysSecret", "results", "envSecrets", "image", "imagePullPolicy", "imagePullSecrets", "modelCache")
 """In what pipelines that share workers have to agree, beside the queue."""
+
+OPTIONAL = {"NetworkPolicy": "networkPolicy", "ServiceMonitor": "monitoring"}
+"""Kinds that a pipeline may leave out, by the field that says so."""
 
 
 def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
@@ -38,9 +44,17 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         asleep = [f"--asleep={one['spec']['role']}=2" for one in pools_of(name, spec)]
         asleep.append(f"--wake-limit={2 * scaled['coldStartSeconds']}")
     rolling = {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+    service, policy, monitoring = spec["service"], spec["networkPolicy"], spec["monitoring"]
     blanks = _common(name, "scheduler", spec) | {
         "name": name,
         "replicas": own["replicas"],
+        "drain": own["drainSeconds"],
+        "grace": HEARD_S + own["drainSeconds"] + LEAVING_S,
+        "max_unavailable": own["maxUnavailable"],
+        "service_type": service["type"],
+        "service_port": service["port"],
+        "service_annotations": service.get("annotations"),
+        "clients": policy.get("clients"),
         "strategy": rolling if own["queueBackend"] == "redis" else {"type": "Recreate"},
         "models": [*models(spec)],
         "sources": [f"--component-source={part}={path}" for part, path in component_sources(spec).items()],
@@ -51,8 +65,14 @@ def of_pipeline(name: str, spec: Object, apis: frozenset[str]) -> list[Object]:
         "api": spec.get("apiKeysSecret", f"{name}-api"),
         "pools": [*pools(name, spec)],
     }
+    left_out = {kind for kind, part in OPTIONAL.items() if not spec[part]["enabled"]}
+    left_out |= {"PersistentVolumeClaim"} if "results" in spec else set()
+    over = {
+        "Deployment": {"spec": {"template": own.get("podTemplate", {})}},
+        "ServiceMonitor": {"metadata": {"labels": monitoring.get("labels", {})}},
+    }
     made = [one for one in _filled(_templates()["pipeline"], blanks) if _fits(one, apis)]
-    return [one for one in made if one["kind"] != "PersistentVolumeClaim" or "results" not in spec]
+    return [merged(one, over.get(one["kind"], {})) for one in made if one["kind"] not in left_out]
 
 
 def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object], apis: frozenset[str]) -> list[Object]:
@@ -64,7 +84,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         if differ or "keysSecret" not in its:
             said = ", ".join(differ) or "keysSecret, which both have to name"
             raise Wrong("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {said}")
-    drain, model = max(DRAIN_S, ceil(STEPS * spec["stepSeconds"])), spec.get("model", {})
+    drain, model = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"])), spec.get("model", {})
     # what one scheduler tells its workers to load is its own pipeline's
     both = dict.fromkeys(one for _, its in sorted(users.items()) for one in models(its)) if others else [None]
     paths = [model["path"]] if "path" in model else both
@@ -84,9 +104,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         "starts": spec["startSeconds"] // 5,
         "resources": _amounts(spec.get("resources", {})),
         "shared_memory": spec["sharedMemory"],
-        "node_selector": spec.get("nodeSelector"),
-        "tolerations": spec.get("tolerations"),
-        "runtime_class": spec.get("runtimeClassName"),
+        "max_unavailable": spec["maxUnavailable"],
         "pools": sorted({one for user, its in users.items() for one in pools(user, its)}),
         # to 0 only where all gateways know that it may sleep: to others it would be missing
         "min": max(spec["min"] if "max" in spec else scaled["minReplicas"], 0 if sleeps else 1),
@@ -95,7 +113,24 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         "window": min(3600, scaled["coldStartSeconds"]),
         "triggers": _triggers(scaled, namespace, spec, sorted(users)) if scaled["enabled"] else None,
     }
-    return [one for one in _filled(_templates()["pool"], blanks) if _fits(one, apis if scaled["enabled"] else set())]
+    made = [one for one in _filled(_templates()["pool"], blanks) if _fits(one, apis if scaled["enabled"] else set())]
+    if not all(its["networkPolicy"]["enabled"] for its in users.values()):
+        made = [one for one in made if one["kind"] != "NetworkPolicy"]
+    return [*made[:-1], merged(made[-1], {"spec": {"template": spec.get("podTemplate", {})}})]
+
+
+def merged(made: Any, over: Any) -> Any:
+    """A part of an object with another part merged into it, as podTemplate of a definition says."""
+    if isinstance(made, dict) and isinstance(over, dict):
+        return made | {key: merged(made.get(key), value) for key, value in over.items()}
+    if not (isinstance(made, list) and isinstance(over, list)):
+        return over
+    if not all(isinstance(one, dict) and "name" in one for one in (*made, *over)):
+        return [*made, *over]
+    named = {one.get("mountPath", one["name"]): one for one in made}
+    return [
+        *(named | {(key := one.get("mountPath", one["name"])): merged(named.get(key), one) for one in over}).values()
+    ]
 
 
 def pools_of(name: str, spec: Object) -> list[Object]:
@@ -163,12 +198,14 @@ def _common(name: str, side: str, pipeline: Object) -> Object:
     return {
         "side": side,
         "image": pipeline["image"],
+        "pull_policy": pipeline["imagePullPolicy"],
         "pulls": [{"name": one} for one in pipeline.get("imagePullSecrets", [])] or None,
         "wire": pipeline.get("keysSecret", f"{name}-wire"),
         "secrets": [{"secretRef": {"name": one}} for one in pipeline.get("envSecrets", [])],
         "weights": {"claimName": weights["claim"]} if "claim" in weights else None,
         "weights_folder": None if "claim" in weights else {"sizeLimit": weights["size"]},
         "results": results.get("url", "disk:/results"),
+        "results_limit": results.get("limit", "0"),
         "results_claim": claim,
         "results_volume": {"name": "results", "persistentVolumeClaim": {"claimName": claim}} if is_folder else None,
         "results_mount": {"name": "results", "mountPath": "/results"} if is_folder else None,

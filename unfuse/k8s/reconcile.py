@@ -10,7 +10,7 @@ from unfuse.core.spread import AUTO
 from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place
 from unfuse.k8s.leaving import UNKNOWN_S, busy, fewest_ranks, staying
-from unfuse.k8s.objects import KEDA, MADE, MONITORING, VERSION
+from unfuse.k8s.objects import KEDA, MADE, MONITORING, POLICIES, VERSION
 from unfuse.k8s.spec import NAME, Object, Wrong, gpus, pools as pools_in, ranks, read
 from unfuse.k8s.status import Found, condition, conditions, of_workload
 
@@ -18,6 +18,9 @@ PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
 
 NOT_AS_DEFINED = (ConfigError, LookupError, TypeError, AttributeError)
 """What comes of objects that a server let in against their definition."""
+
+Named = tuple[str, str, str]
+"""The API, kind and name of an object."""
 
 Tell = Callable[..., None]
 """Called with an object, and a reason and a message by name, when something is newly wrong with it."""
@@ -58,7 +61,10 @@ class Reconciler:
         for made in (*objects.secrets_of(name, asked), *objects.pools_of(name, asked)):
             controls = made["kind"] == "Secret"
             await self._cluster.create(made, namespace, owner | ({"controller": True} if controls else {}))
-        found = await self._applied(objects.of_pipeline(name, asked, apis), body, namespace)
+        ours = objects.of_pipeline(name, asked, apis)
+        optional = {(POLICIES, "NetworkPolicy", f"{name}-scheduler"), (MONITORING, "ServiceMonitor", name)}
+        await self._drop(optional, ours, apis, body)
+        found = await self._applied(ours, body, namespace)
         there = await self._cluster.every(VERSION, POOL, namespace)
         roles = {pool: one["spec"]["role"] for pool, one in there.items()}
         troubles = [Wrong("NotAsAsked", said) for said in objects.unmet(name, asked, roles, apis)]
@@ -69,7 +75,7 @@ class Reconciler:
             if its.get("status") == "True":
                 troubles.append(Wrong(its["reason"], f"pool {pool}: {its['message']}"))
         whole = Found(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
-        return whole, {"url": at(name, namespace)}
+        return whole, {"url": at(name, namespace, asked)}
 
     async def _pool(self, body: Object, namespace: str) -> tuple[Found, Object]:
         name, asked = body["metadata"]["name"], read(body)
@@ -90,10 +96,10 @@ class Reconciler:
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
             raise Wrong("NotUsed", "no pipeline names it, so it has no workers")
         made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
-        gateways = [at(one, namespace) for one in sorted(users)]
+        gateways = [at(one, namespace, its) for one, its in sorted(users.items())]
         since, waits = await self._shrink(body, made[-1], asked["finishSeconds"], gateways)
-        if KEDA in apis and KEDA not in {one["apiVersion"] for one in made}:
-            await self._cluster.delete(KEDA, "ScaledObject", namespace, name, owner_of(body))
+        optional = {(POLICIES, "NetworkPolicy", f"{name}-pool"), (KEDA, "ScaledObject", name)}
+        await self._drop(optional, made, apis, body)
         found = (await self._applied(made, body, namespace))._replace(waits=waits)
         idle = await idle_gpus(name, asked, gateways if found.ready else [])
         found = found._replace(troubles=(*found.troubles, *idle))
@@ -117,6 +123,13 @@ class Reconciler:
             return None, ""
         made["spec"]["replicas"] = stay
         return since, f"{stay} workers are to be {wanted}: {why}"
+
+    async def _drop(self, optional: set[Named], made: list[Object], apis: frozenset[str], body: Object) -> None:
+        """Delete those of these objects that are not to be made any more."""
+        kept = {(one["apiVersion"], one["kind"], one["metadata"]["name"]) for one in made}
+        for api, kind, name in sorted(optional - kept):
+            if api in apis | {POLICIES}:
+                await self._cluster.delete(api, kind, body["metadata"]["namespace"], name, owner_of(body))
 
     async def _applied(self, made: list[Object], body: Object, namespace: str) -> Found:
         """Apply objects of which the last is a workload, and see how that is."""
@@ -159,9 +172,9 @@ def owner_of(body: Object) -> Object:
     return {"apiVersion": VERSION, "kind": kind, "name": body["metadata"]["name"], "uid": body["metadata"]["uid"]}
 
 
-def at(pipeline: str, namespace: str) -> str:
-    """Where its gateway is."""
-    return f"http://{pipeline}.{namespace}.svc:8000"
+def at(pipeline: str, namespace: str, spec: Object) -> str:
+    """Where the gateway of a pipeline is."""
+    return f"http://{pipeline}.{namespace}.svc:{spec['service']['port']}"
 
 
 def now() -> str:

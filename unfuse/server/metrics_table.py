@@ -12,8 +12,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from unfuse.core.messages import TextLoad, WorkerInfo
+from unfuse.core.messages import WorkerInfo
 from unfuse.core.pool import declared, outcome_of
+from unfuse.core.text import TextLoad
 from unfuse.queues.base import Member, PoolStats
 from unfuse.stages.specs import DECODE, PREFILL
 
@@ -135,6 +136,10 @@ def _summed(samples: Samples) -> Samples:
     return totals.items()
 
 
+def _mean(shares: Iterable[float]) -> float:
+    return fmean([*shares] or [0.0])
+
+
 def _kv_blocks(scrape: Scrape) -> Samples:
     return _summed(
         ((info.role, state), blocks)
@@ -217,7 +222,7 @@ METRICS = (
     _gauge(
         "unfuse_worker_busy_ratio",
         "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones",
-        _of_pools(lambda scrape, pool: fmean([one.info.status.utilization for one in scrape.members[pool]] or [0.0])), *POOL,
+        _of_pools(lambda scrape, pool: _mean(one.info.status.utilization for one in scrape.members[pool])), *POOL,
     ),
     _gauge(
         "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",
