@@ -20,7 +20,7 @@ from unfuse.core.errors import ConfigError, InUse, TransientError
 from unfuse.queues.base import Declaration
 from unfuse.queues.row import Pieces, Row
 
-APPLICATION, SCHEMA = 0x756E6675, 2  # SQLite's application_id for a queue of unfuse, and the version of the tables
+APPLICATION, SCHEMA = 0x756E6675, 3  # SQLite's application_id for a queue of unfuse, and the version of the tables
 
 TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB NOT NULL) STRICT;

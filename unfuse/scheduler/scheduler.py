@@ -112,17 +112,18 @@ class Scheduler:
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
         samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(asked.n)]
-        works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
+        known = params | asked.derived.values()
+        works = {stage.name: stage.work.of(known) for stage in card.pipeline.stages}
         if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
             raise WeightsChanged(f"the model is unavailable: {file}")
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
         shared_by = self._cache.shared_by(who.tenant, delivery.cache)
-        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins)
+        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins, asked.derived)
         context = RequestContext(
             asked.id or self.queue.placed(request_ids(), who), card.name, params, plan, {}, who.tenant,
             who.idempotency_key, who.fingerprint, priority=delivery.priority, metadata=delivery.metadata,
             asked=asked.name, limit_s=asked.limit_s or None, ends_with_client=who.ends_with_client, makes=asked.makes,
-            webhook=_webhook(delivery, who), hint=asked.hint,
+            webhook=_webhook(delivery, who), hint=asked.hint, derived=asked.derived,
         )  # fmt: skip
         return await self._submit(context, who.allowance, delivery.timeout)
 
@@ -136,6 +137,7 @@ class Scheduler:
             asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
             priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
             makes=asked.makes, result=source.result, webhook=_webhook(delivery, who), hint=asked.hint,
+            derived=asked.derived,
         )  # fmt: skip
         change = lifecycle.reused(context, self.clock.wall())
         limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
@@ -156,7 +158,7 @@ class Scheduler:
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
             asked=old.asked, limit_s=old.limit_s, webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
-            hint=old.hint,
+            hint=old.hint, derived=old.derived,
         )  # fmt: skip
         record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))

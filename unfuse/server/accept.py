@@ -15,12 +15,13 @@ from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery, size_from
+from unfuse.core.derived import GRAMMAR, Derived, expected_tokens
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError
-from unfuse.core.grammar import GRAMMAR, digest
+from unfuse.core.grammar import digest
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
-from unfuse.core.parameters import Value
 from unfuse.core.pixels import size_of
 from unfuse.core.request import Allowance, Asked, Record, Who, request_ids
+from unfuse.core.words import PromptTokens
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
@@ -41,10 +42,9 @@ class Prompt:
     data: bytes
     begins: tuple[str, ...] = ()
     besides: Mapping[str, bytes] = field(default_factory=dict)
-    derived: Mapping[str, object] = field(default_factory=dict)
-    """Values for the medium's `settle` that are computed from the prompt, such as its number of tokens."""
-    params: Mapping[str, Value] = field(default_factory=dict)
-    """Further parameters for the stages."""
+    derived: Derived = Derived()
+    tokens: PromptTokens | None = None
+    """What the tokenizer made of the fields; None: they are no chat."""
     grammars: tuple[bytes, ...] = ()
     """Packed grammars of the answer, the strictest first. The first that can be compiled is used."""
     grammar_param: str = ""
@@ -155,26 +155,27 @@ class Call:
         named = replace(card, name=asked)  # as the client calls it: its own may be a folder here
         params, n = check(
             named, fields, self.medium,
-            strict=gateway.strict, uploads=pictures, files=self.files, derived=prompt.derived,
+            strict=gateway.strict, uploads=pictures, files=self.files, tokens=prompt.tokens,
         )  # fmt: skip
-        params |= prompt.params
+        derived = replace(prompt.derived, expected_tokens=expected_tokens(params))
         if prompt.grammars:
             uploads[GRAMMAR] = await gateway.trials.choose(prompt.grammars, prompt.grammar_param)
-            params[GRAMMAR] = digest(uploads[GRAMMAR])
+            derived = replace(derived, grammar=digest(uploads[GRAMMAR]))
         if "lora" in params:
-            params["lora_id"] = await gateway.lora_ids(named, str(params["lora"]))
+            derived = replace(derived, lora_id=await gateway.lora_ids(named, str(params["lora"])))
         for name, value in pictures.items():
             read = partial(read_picture, self.upload if name in REFERENCES else name, value)
             read = partial(read_mask, value, uploads[UPLOAD]) if name == MASK else read
             uploads[name] = await to_thread.run_sync(read, limiter=gateway.decoding)
-            params[name] = hashlib.sha256(uploads[name]).hexdigest()
+        hashes = {name: hashlib.sha256(uploads[name]).hexdigest() for name in pictures}
+        derived = replace(derived, pictures=hashes)
         if UPLOAD in pictures:
             size = await to_thread.run_sync(size_of, uploads[UPLOAD], limiter=gateway.decoding)
             params |= size_from(card, fields, params, size)
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-        made = makes(card, self.given, params, n, delivery)
+        made = makes(card, self.given, params, derived, n, delivery)
         hint = card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else ""
-        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint)
+        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint, derived)
         if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
             return record
         unused = bool(uploads)

@@ -65,8 +65,7 @@ class TextMetrics(Observer):
 
     @override
     def submitted(self, context: RequestContext) -> None:
-        tokens = context.params.get("prompt_tokens")
-        if isinstance(tokens, int):
+        if tokens := context.derived.prompt_tokens:
             self._tokens.labels(self._shown(context.model), "prompt").inc(tokens)
             self._tokens.labels(self._shown(context.model), "cached").inc(0)
 
