@@ -21,7 +21,7 @@ from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
-from unfuse.core.derived import Derived
+from unfuse.core.derived import PROMPT, Derived
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
@@ -115,9 +115,8 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     if reading and str(fields.get("include_reasoning")).lower() == "false":
         reading = msgspec.structs.replace(reading, hidden=True)
     return Prompt(
-        packed(ids),
-        beginnings(ids, places),
-        uploads,
+        {PROMPT: packed(ids), **uploads},
+        begins=beginnings(ids, places),
         derived=Derived(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
         tokens=PromptTokens(len(ids), special_stops, bad_words),
         grammars=grammars,
