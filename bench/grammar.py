@@ -22,11 +22,13 @@ import torch
 from bench.report import ratio, show, spread
 from tools.tiny_language import make_language_model
 from unfuse.core.checking import check
+from unfuse.core.derived import GRAMMAR, Derived
 from unfuse.core.errors import ConfigError
-from unfuse.core.grammar import GRAMMAR, Grammar, digest, packed as pack_grammar
+from unfuse.core.grammar import Grammar, digest, packed as pack_grammar
 from unfuse.core.media import TEXT
 from unfuse.core.schemas import schema_text
 from unfuse.core.text import packed
+from unfuse.core.words import PromptTokens
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.models.grammars import Grammars
@@ -73,9 +75,9 @@ class Texts:
         asked: dict[str, Any] = {"messages": [], "seed": seed, "max_tokens": 400}
         asked |= {"logit_bias": {str(stop): -100 for stop in self._tokenizer.stops}}
         uploads = {"prompt": packed(ids)} | ({GRAMMAR: held} if held else {})
-        params, _ = check(self._card, asked, TEXT, derived={"prompt_tokens": len(ids)})
-        params |= {GRAMMAR: digest(held)} if held else {}
-        state = self.stage.start(StageInput(params, {}, uploads))
+        params, _ = check(self._card, asked, TEXT, tokens=PromptTokens(len(ids)))
+        derived = Derived(prompt_tokens=len(ids), grammar=digest(held) if held else "")
+        state = self.stage.start(StageInput(params, {}, uploads, derived=derived))
         while held and self.stage.waits(state):
             time.sleep(0.01)
         return state

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ from bench.model import PROMPTS, Case, Model, advance
 from bench.report import ratio, show
 from tools.tiny import adapter
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.derived import Derived
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source
 from unfuse.stages.adapters import Loras
@@ -34,9 +36,14 @@ SPARE = 2
 """Steps beyond those that are timed."""
 
 
-def asked(loras: Loras, name: str) -> Params:
+def asked(name: str) -> Params:
     """What a request for an adapter says; nothing without a name."""
-    return {"lora": name, "lora_scale": 1.0, "lora_id": loras.id_of(name)} if name else {}
+    return {"lora": name, "lora_scale": 1.0} if name else {}
+
+
+def id_of(loras: Loras, name: str) -> str:
+    """The hash of an adapter's content; "" without a name."""
+    return loras.id_of(name) if name else ""
 
 
 def stage_of(model: Model) -> Denoise:
@@ -44,10 +51,12 @@ def stage_of(model: Model) -> Denoise:
     return stage
 
 
-def begun(case: Case, own: Params) -> DenoiseState:
+def begun(case: Case, own: Params, lora_id: str) -> DenoiseState:
     """A request before its first step."""
     _, task = case.model.task("denoise", case.params(0), case.made[0])
-    return stage_of(case.model).start(StageInput({**task.params, **own}, task.tensors))
+    return stage_of(case.model).start(
+        StageInput({**task.params, **own}, task.tensors, derived=Derived(lora_id=lora_id))
+    )
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -64,7 +73,7 @@ def forward(bare: Case, adapted: Case, loras: Loras, names: list[str], rounds: i
     taken: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for side, (case, name) in sides.items():
-            stage, states = stage_of(case.model), [begun(case, asked(loras, name))]
+            stage, states = stage_of(case.model), [begun(case, asked(name), id_of(loras, name))]
             states = advance(stage, states)
             taken[side].append(seconds(lambda stage=stage, states=states: advance(stage, states)))
     plain = taken["none was ever loaded"]
@@ -88,8 +97,9 @@ def changes(adapted: Model, single: Model, loras: Loras, names: list[str], round
         for way, (model, before, after) in ways.items():
             adapters = stage_of(model)._adapters
             assert adapters is not None
-            adapters.use(asked(loras, before))
-            taken[way].append(seconds(lambda adapters=adapters, after=after: adapters.use(asked(loras, after))))
+            adapters.use(asked(before), id_of(loras, before))
+            use = partial(adapters.use, asked(after), id_of(loras, after))
+            taken[way].append(seconds(use))
     return {way: round(median(found) * 1e3, 2) for way, found in taken.items()}
 
 

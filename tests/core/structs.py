@@ -40,7 +40,8 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*(of(one) for one in inside))
     assert issubclass(kind, msgspec.Struct), kind
     hints = get_type_hints(kind, include_extras=True)
-    return st.builds(kind, **{name: of(hints[name]) for name in kind.__struct_fields__})
+    fields = kind.__struct_fields__
+    return st.deferred(lambda: st.builds(kind, **{name: of(hints[name]) for name in fields}))  # it may hold itself
 
 
 def _bounded(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:

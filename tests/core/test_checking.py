@@ -27,7 +27,7 @@ class Lengths(msgspec.Struct, frozen=True):
     max_chars: int = 100
 
 
-def settle(limits: Lengths, params: Params, read: Mapping[str, Any]) -> Params:
+def settle(limits: Lengths, params: Params, read: Mapping[str, Any], _: object) -> Params:
     return {"max_tokens": read.get("max_tokens", limits.max_tokens)}
 
 

@@ -43,10 +43,11 @@ def test_a_noun_is_frozen(kind: type[msgspec.Struct]) -> None:
 
 
 def test_a_request_is_no_grab_bag() -> None:
-    """The last five came with callers that leave (`callers`), with results that are given again (`makes`), with pools
-    that sleep (`moved`), with starts that are told truly (`started_at`), and with models that know few words (`hint`).
+    """The last six came with callers that leave (`callers`), with results that are given again (`makes`), with pools
+    that sleep (`moved`), with starts that are told truly (`started_at`), with models that know few words
+    (`hint`), and with what the server derives (`derived`).
     """
-    assert len(RequestContext.__struct_fields__) <= 28
+    assert len(RequestContext.__struct_fields__) <= 29
     assert {"tenant", "idempotency_key", "version"} <= set(RequestContext.__struct_fields__)
 
 

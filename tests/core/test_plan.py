@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
 from tests.core.graphs import pipelines
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.media import Room, Work, Workload
 from unfuse.core.plan import (
@@ -24,6 +25,7 @@ from unfuse.core.plan import (
     roles_of,
     slots_of,
 )
+from unfuse.core.vision import Shown
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -318,8 +320,8 @@ def test_a_plan_says_how_much_each_stage_has_to_do() -> None:
 class TestStagesForEachEntry:
     """Stages that run for each entry of a list, as pictures that a prompt shows are encoded each on its own."""
 
-    SHOWN = (
-        '[{"shown": "a", "tokens": 4}, {"shown": "b", "tokens": 9}, {"shown": "a", "tokens": 4}]'  # the first, twice
+    A, B = (
+        Shown(name, f"shown-{name}", frames=1, rows=1, columns=1, tokens=count) for name, count in (("a", 4), ("b", 9))
     )
     LANGUAGE = Pipeline(
         (
@@ -332,13 +334,14 @@ class TestStagesForEachEntry:
         )
     )  # fmt: skip
 
-    def plan(self, **params: Any) -> Any:
+    def plan(self, *shown: Shown) -> Any:
         self.LANGUAGE.validate()
         pools = {spec.name: spec.name for spec in self.LANGUAGE.stages}
-        return compile_plan(self.LANGUAGE, pools, params, [{"index": 0}, {"index": 1}], ("tenant",))
+        samples: list[Params] = [{"index": 0}, {"index": 1}]
+        return compile_plan(self.LANGUAGE, pools, {}, samples, ("tenant",), derived=Derived(shown=shown))
 
     def test_equal_entries_are_one_stage_and_who_reads_it_reads_all(self) -> None:
-        plan = self.plan(shown=self.SHOWN)
+        plan = self.plan(self.A, self.B, self.A)
         assert {one.name: one.after for one in plan.stages} == {
             "encode.0": (),
             "encode.1": (),
@@ -347,14 +350,13 @@ class TestStagesForEachEntry:
             "decode.1": ("encode.0", "encode.1", "prefill"),
         }
         first, second = plan.stages[:2]
-        assert (first.params, first.room, first.work) == ({"shown": "a", "tokens": 4}, 18, (1.0, 4.0))
+        assert (first.derived, first.room, first.work) == (Derived(shown=(self.A,)), 18, (1.0, 4.0))
         assert (second.room, second.work) == (28, (1.0, 9.0))
 
     def test_what_an_entry_has_by_content_is_shared_wherever_it_stands(self) -> None:
-        one, other = self.plan(shown=self.SHOWN), self.plan(shown='[{"shown": "b", "tokens": 9}]')
+        one, other = self.plan(self.A, self.B), self.plan(self.B)
         assert one.stage("encode.1").cache == other.stage("encode.0").cache != one.stage("encode.0").cache
 
-    @pytest.mark.parametrize("params", [{}, {"shown": ""}, {"shown": "[]"}])
-    def test_without_entries_it_does_not_run(self, params: Any) -> None:
-        assert [one.name for one in self.plan(**params).stages] == ["prefill", "decode.0", "decode.1"]
-        assert self.plan(**params).stage("prefill").after == ()
+    def test_without_entries_it_does_not_run(self) -> None:
+        assert [one.name for one in self.plan().stages] == ["prefill", "decode.0", "decode.1"]
+        assert self.plan().stage("prefill").after == ()

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from unfuse.core.reading import AnswerReader, Reading, reading_in
+from unfuse.core.reading import AnswerReader, Reading
 from unfuse.core.reasoning import opened
 from unfuse.core.tool_calls import Part
 from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS as REASONING, reasoning_of
@@ -101,4 +101,3 @@ def test_a_prompt_may_end_within_reasoning() -> None:
 def test_marks_of_all_formats_are_known() -> None:
     reading = Reading(calls=CALL_FORMATS["deepseek_v3"], reasoning=QWEN3)
     assert {"<think>", "</think>", "<｜tool▁sep｜>"} <= set(reading.marks)
-    assert reading_in(None) is None

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import OWN, template_kwargs
 from unfuse.core.checking import check
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.media import IMAGE, TEXT, medium_for, medium_of
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import new_request_id
-from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS
+from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS, PromptTokens
 
 CARD = ModelCard(
     "m", "m", "language", Pipeline(()), {"max_tokens": 100, "vocabulary": 50}, {"temperature": 0.6}, {}, {}
@@ -25,7 +26,7 @@ SAID: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def asked(card: ModelCard = CARD, *, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
-    return check(card, {**SAID, **more}, TEXT, derived={"prompt_tokens": prompt_tokens})[0]
+    return check(card, {**SAID, **more}, TEXT, tokens=PromptTokens(prompt_tokens))[0]
 
 
 def test_an_answer_may_take_what_the_messages_leave() -> None:
@@ -109,9 +110,9 @@ def test_what_is_not_allowed_is_refused_by_its_name(more: dict[str, object], par
 
 
 def test_stop_strings_that_are_special_tokens_end_an_answer_as_tokens() -> None:
-    derived = {"prompt_tokens": 1, "special_stops": [7]}
+    tokens = PromptTokens(1, special_stops=[7])
     for more, ids in (({}, "[7]"), ({"stop_token_ids": [3]}, "[7, 3]")):
-        assert check(CARD, {**SAID, **more}, TEXT, derived=derived)[0]["stop_token_ids"] == ids
+        assert check(CARD, {**SAID, **more}, TEXT, tokens=tokens)[0]["stop_token_ids"] == ids
 
 
 @pytest.mark.row("C46", "C47")
@@ -142,7 +143,8 @@ def test_what_ends_an_answer_is_there_only_if_asked_for() -> None:
     names = ("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "bad_words")
     assert not asked(ignore_eos=False, min_tokens=0).keys() & {*names}
     said = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3, 4], "include_stop_str_in_output": True}
-    params = asked(**said, bad_words=[[1, 2]])
+    tokens = PromptTokens(40, bad_words=[[1, 2]])
+    params, _ = check(CARD, {**SAID, **said, "bad_words": ["a b"]}, TEXT, tokens=tokens)
     assert [params[name] for name in names] == [2, True, "[3, 4]", True, "[[1, 2]]"]
 
 
@@ -176,12 +178,8 @@ def test_ids_tell_the_medium() -> None:
     assert medium_for({"prompt": "a circle", "n": 2}) is IMAGE
 
 
-@pytest.mark.parametrize("name", ["prompt_tokens", "shown", "grammar", "tool_calls", "reading"])
+@pytest.mark.parametrize("name", Derived.__struct_fields__)
 def test_what_is_derived_no_client_can_send(name: str) -> None:
     with pytest.raises(InvalidParameter, match="unknown parameter") as refused:
-        asked_by(name)
+        check(CARD, {**SAID, name: 3}, TEXT, tokens=PromptTokens(40))
     assert refused.value.param == name
-
-
-def asked_by(name: str) -> None:
-    check(CARD, {**SAID, name: 3}, TEXT, derived={"prompt_tokens": 40})

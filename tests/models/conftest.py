@@ -16,6 +16,7 @@ from PIL import Image
 from tests.forking import isolated
 from tests.once import once
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.derived import Derived
 from unfuse.core.media import UPLOADS
 from unfuse.core.plan import Params
 from unfuse.models import find, resolve_source
@@ -505,10 +506,16 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+def task(params: Params, tensors: Any = None, uploads: Any = None) -> StageInput:
+    """A task of a request that has these pictures."""
+    pictures = dict.fromkeys(uploads or {}, "hash")
+    return StageInput(params, tensors or {}, uploads or {}, derived=Derived(pictures=pictures))
+
+
 def run(stage: Stage, params: Params, tensors: Any = None, uploads: Any = None) -> Any:
-    task = StageInput({**params, "output_format": "png"}, tensors or {}, uploads or {})
-    stage.verify(task)
-    (output,) = stage.run([task])
+    given = task({**params, "output_format": "png"}, tensors, uploads)
+    stage.verify(given)
+    (output,) = stage.run([given])
     return output
 
 

@@ -20,7 +20,7 @@ from unfuse.core.codec import decode as read
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Keep, Progress, Stopped
 from unfuse.core.plan import prefix_key
-from unfuse.core.reading import READING, Reading
+from unfuse.core.reading import Reading
 from unfuse.core.reasoning import ReasoningFormat
 from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
@@ -221,9 +221,9 @@ def test_what_nobody_would_find_is_not_computed_again(
     """Given an answer that shares nothing, or with reasoning, which no later turn has, then nothing of it is kept."""
     _, decode = model.stages()
     given = asked(model, some_ids(250, 6), 20)
-    reading = msgspec.json.encode(Reading(reasoning=ReasoningFormat("some"), **reasons)).decode()
-    params = given.params | ({READING: reading} if reasons else {})
-    given = msgspec.structs.replace(given, params=params, extends=bool(reasons))
+    reading = Reading(reasoning=ReasoningFormat("some"), **reasons) if reasons else None
+    derived = msgspec.structs.replace(given.derived, reading=reading)
+    given = msgspec.structs.replace(given, derived=derived, extends=bool(reasons))
     seen, found = computed(decode, monkeypatch), Portions()
     assert len(answering(decode, given, {}, found)) == 20
     assert not found

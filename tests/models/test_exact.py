@@ -206,7 +206,7 @@ def test_batched_is_within_the_tolerance_of_alone(
     params = [JOBS[name].params for name in names]
     denoise = loaded["denoise"]
     assert isinstance(denoise, SteppedStage)
-    assert len({denoise.batch_key(given) for given in params}) == 1
+    assert len({denoise.batch_key(StageInput(given, {})) for given in params}) == 1
 
     encoded: list[dict[str, Any]] = [{} for _ in names]
     brought = undivided.uploads(params[0]).keys()
@@ -226,7 +226,7 @@ def test_batched_is_within_the_tolerance_of_alone(
 
 def _together(stage: Stage, params: list[Params], tensors: list[Any], undivided: c.Undivided) -> list[Any]:
     tasks = [
-        StageInput({**given, "output_format": "png"}, found, undivided.uploads(given))
+        c.task({**given, "output_format": "png"}, found, undivided.uploads(given))
         for given, found in zip(params, tensors, strict=True)
     ]
     for task in tasks:

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from tests.models.test_language import Model, prefilled, task, to_the_end
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import encode
+from unfuse.core.derived import GRAMMAR
 from unfuse.core.errors import PermanentError
-from unfuse.core.grammar import GRAMMAR, Grammar, packed
+from unfuse.core.grammar import Grammar, packed
 from unfuse.core.schemas import schema_text
 from unfuse.models.grammars import BrokenGrammar
 from unfuse.stages.base import StageInput
@@ -63,7 +64,8 @@ class Even:
 
 def held(model: Model, words: int, **asked: Any) -> StageInput:
     given = task(model.card, model.ids(words), max_tokens=MOST, **{"temperature": 1, **asked})
-    return replace(given, params={**given.params, GRAMMAR: "0"}, uploads={**given.uploads, GRAMMAR: JSON})
+    derived = replace(given.derived, grammar="0")
+    return replace(given, derived=derived, uploads={**given.uploads, GRAMMAR: JSON})
 
 
 def with_grammars(model: Model, grammars: Any, tokens: int = 4096, batching: str = "batched") -> Decode:

@@ -22,10 +22,12 @@ from unfuse.arena.arena import Arena
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import TextLoad, packed
+from unfuse.core.words import PromptTokens
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.folder import WHOLE
@@ -75,8 +77,8 @@ class Model:
 
 def task(card: ModelCard, ids: list[int], tensors: Mapping[str, Any] | None = None, **asked: Any) -> StageInput:
     given = {"messages": [], "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
-    params, _ = check(card, given, TEXT, derived={"prompt_tokens": len(ids)})
-    return StageInput(params, tensors or {}, {"prompt": packed(ids)})
+    params, _ = check(card, given, TEXT, tokens=PromptTokens(len(ids)))
+    return StageInput(params, tensors or {}, {"prompt": packed(ids)}, derived=Derived(prompt_tokens=len(ids)))
 
 
 def prefilled(prefill: Prefill, given: StageInput) -> Mapping[str, Any]:
@@ -375,12 +377,12 @@ def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_p
     )  # fmt: skip
     given = task(model.card, torch.randint(3, 200, (tokens,), generator=source).tolist(), max_tokens=1)
     window = Window(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
-    session, received = transfers.fetch(whole, window), decode.receive(given.params, 0, made)
+    session, received = transfers.fetch(whole, window), decode.receive(given.derived, 0, made)
     for piece in window:
         received.take(torch.from_numpy(piece))
     session.result(60)
     states = [
-        decode.start(StageInput(given.params, tensors, given.uploads, received=came))
+        decode.start(msgspec.structs.replace(given, tensors=tensors, received=came))
         for tensors, came in (({}, received), (made, None))
     ]
     assert [state.done for state in states] == [tokens - 1] * 2

@@ -14,11 +14,13 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from tests.models import conftest as c
 from tools.tiny import KINDS
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.plan import Params
 from unfuse.models import find
@@ -55,7 +57,7 @@ def prepared(undivided: c.Undivided, stages: c.Load, loras: Loras) -> Callable[.
         folder = str(undivided.folder("loras"))
         loaded = stages(undivided.folder(job.model), job.dtype, options, folder)
         encoded = c.encode(loaded, job.params, undivided.uploads(job.params))
-        stage, task = loaded["denoise"], StageInput(known(job.params, loras), encoded)
+        stage, task = loaded["denoise"], known(job.params, loras, encoded)
         assert isinstance(stage, SteppedStage)
         stage.verify(task)
         return stage, task
@@ -66,9 +68,10 @@ def prepared(undivided: c.Undivided, stages: c.Load, loras: Loras) -> Callable[.
 Prepare = Callable[..., tuple[SteppedStage[Any], StageInput]]
 
 
-def known(params: Params, loras: Loras) -> Params:
-    """A request's parameters as the gateway passes them on."""
-    return {**params, "lora_id": loras.ids_of(str(params["lora"]))} if "lora" in params else params
+def known(params: Params, loras: Loras, tensors: Any = None) -> StageInput:
+    """A request's task, with what the gateway knows of its adapters."""
+    id = loras.ids_of(str(params["lora"])) if "lora" in params else ""
+    return StageInput(params, tensors or {}, derived=Derived(lora_id=id))
 
 
 def latents(stage: SteppedStage[Any], task: StageInput) -> np.ndarray:
@@ -150,7 +153,7 @@ def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: Lora
 
 def test_a_batch_with_an_adapter_is_within_the_tolerance_of_alone(undivided: c.Undivided, prepared: Prepare) -> None:
     stage, task = prepared(JOBS["lora-alpha"], ComputeOptions(batching="batched"))
-    mate = StageInput({**task.params, "seed": 99}, task.tensors)
+    mate = replace(task, params={**task.params, "seed": 99})
     states = [stage.start(one) for one in (task, mate)]
 
     for _ in range(stage.progress(states[0])[1]):
@@ -204,7 +207,7 @@ class TestRefusals:
 
         def make(name: str) -> np.ndarray:
             own = {"lora": name, "lora_scale": 1.0} if name else {}
-            return latents(stage, StageInput(known({**params, **own}, loras), c.encode(loaded, params, {})))
+            return latents(stage, known({**params, **own}, loras, c.encode(loaded, params, {})))
 
         yield make
         assert np.array_equal(make(""), undivided.result("lora-none")["latents"])
@@ -229,7 +232,7 @@ class TestRefusals:
         loaded, asked = stages(undivided.folder("wan"), "float32", c.EXACT, str(tmp_path)), Loras(str(tmp_path))
         stage, base = loaded["denoise"], JOBS["lora-plain"].params
         assert isinstance(stage, SteppedStage)
-        task = StageInput(known({**base, "lora": "mine"}, asked), c.encode(loaded, base, {}))
+        task = known({**base, "lora": "mine"}, asked, c.encode(loaded, base, {}))
         file.write_bytes((source / "wan-alpha.safetensors").read_bytes())
 
         with pytest.raises(PermanentError, match="another content"):
@@ -261,7 +264,7 @@ class TestRefusals:
     def test_a_worker_without_a_folder(self, undivided: c.Undivided, stages: c.Load, loras: Loras) -> None:
         loaded, params = stages(undivided.folder("wan")), JOBS["lora-plain"].params
         with pytest.raises(PermanentError, match="--loras"):
-            loaded["denoise"].verify(StageInput(known(params, loras), c.encode(loaded, params, {})))
+            loaded["denoise"].verify(known(params, loras, c.encode(loaded, params, {})))
 
 
 class TestFolder:

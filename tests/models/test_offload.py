@@ -108,9 +108,9 @@ def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> No
     resting, busy = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
     sides = [Adapters(loras, model, lambda: WanPipeline, HOST, 1) for model in (one, resting)]
     for name in ("", "one", "two", "", "one"):
-        own: Params = {"lora": name, "lora_id": loras.id_of(name), "lora_scale": 0.5} if name else {}
+        own: Params = {"lora": name, "lora_scale": 0.5} if name else {}
         for side in sides:
-            side.use(own)
+            side.use(own, loras.id_of(name) if name else "")
         assert torch.equal(denoise(one), denoise(resting)), name
         assert torch.equal(decode(other), decode(busy))
 

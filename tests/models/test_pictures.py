@@ -138,7 +138,7 @@ def test_references_of_other_shapes_share_a_batch_and_no_forward(undivided: c.Un
     encoded = [c.encode(loaded, params, files) for files in uploads]
     assert encoded[0]["condition"].shape != encoded[1]["condition"].shape
     tasks = [StageInput(params, tensors) for tensors in encoded]
-    assert len({denoise.batch_key(task.params) for task in tasks}) == 1
+    assert len({denoise.batch_key(task) for task in tasks}) == 1
 
     together = denoise.step([denoise.start(task) for task in tasks])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import conftest as c
+from unfuse.core.derived import Derived
 from unfuse.core.plan import Params, Value
 from unfuse.models import find
 from unfuse.stages.base import Stage, StageInput
@@ -31,9 +32,10 @@ class Declared(Mapping[str, Value]):
 
 
 def encoded(stage: Stage, params: Any, uploads: Mapping[str, bytes]) -> dict[str, Any]:
-    task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads_of(params)})
+    derived = Derived(pictures=dict.fromkeys(uploads, "hash"))
+    task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads_of(derived)}, derived=derived)
     stage.verify(task)
-    stage.batch_key(params)
+    stage.batch_key(task)
     (output,) = stage.run([task])
     return dict(output.tensors)
 
@@ -46,8 +48,9 @@ def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
     assert specs
     for spec in specs:
         stage = stages(folder, job.dtype)[spec.name]
-        assert set(stage.uploads) <= set(spec.reads), "an upload goes by its hash, which is a parameter of its name"
-        alone = encoded(stage, Declared(job.params, spec.reads), uploads)
+        assert set(stage.uploads) <= set(spec.reads), "an upload goes by its hash, which has its name"
+        known = {name: data for name, data in uploads.items() if name in spec.reads}
+        alone = encoded(stage, Declared(job.params, spec.reads), known)
         whole = encoded(stage, {**job.params, "output_format": "png"}, uploads)
         assert alone.keys() == whole.keys() == set(spec.outputs)
         for name, tensor in whole.items():

@@ -58,7 +58,7 @@ def compared(stage: Stage, tasks: list[StageInput]) -> tuple[list[Any], dict[tup
             running[place] = stepped.start(waiting.pop(place))
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for place, state in running.items():
-            groups[stage.batch_key(tasks[place].params), stepped.state_likeness(state)].append(place)
+            groups[stage.batch_key(tasks[place]), stepped.state_likeness(state)].append(place)
         for key, places in groups.items():
             alone = [stepped.alone(running[place]) for place in places]
             for size in range(1 if stepped.differs_alone else 2, len(places) + 1):
@@ -80,7 +80,7 @@ def check(kind: str, dtype: str, count: int, undivided: c.Undivided, stages: c.L
     for name, stage in stages(undivided.folder(kind), dtype).items():
         if not {*stage.uploads} <= undivided.uploads(params[0]).keys():
             continue
-        tasks = [StageInput(*given, undivided.uploads(given[0])) for given in zip(params, tensors, strict=True)]
+        tasks = [c.task(*given, undivided.uploads(given[0])) for given in zip(params, tensors, strict=True)]
         if isinstance(stage, JointStage) or stage.likeness(tasks[0]) is not None:
             outputs, blame = compared(stage, tasks)
             assert not any(blame.values()), (name, blame)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.models import conftest as c
 from unfuse.models import find
-from unfuse.stages.base import StageInput
 from unfuse.testing import check_stage
 
 ONE_OF_EACH = list(
@@ -25,5 +24,5 @@ def test_the_suite_passes(chosen: c.Job, undivided: c.Undivided, stages: c.Load)
         if not {*stage.uploads} <= uploads.keys():
             continue
         given = {wanted: tensors[wanted] for wanted in specs[name].inputs if wanted in tensors}
-        check_stage(stage, [StageInput(params, given, uploads)])
+        check_stage(stage, [c.task(params, given, uploads)])
         tensors |= c.run(stage, params, given, uploads).tensors

@@ -22,11 +22,13 @@ from tests.integration.seen import SIZES, as_templates_read, data_url, draw, sai
 from tools.tiny_vision import KINDS, make_vision_model
 from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.plan import compile_plan
 from unfuse.core.text import CHUNK, beginnings, packed
 from unfuse.core.vision import Bounds, Vision, places_of
+from unfuse.core.words import PromptTokens
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.tokenizer import ChatTokenizer
@@ -49,9 +51,10 @@ class Chat:
         self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
         self.begins = beginnings(self.ids, places_of(self.card.vision, self.ids, self.shown))
         given = {"messages": messages, "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
-        derived = {"prompt_tokens": len(self.ids), "shown": self.shown}
-        self.params, _ = check(self.card, given, TEXT, derived=derived)
-        self.plan = compile_plan(self.card.pipeline, self.card.pools(), self.params, [{"index": 0}], ())
+        self.derived = Derived(prompt_tokens=len(self.ids), shown=self.shown)
+        self.params, _ = check(self.card, given, TEXT, tokens=PromptTokens(len(self.ids)))
+        pools = self.card.pools()
+        self.plan = compile_plan(self.card.pipeline, pools, self.params, [{"index": 0}], (), derived=self.derived)
 
     def stages(self, batching: Any = "batched") -> dict[str, Any]:
         """All three, with room for 4,096 tokens."""
@@ -63,14 +66,15 @@ class Chat:
         made: dict[str, Any] = {}
         for planned in self.plan.stages:
             if planned.kind == stage.kind:
-                params = self.params | planned.params
-                task = StageInput(params, {}, {name: self.uploads[name] for name in stage.uploads_of(params)})
+                assert planned.derived
+                uploads = {name: self.uploads[name] for name in stage.uploads_of(planned.derived)}
+                task = StageInput(self.params, {}, uploads, derived=planned.derived)
                 stage.verify(task)
                 made |= stage.run([task])[0].tensors
         return made
 
     def task(self, tensors: Mapping[str, Any], *recorded: bytes) -> StageInput:
-        return StageInput(self.params, tensors, {"prompt": packed(self.ids)}, recorded)
+        return StageInput(self.params, tensors, {"prompt": packed(self.ids)}, recorded, derived=self.derived)
 
 
 def prefilled(prefill: Prefill, task: StageInput) -> dict[str, Any]:
@@ -317,7 +321,8 @@ def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path
     ids, prefix = [*chat.ids, *state.answer, *range(20, 60)], (*portions, *added.values())
     digests = beginnings(ids, places_of(chat.card.vision, ids, chat.shown))
     assert added and [*added] == [*digests[len(portions) : len(prefix)]]
-    task = StageInput(chat.params | {"prompt_tokens": len(ids)}, made, {"prompt": packed(ids)})
+    derived = msgspec.structs.replace(chat.derived, prompt_tokens=len(ids))
+    task = StageInput(chat.params, made, {"prompt": packed(ids)}, derived=derived)
     found = msgspec.structs.replace(task, prefix=prefix)
     assert prefill.start(found).done == CHUNK * len(prefix)
     whole, shared = (prefilled(prefill, one) for one in (task, found))
@@ -366,7 +371,7 @@ def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path])
     expected, delta = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
     stages = chat.stages()
     made = chat.encoded(stages["vision_encode"])
-    sight = Sight(chat.ids, chat.params, made, chat.card.vision, sum("." in name for name in made) // 2)
+    sight = Sight(chat.ids, chat.shown, made, chat.card.vision, sum("." in name for name in made) // 2)
     length = len(chat.ids)
     assert sight.positions(0, length).equal(expected[:, 0])
     assert sight.positions(length, length + 3).tolist() == [[length + int(delta) + step for step in range(3)]] * 3

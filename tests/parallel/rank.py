@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_forward_hook
 
 from tests.models import conftest as c
+from unfuse.core.derived import Derived
 from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
@@ -96,8 +97,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
     for spread, name in json.load(sys.stdin):
         job = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS, *c.TILED]}[name]
         params, loras = dict(job.params), str(root / "loras") if "lora" in job.params else ""
-        if loras:
-            params["lora_id"] = Loras(loras).ids_of(params["lora"])
+        lora_id = Loras(loras).ids_of(params["lora"]) if loras else ""
         by_role = dict(each.split("=") for each in spread.split(",")) if "=" in spread else {"denoiser": spread}
         encoders = stage(job.model, job.dtype, "encode", by_role.get("encoder", ""), "")
         encoded, uploads = {}, tiny.uploads(job.params)
@@ -105,7 +105,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
             with group.together():
                 encoded |= c.run(encoder, job.params, None, uploads).tensors
         (denoise,) = stage(job.model, job.dtype, "denoise", by_role.get("denoiser", ""), loras)
-        task = StageInput({**params, "output_format": "png"}, encoded)
+        task = StageInput({**params, "output_format": "png"}, encoded, derived=Derived(lora_id=lora_id))
         denoise.verify(task)
         with group.together(), products.watched():
             (made,) = denoise.run([task])

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load, save
 
 from tests.models.test_language import Model, task, to_the_end
@@ -62,7 +62,7 @@ class Ranks:
     def answered(self, given: StageInput) -> dict[str, Any]:
         """Keys and values of the chunks that an answer leaves, by digest, as the first rank has them."""
         decode, found = self.stages["decode"], dict[str, Any]()
-        state = decode.start(msgspec.structs.replace(given, extends=True))
+        state = decode.start(replace(given, extends=True))
         while len({*decode.progress(state)}) > 1:
             (state,) = decode.step([state])
             decode.grown(state)
@@ -97,10 +97,10 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
     distances, asked = [0.0], list[StageInput]()
     for given in prompts:
         (ours, portions), (own, others) = ranks.prefilled(given), alone.prefilled(given)
-        again, _ = ranks.prefilled(StageInput(given.params, {}, given.uploads, prefix=tuple(others)))
-        last, _ = alone.prefilled(StageInput(given.params, {}, given.uploads, prefix=tuple(portions)))
+        again, _ = ranks.prefilled(replace(given, prefix=tuple(others)))
+        last, _ = alone.prefilled(replace(given, prefix=tuple(portions)))
         distances += [apart(ours, own), apart(again, own), apart(last, own)]
-        asked += [StageInput(given.params, tensors, given.uploads) for tensors in (ours, own, {})]
+        asked += [replace(given, tensors=tensors) for tensors in (ours, own, {})]
     said = task(model.card, [3 + place % 190 for place in range(CHUNK)], max_tokens=MOST)
     kept = ranks.answered(said)
     assert len(kept) == 1
@@ -126,12 +126,12 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
 
 def received(decode: Any, given: StageInput) -> Any:
     """The state of a text whose keys and values came in pieces of odd lengths."""
-    taking = decode.receive(given.params, given.priority, given.tensors)
+    taking = decode.receive(given.derived, given.priority, given.tensors)
     parts = [given.tensors[name].contiguous().flatten().view(torch.uint8) for name in (CHUNKS, REST)]
     for piece in torch.cat(parts).split(9_999):
         taking.take(piece)
-    assert taking.tokens == given.params["prompt_tokens"] - 1
-    return decode.start(StageInput(given.params, {}, given.uploads, received=taking))
+    assert taking.tokens == given.derived.prompt_tokens - 1
+    return decode.start(replace(given, tensors={}, received=taking))
 
 
 def sees(folder: Path, dtype: str, group: Group) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import object_for, pipelines, request_for
 from tests.examples import examples
+from unfuse.core.derived import Derived
 from unfuse.core.errors import IllegalMove, LeaseLost
 from unfuse.core.messages import Announced, Done, Failed, Saved, Stopped
 from unfuse.core.plan import Pipeline, StageSpec
@@ -107,7 +108,8 @@ class TestAdmission:
         request = request_for(PICTURE, order=7.5, params=size)
         change = lifecycle.admitted(request, WALL)
         assert [(task.order, task.affinity) for task in change.push] == [(7.5, "m [64, 32, 1]")] * 2
-        adapted = lifecycle.admitted(request_for(PICTURE, params={**size, "lora": "a", "lora_id": "f00"}), WALL)
+        adapter = request_for(PICTURE, params={**size, "lora": "a"}, derived=Derived(lora_id="f00"))
+        adapted = lifecycle.admitted(adapter, WALL)
         assert [task.affinity for task in adapted.push] == ["m [64, 32, 1] f00"] * 2
         for stage, node, nbytes in (("text", "far", 10), ("image", "near", 11)):
             claim = claim_of(change, stage)

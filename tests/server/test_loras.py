@@ -41,7 +41,8 @@ def ask(http: httpx2.Client, **given: Any) -> httpx2.Response:
 
 def params_of(served: Served, reply: httpx2.Response) -> Params:
     assert reply.status_code == 202, reply.text
-    return served.run(served.queue.load(reply.json()["id"])).context.params
+    context = served.run(served.queue.load(reply.json()["id"])).context
+    return context.params | context.derived.values()
 
 
 def error_of(reply: httpx2.Response) -> dict[str, Any]:

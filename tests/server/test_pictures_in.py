@@ -43,14 +43,12 @@ def send(http: httpx2.Client, model: str, *files: tuple[str, int], url: str = ED
 
 
 def kept(gallery: Served, response: httpx2.Response) -> dict[str, bytes]:
-    """The uploads of a request that was accepted, which its parameters say by their hashes."""
+    """The uploads of a request that was accepted, of which it has the hashes."""
     assert response.status_code == 202, response.text
     context = gallery.run(gallery.queue.load(response.json()["id"])).context
-    names = [name for name in context.params if name.startswith("image") or name == "last_frame"]
-    found = {name: gallery.results.attached(context.id, name) for name in names}
-    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == {
-        name: context.params[name] for name in names
-    }
+    found = {name: gallery.results.attached(context.id, name) for name in context.derived.pictures}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+    assert hashes == context.derived.pictures
     return found
 
 

@@ -53,8 +53,8 @@ def test_layers_have_their_own_alphas(
     id, reader = loras.id_of("tuned"), SimpleNamespace(lora_state_dict=StableDiffusionLoraLoaderMixin.lora_state_dict)
     adapters = Adapters(loras, unet, lambda: reader, torch.device("cpu"), 1, "unet")
 
-    adapters.use({"lora": "tuned", "lora_id": id, "lora_scale": 0.5})
+    adapters.use({"lora": "tuned", "lora_scale": 0.5}, id)
 
     assert {name: layer.scaling[id] for name, layer in unet.named_modules() if hasattr(layer, "scaling")} == wanted
-    adapters.use({})
+    adapters.use({}, "")
     unet.delete_adapters(id)

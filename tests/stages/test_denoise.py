@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import StageInput, need
+from unfuse.stages.base import Stage, StageInput, need
 from unfuse.stages.denoise import Denoise, DenoiseState
 from unfuse.stages.guidance import guidance_scale
 from unfuse.stages.preview import Preview
@@ -316,10 +316,14 @@ def test_negative_embeddings_are_needed_only_under_guidance() -> None:
         stage.verify(StageInput(PARAMS, tensors))
 
 
+def key(stage: Stage, params: Params) -> Hashable:
+    return stage.batch_key(StageInput(params, {}))
+
+
 def test_guided_and_unguided_requests_share_no_batch() -> None:
     stage = denoise()
 
-    assert stage.batch_key(PARAMS) == stage.batch_key({**PARAMS, "seed": 9, "guidance_scale": 7.5})
-    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "guidance_scale": 1.0})
-    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "width": 32})
-    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "max_sequence_length": 32})
+    assert key(stage, PARAMS) == stage.batch_key(StageInput({**PARAMS, "seed": 9, "guidance_scale": 7.5}, {}))
+    assert key(stage, PARAMS) != key(stage, {**PARAMS, "guidance_scale": 1.0})
+    assert key(stage, PARAMS) != key(stage, {**PARAMS, "width": 32})
+    assert key(stage, PARAMS) != stage.batch_key(StageInput({**PARAMS, "max_sequence_length": 32}, {}))

@@ -2,7 +2,7 @@
 
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from struct import pack
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import StageInput, need
+from unfuse.stages.base import Stage, StageInput, need
 from unfuse.stages.image_encode import ImageEncode, read_picture
 
 PARAMS: Params = {"width": 4, "height": 2, "num_frames": 1}
@@ -27,8 +27,8 @@ class Pixels:
     def verify(self, params: Params) -> None:
         need(params, "width", int)
 
-    def encode(self, pictures: Sequence[Image.Image], params: Params) -> dict[str, Tensor | None]:
-        first = torch.tensor([picture.getpixel((0, 0)) for picture in pictures], dtype=torch.float32)
+    def encode(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> dict[str, Tensor | None]:
+        first = torch.tensor([picture.getpixel((0, 0)) for picture in pictures["image"]], dtype=torch.float32)
         return {"first": self.weight * first, "nothing": None}
 
 
@@ -55,12 +55,16 @@ def test_every_picture_of_a_batch_has_its_own_encoding() -> None:
     assert not any(output.tensors["first"].requires_grad for output in outputs)
 
 
+def key(stage: Stage, params: Params) -> Hashable:
+    return stage.batch_key(StageInput(params, {}))
+
+
 def test_requests_of_one_size_and_length_may_be_encoded_together() -> None:
     stage = ImageEncode(Pixels())
 
     assert stage.uploads == ("image",)
-    assert stage.batch_key({**PARAMS, "seed": 1}) == stage.batch_key({**PARAMS, "seed": 2})
-    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "num_frames": 5})
+    assert key(stage, {**PARAMS, "seed": 1}) == stage.batch_key(StageInput({**PARAMS, "seed": 2}, {}))
+    assert key(stage, PARAMS) != key(stage, {**PARAMS, "num_frames": 5})
 
 
 def test_a_task_without_a_picture_or_a_parameter_is_refused_before_it_runs() -> None:

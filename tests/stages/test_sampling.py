@@ -13,12 +13,11 @@ from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
+from unfuse.core.derived import Derived
 from unfuse.core.errors import PermanentError
-from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import TEXT
 from unfuse.core.plan import Pipeline
-from unfuse.core.text import CONTINUES
-from unfuse.core.words import SPECIAL_STOPS
+from unfuse.core.words import PromptTokens
 from unfuse.stages import sampling
 from unfuse.stages.language import ending
 from unfuse.stages.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
@@ -292,8 +291,8 @@ def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
     limits: dict[str, float] = {"max_tokens": 100, "vocabulary": 50}
     card = ModelCard("m", "m", "language", Pipeline(()), limits, {}, {}, {})
     asked = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": False}
-    derived = {"prompt_tokens": 1, CONTINUES: True, SPECIAL_STOPS: [7]}
-    found = ending(check(card, asked, TEXT, derived=derived)[0])
+    params, _ = check(card, asked, TEXT, tokens=PromptTokens(1, special_stops=[7]))
+    found = ending(params, Derived(continues=True))
     assert (found.continues, found.shows_special, found.stop_ids) == (True, True, {7})
 
 
@@ -301,4 +300,4 @@ def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
 def test_an_answer_that_is_held_to_a_format_ends_with_it() -> None:
     """Given ignore_eos, which has nothing to go on with behind the end of a grammar."""
     asked = {"stop": "[]", "ignore_eos": True}
-    assert ending(asked).ignore_eos and not ending({**asked, GRAMMAR: "x"}).ignore_eos
+    assert ending(asked, Derived()).ignore_eos and not ending(asked, Derived(grammar="x")).ignore_eos

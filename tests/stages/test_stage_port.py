@@ -1,11 +1,12 @@
 """The stage port: what every stage can rely on, whatever its kind."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
 import torch
 
 from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
 from unfuse.stages.base import OneStep, Stage, StageInput, StageOutput, SteppedStage, need, need_tensor
 
 
@@ -65,7 +66,7 @@ def test_a_plain_stage_runs_in_the_step_loop_in_one_step() -> None:
     made = [stage.finish(state).tensors["y"] for state in states]
     assert [tensor.tolist() for tensor in made if tensor is not None] == [[2, 4], [6, 8]]
     assert stage.kind == "double"
-    assert stage.batch_key(first.params) == Double().batch_key(first.params)
+    assert stage.batch_key(first) == Double().batch_key(first)
     with pytest.raises(PermanentError, match="input x"):
         stage.verify(_task(1, 2, 3))
 
@@ -85,11 +86,17 @@ def test_a_stage_has_no_preview_of_its_own_accord() -> None:
     assert Count().preview((1, 2)) is None
 
 
+def key(stage: Stage, params: Params) -> Hashable:
+    return stage.batch_key(StageInput(params, {}))
+
+
 def test_tasks_of_one_size_share_a_batch() -> None:
     stage = Double()
-    assert stage.batch_key({"width": 16, "height": 32, "seed": 1}) == stage.batch_key({"height": 32, "width": 16})
-    assert stage.batch_key({"width": 16, "height": 32}) != stage.batch_key({"width": 32, "height": 16})
-    assert stage.batch_key({"num_frames": 1}) != stage.batch_key({"num_frames": 5})
+    assert key(stage, {"width": 16, "height": 32, "seed": 1}) == stage.batch_key(
+        StageInput({"height": 32, "width": 16}, {})
+    )
+    assert key(stage, {"width": 16, "height": 32}) != stage.batch_key(StageInput({"width": 32, "height": 16}, {}))
+    assert key(stage, {"num_frames": 1}) != key(stage, {"num_frames": 5})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.plan import Params
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage, need_tensor
 from unfuse.testing import check_stage
 
@@ -26,7 +25,7 @@ class Grow(SteppedStage[tuple[torch.Tensor, int]]):
         if self.broken != "accepts nothing as something":
             need_tensor(task, "x", (2,))
 
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         self.calls += 1
         return self.calls if self.broken == "keys differ" else 0
 

@@ -1,6 +1,6 @@
 """Text encoding, whatever the encoder: what is encoded, how often, and under which names."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import Stage, StageInput
 from unfuse.stages.guidance import guidance_scale
 from unfuse.stages.text_encode import TextEncode
 
@@ -80,11 +80,15 @@ def test_a_task_that_lacks_something_is_refused(change: Params) -> None:
         TextEncode(Letters()).verify(StageInput({**PARAMS, **change}, {}))
 
 
+def key(stage: Stage, params: Params) -> Hashable:
+    return stage.batch_key(StageInput(params, {}))
+
+
 def test_texts_of_one_length_share_a_batch() -> None:
     stage = TextEncode(Letters())
 
-    assert stage.batch_key(PARAMS) == stage.batch_key({**PARAMS, "prompt": "other", "width": 512})
-    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "max_sequence_length": 5})
+    assert key(stage, PARAMS) == stage.batch_key(StageInput({**PARAMS, "prompt": "other", "width": 512}, {}))
+    assert key(stage, PARAMS) != stage.batch_key(StageInput({**PARAMS, "max_sequence_length": 5}, {}))
 
 
 def test_a_batch_is_two_forwards_and_everyone_gets_what_is_theirs() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from PIL import Image
 
 from unfuse.core.codec import encode
+from unfuse.core.derived import Derived
 from unfuse.core.errors import PermanentError
-from unfuse.core.plan import Params
-from unfuse.core.vision import Grid
+from unfuse.core.vision import Grid, Shown
 from unfuse.stages.base import OneStep, StageInput
 from unfuse.stages.media import Video, read_frames
 from unfuse.stages.vision_encode import Seen, View, VisionEncode
@@ -42,24 +44,15 @@ def film(*levels: int) -> bytes:
     return recording.finish()[0].data
 
 
-def task(data: bytes, **params: object) -> StageInput:
-    given: Params = {
-        "shown": "abc",
-        "upload": "shown-abc",
-        "images": 0,
-        "picked": "",
-        "frames": 1,
-        "rows": 2,
-        "columns": 4,
-        "tokens": 2,
-    }
-    return StageInput({**given, **params}, {}, {"shown-abc": data})  # type: ignore[dict-item]
+def task(data: bytes, **video: Any) -> StageInput:
+    shown = replace(Shown("abc", "shown-abc", frames=1, rows=2, columns=4, tokens=2), **video)
+    return StageInput({}, {}, {"shown-abc": data}, derived=Derived(shown=(shown,)))
 
 
 def seen(*tasks: StageInput) -> list[list[float]]:
     stage = VisionEncode(Looks())
     for one in tasks:
-        assert stage.uploads_of(one.params) == OneStep(stage).uploads_of(one.params) == ("shown-abc",)
+        assert stage.uploads_of(one.derived) == OneStep(stage).uploads_of(one.derived) == ("shown-abc",)
         stage.verify(one)
     made = [output.tensors for output in stage.run(tasks)]
     assert [[*tensors] for tensors in made] == [["abc", "abc.0"]] * len(tasks)
@@ -83,10 +76,9 @@ def test_an_encoder_is_told_the_grid_and_whether_it_is_a_video() -> None:
     assert looks.grids == [(Grid(1, 2, 4), False), (Grid(1, 2, 4), True)]
 
 
-@pytest.mark.parametrize("without", ["shown", "frames", "rows", "columns", "tokens"])
-def test_a_task_without_a_name_or_a_grid_is_refused(without: str) -> None:
-    with pytest.raises(PermanentError, match=without):
-        VisionEncode(Looks()).verify(task(b"", **{without: None}))
+def test_a_task_that_is_not_for_one_picture_is_refused() -> None:
+    with pytest.raises(PermanentError, match="must be for one picture or video, not 0"):
+        VisionEncode(Looks()).verify(StageInput({}, {}))
 
 
 def test_a_file_has_the_frames_that_are_asked_for_or_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, PermanentError, TransientError, UnfuseError
 from unfuse.core.messages import Borrow, Lent, Refused, Stranger
 from unfuse.core.task import Claim, Lease, Task
@@ -39,8 +40,8 @@ class Scheduler:
 
 
 def lease(kind: str = "denoise", lora: str = "ink:0.5", ids: str = ID) -> Lease:
-    params: dict[str, Any] = {"lora": lora, "lora_id": ids} if lora else {}
-    task = Task("r", "denoise", 1, "p", kind, "m", params, ())
+    params: dict[str, Any] = {"lora": lora} if lora else {}
+    task = Task("r", "denoise", 1, "p", kind, "m", params, derived=Derived(lora_id=ids if lora else ""))
     return Lease(task, "worker", b"token", 0.0)
 
 

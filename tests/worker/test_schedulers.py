@@ -15,6 +15,7 @@ import pytest
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Accepted,
@@ -114,9 +115,12 @@ class Town:
             worker.drain()
         await asyncio.gather(*self.workers)
 
-    async def submit(self, prompt: str = "hello", steps: int = STEPS, priority: int = 0, **given: str | int) -> str:
+    async def submit(
+        self, prompt: str = "hello", steps: int = STEPS, priority: int = 0, lora_id: str = "", **given: str | int
+    ) -> str:
         params = {**self.card.defaults, "prompt": prompt, "seed": 1, "num_inference_steps": steps, **given}
-        return (await self.schedulers[-1].submit(*asking(self.card, params, priority=priority))).context.id
+        asked = asking(self.card, params, priority=priority, derived=Derived(lora_id=lora_id))
+        return (await self.schedulers[-1].submit(*asked)).context.id
 
     async def until(self, request: str, *kinds: str) -> None:
         """Wait for an event of the request."""

@@ -64,8 +64,8 @@ class Count(SteppedStage["tuple[StageInput, int]"]):
             raise PermanentError("denoise needs x")
         self.uploaded += task.uploads.values()
 
-    def batch_key(self, params: Params) -> str:
-        return str(params.get("size"))
+    def batch_key(self, task: StageInput) -> str:
+        return str(task.params.get("size"))
 
     def start(self, task: StageInput) -> tuple[StageInput, int]:
         return task, 0
@@ -349,7 +349,7 @@ def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None
     assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3, 4)]
     assert sum(len(batch) == 4 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
     assert any(len(batch) == 2 for batch in stage.batches), "and a smaller one may do"
-    assert loop.loop._batches.sizes.size(("count", stage.batch_key({}), 0), 4) <= 2, (
+    assert loop.loop._batches.sizes.size(("count", stage.batch_key(StageInput({}, {})), 0), 4) <= 2, (
         "and nobody asks for the larger one again"
     )
 

@@ -15,6 +15,7 @@ from unfuse.core.hints import hint_for
 from unfuse.core.media import IMAGE, LAST_FRAME, Limits, Medium, asks_size, size_like
 from unfuse.core.medium import RANDOM_SEED
 from unfuse.core.parameters import Parameter, Params, default_of, printable, text
+from unfuse.core.words import PromptTokens
 
 DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
 NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
@@ -38,15 +39,14 @@ class Delivery(msgspec.Struct, frozen=True):
 
 def check(
     card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False,
-    uploads: Collection[str] = (), files: Collection[str] = (), derived: Mapping[str, object] | None = None,
+    uploads: Collection[str] = (), files: Collection[str] = (), tokens: PromptTokens | None = None,
 ) -> tuple[Params, int]:  # fmt: skip
     """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
 
     A field that the client left out, or sent as null, gets the card's default. A missing seed, and -1, is replaced by
     a random one. The results have the seeds s … s + n − 1 (see `nth_seed`). `uploads` names the request's uploads,
-    `files` the fields that may hold them. `derived` values, which no client can send, are passed to the medium's
-    `settle` beside the checked ones. Raises InvalidParameter for a bad value, an unknown field, and, if `strict`, a
-    field without effect.
+    `files` the fields that may hold them. A chat needs `tokens`, which a tokenizer made of its fields. Raises
+    InvalidParameter for a bad value, an unknown field, and, if `strict`, a field without effect.
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = medium.known(card.defaults)
@@ -69,7 +69,7 @@ def check(
     params |= {**card.defaults, **_quality(card, read.get("quality", "auto"), strict)}
     params |= {name: value for name, value in read.items() if known[name].use == "stages"}
     params |= _adapter(params)
-    params |= medium.settle(limits, params, {**read, **(derived or {})})
+    params |= medium.settle(limits, params, read, tokens)
     params |= _strength(card, read, params, uploads)
     if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
         raise InvalidParameter("num_frames must be more than 1 where there is a last_frame", "num_frames")

@@ -10,7 +10,6 @@ import msgspec
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter, ProtocolError
 
-GRAMMAR = "grammar"  # the upload that has a request's grammar, and the parameter that has its hash
 MAX_CHARS = 256 * 1024  # the longest grammar, in characters
 
 Kind = Literal["json_schema", "regex", "lark", "ebnf"]

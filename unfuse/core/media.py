@@ -62,11 +62,11 @@ def seconds_of(frames: float, fps: float) -> str:
     return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
 
 
-def _settle_image(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+def _settle_image(limits: Limits, params: Params, read: Mapping[str, Any], _: object) -> Params:
     return _settle_common(limits, params, read) | {"num_frames": 1}
 
 
-def _settle_video(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+def _settle_video(limits: Limits, params: Params, read: Mapping[str, Any], _: object) -> Params:
     frames = _frames(limits, params, read)
     return _settle_common(limits, params, read) | {"num_frames": frames}
 

@@ -96,9 +96,10 @@ class Medium(msgspec.Struct, frozen=True):
     """A kind of result: the table of its parameters, its limits, and the rule that completes them.
 
     `plural` is the word for several results. Ids of its requests begin with `prefix`. A model makes this medium if its
-    limit `sign` is at least `least`. `settle(limits, params, read)` gets the model's limits, the parameters for the
-    stages so far, and the client's checked values; it returns further parameters for the stages, or raises
-    InvalidParameter. Tasks can only share a forward if they have equal parameters in `size`.
+    limit `sign` is at least `least`. `settle(limits, params, read, tokens)` gets the model's limits, the parameters for
+    the stages so far, the client's checked values, and what a tokenizer made of them (None for other media than text).
+    It returns further parameters for the stages, or raises InvalidParameter. Tasks can only share a
+    forward if they have equal parameters in `size`.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Medium(msgspec.Struct, frozen=True):
     sign: str
     least: int
     limits: type[msgspec.Struct]
-    settle: Callable[[Any, Params, Mapping[str, Any]], Params]
+    settle: Callable[[Any, Params, Mapping[str, Any], Any], Params]
     parameters: tuple[Parameter, ...]
     size: tuple[str, ...] = PIXELS
 

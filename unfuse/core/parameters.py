@@ -6,7 +6,6 @@ InvalidParameter, whose message has the bound and the value.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any, Literal
@@ -210,9 +209,3 @@ def default_of(params: Params, name: str) -> float:
     if not isinstance(value, int | float):
         raise ConfigError(f"the model has no default {name}: set one in its serving.json")
     return value
-
-
-def each_of(params: Params, name: str) -> list[Params]:
-    """The parameters of each entry of a list that a parameter has as JSON; those of equal entries once."""
-    entries: list[Params] = json.loads(str(params.get(name) or "[]"))
-    return [entry for number, entry in enumerate(entries) if entry not in entries[:number]]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
+from typing import Literal
 
 import msgspec
 
 from unfuse.core.codec import encode
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room, Work, Workload
-from unfuse.core.parameters import Params as Params, Value as Value, each_of
+from unfuse.core.parameters import Params as Params, Value as Value
 from unfuse.core.pool import outcome_of
+from unfuse.core.vision import Shown
 
 ALL = "all"  # the role of a worker that runs all stages
+NOTHING_DERIVED = Derived()
 TOGETHER = {"language": ("prefill", "decode")}  # words for several roles
 
 
@@ -25,14 +30,15 @@ class StageSpec(msgspec.Struct, frozen=True):
     values; a stage that reads a value depends on the stage that makes it. A `per_sample` stage runs once for each
     picture of a request, the others once a request. `reads` names all parameters that the output depends on (an upload
     by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
-    shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
+    shares nothing. Parameters here are those of the request, and what the server derives from it (`Derived.values`).
+    Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
     the others wait for their inputs. `needs` says how much of further named resources a task takes; those that it
     `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
     a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
     `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage that
     `extends` an input makes further portions of what the stage goes on from that makes this input. A stage for `each`
-    entry of a list, which this parameter has as JSON, has the entry as parameters of its own; who reads it reads all.
+    picture or video that a prompt shows has that one alone in its Derived; who reads it reads all.
     One that takes `uploads` reads what the gateway keeps of a request in the result store. One with a `when` is there
     only for requests that have this parameter.
     """
@@ -54,7 +60,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     spreads: dict[str, int] = {}
     goes_on: bool = False
     extends: str = ""
-    each: str = ""
+    each: Literal["", "shown"] = ""
     uploads: bool = False
     when: str = ""
 
@@ -112,7 +118,8 @@ class PlannedStage(msgspec.Struct, frozen=True):
     `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do ((0, 0) in
     requests of versions that did not store it). `needs` is what it takes of further named resources. `prefixes` are the
     keys under which others find what it makes on the way, in the order in which it makes that. `extends` is the
-    `prefix_space` of the portions that it adds to those of another stage ("": it adds none).
+    `prefix_space` of the portions that it adds to those of another stage ("": it adds none). `derived` takes the place
+    of the request's (None: it has the request's).
     """
 
     name: str
@@ -128,6 +135,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     needs: dict[str, int] = {}
     prefixes: tuple[str, ...] = ()
     extends: str = ""
+    derived: Derived | None = None
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -212,35 +220,37 @@ def compile_plan(
     samples: Iterable[Params],
     shared_by: tuple[str, ...] | None = None,
     begins: Sequence[str] = (),
+    derived: Derived = NOTHING_DERIVED,
 ) -> ExecutionPlan:
     """Compile a validated pipeline for one request.
 
-    `pools` maps stage names to pools. `samples` holds, for each picture, the parameters that are its own. Requests with
+    `pools` maps stage names to pools. `samples` holds, for each picture, the parameters that are its own. `derived` is
+    what the server derives from the request. Requests with
     equal `shared_by` may share outputs of stages that read the same values (None: this request shares none), and what
     stages that go on make of the same beginnings: `begins` has the digest of each, the shortest first.
     """
     producers = pipeline.producers()
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
     specs = {spec.name: spec for spec in pipeline.stages}
-    own_of = list(samples)
-    times = {spec.name: _times(spec, params, own_of) for spec in pipeline.stages}
+    own_of, known = list(samples), params | derived.values()
+    runs = {spec.name: _runs(spec, known, own_of, derived) for spec in pipeline.stages}
     planned: list[PlannedStage] = []
     for spec in (specs[name] for name in order):
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
         keys = begins if spec.goes_on and shared_by is not None else ()
         space = prefix_space(shared_by or (), pools[spec.name])
-        for index, (name, own) in enumerate(times[spec.name]):
-            given = params | own
+        for index, run in enumerate(runs[spec.name]):
+            given = known | run.values()
             read = [(key, given.get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
-            before = (times[one][index : index + 1] if specs[one].per_sample else times[one] for one in sources)
+            before = (runs[one][index : index + 1] if specs[one].per_sample else runs[one] for one in sources)
             planned.append(
                 PlannedStage(
-                    name=name,
+                    name=run.name,
                     kind=spec.kind,
                     pool=pools[spec.name],
-                    after=tuple(one for several in before for one, _ in several),
-                    params=own,
+                    after=tuple(one.name for several in before for one in several),
+                    params=run.params,
                     room=spec.room.bytes(given),
                     final=not spec.outputs,
                     cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
@@ -248,6 +258,7 @@ def compile_plan(
                     needs={name: need.bytes(given) for name, need in spec.needs.items()},
                     prefixes=tuple(prefix_key(space, digest) for digest in keys),
                     extends=_extended(spec, producers, pools, shared_by),
+                    derived=None if run.shown is None else Derived(shown=(run.shown,)),
                 )
             )
     return ExecutionPlan(tuple(planned))
@@ -263,11 +274,25 @@ def _extended(
     return prefix_space(shared_by, source) if outcome_of(source) == outcome_of(pools[spec.name]) else ""
 
 
-def _times(spec: StageSpec, params: Params, samples: Sequence[Params]) -> list[tuple[str, Params]]:
-    """The name and the own parameters of a stage, each time that it runs."""
-    if spec.when and params.get(spec.when) is None:
+@dataclass(frozen=True)
+class _Run:
+    """One run of a stage: the parameters of its sample, or what of the prompt it is for."""
+
+    name: str
+    params: Params = field(default_factory=dict)
+    shown: Shown | None = None
+
+    def values(self) -> Params:
+        """What formulas read of this run before what they read of the request."""
+        return self.params if self.shown is None else msgspec.structs.asdict(self.shown)
+
+
+def _runs(spec: StageSpec, known: Params, samples: Sequence[Params], derived: Derived) -> list[_Run]:
+    """Each run of a stage. Those for equal pictures are one."""
+    if spec.when and known.get(spec.when) is None:
         return []
-    if not spec.each and not spec.per_sample:
-        return [(spec.name, {})]
-    each: Sequence[Params] = each_of(params, spec.each) if spec.each else samples
-    return [(f"{spec.name}.{index}", own) for index, own in enumerate(each)]
+    if spec.each:
+        return [_Run(f"{spec.name}.{index}", shown=one) for index, one in enumerate(dict.fromkeys(derived.shown))]
+    if spec.per_sample:
+        return [_Run(f"{spec.name}.{index}", own) for index, own in enumerate(samples)]
+    return [_Run(spec.name)]

@@ -8,9 +8,6 @@ from unfuse.core.call_formats import CallFormat
 from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
 from unfuse.core.tool_calls import CallReader, Part
 
-READING = "reading"
-"""The request parameter with its Reading as JSON. It is missing if the answer is not parsed."""
-
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to parse an answer.
@@ -35,11 +32,6 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
         calls = self.calls.marks if self.calls else ()
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return (*calls, *reasoning)
-
-
-def reading_in(params: object) -> Reading | None:
-    """Return the Reading in the value of the parameter READING, or None."""
-    return msgspec.json.decode(params, type=Reading) if isinstance(params, str) else None
 
 
 class AnswerReader:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.card import ModelCard
+from unfuse.core.derived import Derived
 from unfuse.core.event import Event
 from unfuse.core.media import IMAGE, VIDEO, Medium, medium_of
 from unfuse.core.object_ref import ObjectRef
@@ -196,7 +197,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     `makes` is the hash of what its results depend on beside its pools ("": they are not reused). The `webhook` is
     told of its end. The deadline has `moved` by so many seconds, since pools slept. A worker first took one of its
     tasks at the Unix time `started_at` (None: not yet). `hint` is what its client may want to
-    know of it ("": nothing).
+    know of it ("": nothing). `derived` is what the server found out about it.
     """
 
     id: str
@@ -227,6 +228,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     moved: float = 0.0
     started_at: float | None = None
     hint: str = ""
+    derived: Derived = Derived()
 
     @property
     def over(self) -> bool:
@@ -243,6 +245,11 @@ class RequestContext(msgspec.Struct, frozen=True):
         """How many portions others had made, so that its own stages went on from there: see `StageSpec.goes_on`."""
         ended = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
         return sum(state.timings.resumed for state in ended)
+
+    @property
+    def has_attachments(self) -> bool:
+        """Whether the result store has files of it beside its results: uploads, previews, fragments of a video."""
+        return self.video or bool(self.derived.attachments) or bool(self.params.get("preview_every"))
 
     @property
     def medium(self) -> Medium:
@@ -262,7 +269,7 @@ class Asked(msgspec.Struct, frozen=True):
     The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time). `makes` is the hash of
     what the results depend on beside the pools that make them ("": nobody else is given them). `begins` are the digests
     of the beginnings that it may have in common with others, the shortest first. `hint` is what its client may want to
-    know.
+    know. `derived` is what the server found out about the request.
     """
 
     card: ModelCard
@@ -274,6 +281,7 @@ class Asked(msgspec.Struct, frozen=True):
     makes: str = ""
     begins: tuple[str, ...] = ()
     hint: str = ""
+    derived: Derived = Derived()
 
 
 class Allowance(msgspec.Struct, frozen=True):

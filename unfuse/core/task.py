@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from unfuse.core.derived import Derived
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params
 
@@ -43,7 +44,8 @@ class Task(msgspec.Struct, frozen=True):
     several ran when one died. Of a task that is one of `several`, other stages make the same of something else, and
     whoever reads one reads all. `cache` is the key under which other requests find its output ("": they do not),
     `prefixes` those of what it makes on the way. It adds to the portions of another stage those whose keys are in the
-    space `extends` ("": none). It is not leased to the worker in `avoids` ("": to any).
+    space `extends` ("": none). It is not leased to the worker in `avoids` ("": to any). `derived` is what the server
+    found out about the request.
     """
 
     request: str
@@ -69,6 +71,7 @@ class Task(msgspec.Struct, frozen=True):
     several: bool = False
     avoids: str = ""
     extends: str = ""
+    derived: Derived = Derived()
 
     @property
     def key(self) -> tuple[str, str]:

@@ -12,9 +12,6 @@ import msgspec
 from msgspec import Meta
 
 CHUNK = 256  # Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it.
-CONTINUES = "continues"
-"""The parameter of a request whose answer continues a text in the prompt."""
-
 MOST_SHARED = 256  # how many chunks of a prompt may be found by others
 
 

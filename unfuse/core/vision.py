@@ -9,10 +9,6 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from unfuse.core.errors import InvalidParameter, PermanentError
-from unfuse.core.parameters import Params
-
-SHOWN = "shown"
-"""The parameter that has what a prompt shows, in its order, as JSON; and the parameter, of each, that names it."""
 
 MAX_RATIO = 200  # the longer side of what is shown, in shorter ones, may be at most this
 
@@ -183,15 +179,6 @@ class Vision(msgspec.Struct, frozen=True):
             place, before, first = place + self._length(one), one.shown, first + self._length(one)
 
 
-def places_of(vision: Vision, ids: Sequence[int], shown: str) -> list[tuple[int, str]]:
-    """Where in expanded ids stands what is shown, as JSON has it: (place, all that there is to know of it)."""
-    runs = vision.runs(ids, shown_of({SHOWN: shown}) if shown else ())
-    return [(run.start, msgspec.json.encode(run.shown).decode()) for run in runs]
-
-
-def shown_of(params: Params) -> list[Shown]:
-    """What a prompt shows. Raises PermanentError for a parameter that nobody has checked."""
-    try:
-        return msgspec.json.decode(str(params.get(SHOWN, "[]")), type=list[Shown])
-    except msgspec.MsgspecError as error:
-        raise PermanentError(f"parameter {SHOWN} is not valid: {error}") from error
+def places_of(vision: Vision, ids: Sequence[int], shown: Sequence[Shown]) -> list[tuple[int, str]]:
+    """Where in expanded ids stands what is shown: (place, all that there is to know of it, as JSON)."""
+    return [(run.start, msgspec.json.encode(run.shown).decode()) for run in vision.runs(ids, shown)]

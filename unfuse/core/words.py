@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,18 +20,23 @@ from unfuse.core.chat_fields import (
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.medium import DELIVERED, MAX_SEED, MIN_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, integer, number, text
-from unfuse.core.text import CONTINUES
-from unfuse.core.vision import SHOWN
 
 MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
 
 MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 1024, 256, 256
 
-SPECIAL_STOPS = "special_stops"  # ids of the stop strings that are special tokens, which never occur in the text
-
 MAX_ASKED = (1 << 31) - 1  # the largest accepted number of tokens, above any context length
 
-EXPECTED = 256  # tokens that an answer is predicted to have at most, since few are as long as they may be
+
+class PromptTokens(msgspec.Struct, frozen=True):
+    """What the model's tokenizer makes of the fields of a chat."""
+
+    #: Number of tokens of the messages, as the chat template writes them.
+    count: int
+    #: Ids of the stop strings that are special tokens: these never occur in the text.
+    special_stops: Sequence[int] = ()
+    #: The ways to write each of the `bad_words`, as token ids.
+    bad_words: Sequence[Sequence[int]] = ()
 
 
 class TextLimits(msgspec.Struct, frozen=True):
@@ -43,26 +48,23 @@ class TextLimits(msgspec.Struct, frozen=True):
     max_prompt_chars: int = 4_000_000
 
 
-def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Params:
+def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any], tokens: PromptTokens) -> Params:
     check_modalities(read.get("modalities", ["text"]))
-    prompt, most = read["prompt_tokens"], _most(limits, params, read)
+    most = _most(limits, params, read, tokens.count)
     if read.get("top_logprobs") and not read.get("logprobs"):
         raise InvalidParameter("top_logprobs says how many logprobs: send logprobs as true too", "top_logprobs")
     if "stream_options" in read:
         check_stream_options(read["stream_options"], stream=bool(read.get("stream")))
-    settled: Params = {"prompt_tokens": prompt, "max_tokens": most}
-    if shown := read.get(SHOWN):
-        settled[SHOWN] = shown
-    settled["expected_tokens"] = min(most, EXPECTED)
+    settled: Params = {"max_tokens": most}
     settled["stop"] = json.dumps(_stops(read.get("stop", [])))
     settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
     settled["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
-    return settled | _ending(limits, read, most)
+    return settled | _ending(limits, read, most, tokens)
 
 
-def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
+def _most(limits: TextLimits, params: Params, read: Mapping[str, Any], prompt: int) -> int:
     """Return the most tokens that the answer may have. Raises ContextLengthExceeded if they do not fit."""
-    prompt, window = read["prompt_tokens"], limits.max_tokens
+    window = limits.max_tokens
     asked, room = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED)), window - prompt
     if asked == 0:
         raise InvalidParameter("max_tokens must be at least 1, or -1 for as many as fit", "max_tokens")
@@ -80,28 +82,26 @@ def _most(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> int:
     return int(asked if asked != UNBOUNDED else min(room, usual if isinstance(usual, int) else room))
 
 
-def _ending(limits: TextLimits, read: Mapping[str, Any], most: int) -> Params:
+def _ending(limits: TextLimits, read: Mapping[str, Any], most: int, tokens: PromptTokens) -> Params:
     """Return the further parameters that decide where an answer ends and which texts it must not contain."""
     settled: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
     if least := read.get("min_tokens", 0):
         if least > most:
             raise InvalidParameter(f"min_tokens {least} must be at most the {most} tokens of the answer", "min_tokens")
         settled["min_tokens"] = least
-    special = [*read.get(SPECIAL_STOPS, ())]
+    stop_ids = [*tokens.special_stops]
     if "stop_token_ids" in read:
         ids = read["stop_token_ids"]
         if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS:
             message = f"stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids"
             raise InvalidParameter(message, "stop_token_ids")
-        special += [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
-    if special:
-        settled["stop_token_ids"] = json.dumps(special)
+        stop_ids += [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
+    if stop_ids:
+        settled["stop_token_ids"] = json.dumps(stop_ids)
     if read.get("skip_special_tokens") is False:
         settled["skip_special_tokens"] = False
-    if read.get(CONTINUES):
-        settled[CONTINUES] = True
-    if words := read.get("bad_words"):
-        settled["bad_words"] = json.dumps(words)
+    if tokens.bad_words:
+        settled["bad_words"] = json.dumps(tokens.bad_words)
     return settled
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import Limits, Room
+from unfuse.core.media import UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
@@ -43,12 +43,12 @@ class Reference:
     def verify(self, params: Params) -> None:
         """It reads none."""
 
-    def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
+    def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """The `condition` for the denoiser (1, channels, height, width), of one picture."""
         from diffusers.image_processor import VaeImageProcessor
         from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS as SIZES
 
-        (picture,), side, vae = pictures, self._packing.scale * PATCH, self._vae
+        (picture,), side, vae = pictures[UPLOAD], self._packing.scale * PATCH, self._vae
         columns, rows = (length // side for length in picture.size)
         if not rows or not columns:
             raise PermanentError(f"the picture is smaller than {side}×{side}: send a larger one")

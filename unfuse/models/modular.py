@@ -81,13 +81,13 @@ class BlockStage(Stage):
             if name != "negative_prompt" or task.params.get(name) is not None:
                 need(task.params, name, TYPES[name])
         for name in self._spec.inputs:
-            optional = name.startswith(NEGATIVE) or name in (SEEN, SIZES) and not task.params.get(UPLOAD)
+            optional = name.startswith(NEGATIVE) or name in (SEEN, SIZES) and UPLOAD not in task.derived.pictures
             if task.tensors.get(name) is None and not optional:
                 raise PermanentError(f"input {name} is missing")
 
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         """All that it is given: tasks that differ gain nothing from waiting for each other."""
-        return tuple(params.get(name) for name in self._needs)
+        return tuple(task.params.get(name) for name in self._needs)
 
     @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
@@ -134,12 +134,12 @@ class References:
     def verify(self, params: Params) -> None:
         """It reads none."""
 
-    def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
+    def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """SEEN and SIZES. Raises Unsuitable for pictures that the block refuses."""
         import torch
 
         try:
-            seen = self._part(image=list(pictures)).values[SEEN]
+            seen = self._part(image=[one for of in pictures.values() for one in of]).values[SEEN]
         except ValueError as error:
             raise Unsuitable(f"a picture cannot be seen: {error}") from error
         sizes = torch.tensor([[one.shape[-2:] for one in seen]])

@@ -6,7 +6,7 @@ to picture has. A request without a picture has one stage less. The picture is e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.media import Room
+from unfuse.core.media import UPLOAD, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import DiffusersFamily, Loader
@@ -83,12 +83,12 @@ class PictureVae:
         """It reads a size."""
         need(params, "height", int), need(params, "width", int)
 
-    def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
+    def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """The `moments` of the distribution from which latents are drawn, each a row a picture."""
         from diffusers.image_processor import VaeImageProcessor
 
         size = {side: need(params, side, int) for side in ("height", "width")}
-        pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures), **size)
+        pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures[UPLOAD]), **size)
         dtype = self._vae.dtype
         pixels = pixels.to(self._device, dtype)
         if "z_dim" in self._vae.config:

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import LAST_FRAME, PIXELS, Limits, Room
+from unfuse.core.media import LAST_FRAME, PIXELS, UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
@@ -54,17 +54,18 @@ class WanPicture:
         """Raise PermanentError for a size that does not fit."""
         self._shape.latents(params)
 
-    def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
+    def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """The `condition` for the denoiser, and where the model sees pictures `image_embeds`, each a row a picture."""
         condition = {"condition": self._condition(pictures, params)}
         if self._clip is None:
             return condition
         processor, encoder = self._clip
-        pixels = processor(images=list(pictures), return_tensors="pt").to(self._vae.device)
+        in_rows = [one for row in zip(*pictures.values(), strict=True) for one in row]
+        pixels = processor(images=in_rows, return_tensors="pt").to(self._vae.device)
         seen = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
-        return {"image_embeds": seen.unflatten(0, (-1, 2)) if params.get(LAST_FRAME) else seen, **condition}
+        return {"image_embeds": seen.unflatten(0, (-1, 2)) if LAST_FRAME in pictures else seen, **condition}
 
-    def _condition(self, pictures: Sequence[Image], params: Params) -> Tensor:
+    def _condition(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> Tensor:
         """Float32 latents, of the first frame alone or of it, grey, and the last frame if there is one, behind a mask
         that is 1 where pictures are. The mask says so of each frame in the groups that latents are of.
         """
@@ -74,13 +75,14 @@ class WanPicture:
         vae, temporal, spatial = self._vae.vae, self._shape.temporal, self._shape.spatial
         _, _, groups, rows, columns = self._shape.latents(params)
         size = {"height": rows * spatial, "width": columns * spatial}
-        given = VideoProcessor(vae_scale_factor=spatial).preprocess(list(pictures), **size)
-        first, last = (given[::2], given[1::2]) if params.get(LAST_FRAME) else (given, given[:0])
+        processor = VideoProcessor(vae_scale_factor=spatial)
+        given = {name: processor.preprocess(list(of), **size) for name, of in pictures.items()}
+        first, last = given[UPLOAD], given.get(LAST_FRAME)
         video = first.new_zeros(
             *first.shape[:2], 1 if self._shape.first else (groups - 1) * temporal + 1, *first.shape[2:]
         )
         video[:, :, 0] = first
-        if len(last):
+        if last is not None:
             video[:, :, -1] = last
         latents = vae.encode(video.to(self._vae.device, vae.dtype)).latent_dist.mode().float()
         mean, scale = norm(vae, latents)
@@ -89,7 +91,7 @@ class WanPicture:
             return normed
         mask = latents.new_zeros(len(first), temporal, groups, rows, columns)
         mask[:, :, 0] = 1
-        if len(last):
+        if last is not None:
             mask[:, -1, -1] = 1
         return torch.cat([mask, normed], dim=1)
 

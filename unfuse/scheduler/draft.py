@@ -70,6 +70,7 @@ class Draft:
                 kind=planned.kind,
                 model=request.model,
                 params=params,
+                derived=planned.derived or request.derived,
                 inputs=inputs,
                 room=planned.room,
                 needs=planned.needs,
@@ -199,4 +200,4 @@ def _nearest(inputs: Sequence[ObjectRef]) -> str:
 def _affinity(request: RequestContext, params: Params) -> str:
     """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
     size = [params[name] for name in request.medium.size if name in params]
-    return f"{request.model} {size} {params.get('lora_id', '')}".rstrip() if size else ""
+    return f"{request.model} {size} {request.derived.lora_id}".rstrip() if size else ""

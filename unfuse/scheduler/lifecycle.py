@@ -18,7 +18,16 @@ from unfuse.core.event import Event
 from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import MODERATION_BLOCKED, Change, ErrorInfo, RequestContext, Running, StageState, Timings
+from unfuse.core.request import (
+    MODERATION_BLOCKED,
+    Change,
+    ErrorInfo,
+    RequestContext,
+    ResultFile,
+    Running,
+    StageState,
+    Timings,
+)
 from unfuse.core.task import Claim, Lease
 from unfuse.core.usage import believable, newest
 from unfuse.queues.storable import EXACT
@@ -56,10 +65,12 @@ def admitted(
     return Change(draft.context(version=context.version), push=tuple(draft.push), events=tuple(draft.events))
 
 
-def reused(context: RequestContext, wall: float) -> Change:
-    """A new request that has its results: it is over, and nothing of it ran."""
+def reused(context: RequestContext, result: tuple[ResultFile, ...], wall: float) -> Change:
+    """A new request that has these results: it is over, and nothing of it ran."""
     stages = {stage.name: StageState("done") for stage in context.plan.stages}
-    over = msgspec.structs.replace(context, stages=stages, status="completed", created_at=wall, completed_at=wall)
+    over = msgspec.structs.replace(
+        context, stages=stages, status="completed", result=result, created_at=wall, completed_at=wall
+    )
     return Change(over, events=(Event("queued", wall), Event("completed", wall, message="reused")))
 
 

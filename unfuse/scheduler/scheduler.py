@@ -16,7 +16,7 @@ from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overl
 from unfuse.core.media import Work
 from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
-from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
+from unfuse.core.plan import ExecutionPlan, Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
 from unfuse.core.task import CACHED, Claim, Lease
@@ -112,18 +112,15 @@ class Scheduler:
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
         samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(asked.n)]
-        works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
+        known = params | asked.derived.values()
+        works = {stage.name: stage.work.of(known) for stage in card.pipeline.stages}
         if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
             raise WeightsChanged(f"the model is unavailable: {file}")
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
         shared_by = self._cache.shared_by(who.tenant, delivery.cache)
-        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins)
-        context = RequestContext(
-            asked.id or self.queue.placed(request_ids(), who), card.name, params, plan, {}, who.tenant,
-            who.idempotency_key, who.fingerprint, priority=delivery.priority, metadata=delivery.metadata,
-            asked=asked.name, limit_s=asked.limit_s or None, ends_with_client=who.ends_with_client, makes=asked.makes,
-            webhook=_webhook(delivery, who), hint=asked.hint,
-        )  # fmt: skip
+        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins, asked.derived)
+        id = asked.id or self.queue.placed(request_ids(), who)
+        context = _context(msgspec.structs.replace(asked, id=id), delivery, who, plan)
         return await self._submit(context, who.allowance, delivery.timeout)
 
     async def reuse(self, asked: Asked, delivery: Delivery, who: Who, source: RequestContext) -> Record:
@@ -132,12 +129,9 @@ class Scheduler:
 
         A repeat (same tenant and idempotency key) gets the first record.
         """
-        context = RequestContext(
-            asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
-            priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
-            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who), hint=asked.hint,
-        )  # fmt: skip
-        change = lifecycle.reused(context, self.clock.wall())
+        metadata = delivery.metadata | {"reuse_of": source.id}
+        context = _context(asked, msgspec.structs.replace(delivery, metadata=metadata), who, source.plan)
+        change = lifecycle.reused(context, source.result, self.clock.wall())
         limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
         record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
@@ -154,9 +148,9 @@ class Scheduler:
         metadata = old.metadata | {"retry_of": request}
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
-            id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
-            asked=old.asked, limit_s=old.limit_s, webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
-            hint=old.hint,
+            id=id, model=old.model, asked=old.asked, params=old.params, derived=old.derived, plan=plan, stages={},
+            tenant=old.tenant, priority=old.priority, metadata=metadata, limit_s=old.limit_s, hint=old.hint,
+            webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
         )  # fmt: skip
         record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
@@ -384,5 +378,12 @@ def _may_keep(stage: PlannedStage, kept: Keep) -> bool:
     return extends or kept.key in stage.prefixes
 
 
-def _webhook(delivery: Delivery, who: Who) -> Webhook | None:
-    return Webhook(delivery.webhook, who.base) if delivery.webhook else None
+def _context(asked: Asked, delivery: Delivery, who: Who, plan: ExecutionPlan) -> RequestContext:
+    """Return a new request, none of whose stages has a state yet."""
+    return RequestContext(
+        id=asked.id, model=asked.card.name, asked=asked.name, params=asked.params, derived=asked.derived,
+        limit_s=asked.limit_s or None, makes=asked.makes, hint=asked.hint, plan=plan, stages={},
+        tenant=who.tenant, idempotency_key=who.idempotency_key, fingerprint=who.fingerprint,
+        ends_with_client=who.ends_with_client, priority=delivery.priority, metadata=delivery.metadata,
+        webhook=Webhook(delivery.webhook, who.base) if delivery.webhook else None,
+    )  # fmt: skip

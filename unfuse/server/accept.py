@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from anyio import to_thread
 from msgspec.structs import replace
@@ -15,18 +14,20 @@ from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery, size_from
+from unfuse.core.derived import GRAMMAR, Derived, expected_tokens
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError
-from unfuse.core.grammar import GRAMMAR, digest
-from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
-from unfuse.core.parameters import Value
+from unfuse.core.grammar import digest
+from unfuse.core.media import LAST_FRAME, MASK, MEDIA, UPLOAD, Medium
+from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
 from unfuse.core.request import Allowance, Asked, Record, Who, request_ids
+from unfuse.core.words import PromptTokens
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
-from unfuse.server.uploads import read_mask, read_picture
+from unfuse.server.uploads import read_pictures
 
 MAX_KEY = 255
 
@@ -36,19 +37,28 @@ NEW_KEY = "unfuse-new-key"
 
 @dataclass(frozen=True)
 class Prompt:
-    """The upload `prompt`, digests of its beginnings, which others' may equal, and what else stages get, by name."""
+    """What a chat brings, as far as it is known before its parameters are checked; nothing for other calls."""
 
-    data: bytes
+    #: Attachments by name.
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    #: Facts about them.
+    derived: Derived = Derived()
+    #: What the tokenizer made of the fields; None: they are no chat.
+    tokens: PromptTokens | None = None
+    #: Digests of the beginnings of the prompt, which other prompts may have too, the shortest first.
     begins: tuple[str, ...] = ()
-    besides: Mapping[str, bytes] = field(default_factory=dict)
-    derived: Mapping[str, object] = field(default_factory=dict)
-    """Values for the medium's `settle` that are computed from the prompt, such as its number of tokens."""
-    params: Mapping[str, Value] = field(default_factory=dict)
-    """Further parameters for the stages."""
+    #: Packed grammars of the answer, the strictest first. The first that can be compiled is used.
     grammars: tuple[bytes, ...] = ()
-    """Packed grammars of the answer, the strictest first. The first that can be compiled is used."""
+    #: The parameter that sets the format of the answer.
     grammar_param: str = ""
-    """The parameter that sets the format of the answer."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a request brings beside its parameters: its attachments by name, and facts about them."""
+
+    files: Mapping[str, bytes]
+    derived: Derived
 
 
 @dataclass(frozen=True)
@@ -143,60 +153,71 @@ class Call:
             raise (KeyUnavailable if helps else TransientError)(message)
 
     async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
-        """Check everything, cheap checks first; store the picture, then submit the request."""
-        gateway, fields = self.gateway, dict(self.given)
-        pictures = self._pictures(fields)
+        """Check everything, cheap checks first; store the attachments, then submit the request."""
+        gateway, pictures = self.gateway, self._pictures()
+        fields = {name: value for name, value in self.given.items() if name not in self.files}
         asked, card = await self._model(fields.get("model"), pictures)
-        uploads, prompt = dict[str, bytes](), Prompt(b"")
-        if self.read:
-            await gateway.fetching.fetch(card, fields)
-            prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
-            uploads |= {"prompt": prompt.data, **prompt.besides}
+        prompt = await self._prompt(card, fields)
         named = replace(card, name=asked)  # as the client calls it: its own may be a folder here
         params, n = check(
             named, fields, self.medium,
-            strict=gateway.strict, uploads=pictures, files=self.files, derived=prompt.derived,
+            strict=gateway.strict, uploads=pictures, files=self.files, tokens=prompt.tokens,
         )  # fmt: skip
-        params |= prompt.params
-        if prompt.grammars:
-            uploads[GRAMMAR] = await gateway.trials.choose(prompt.grammars, prompt.grammar_param)
-            params[GRAMMAR] = digest(uploads[GRAMMAR])
-        if "lora" in params:
-            params["lora_id"] = await gateway.lora_ids(named, str(params["lora"]))
-        for name, value in pictures.items():
-            read = partial(read_picture, self.upload if name in REFERENCES else name, value)
-            read = partial(read_mask, value, uploads[UPLOAD]) if name == MASK else read
-            uploads[name] = await to_thread.run_sync(read, limiter=gateway.decoding)
-            params[name] = hashlib.sha256(uploads[name]).hexdigest()
+        inputs = await self._inputs(named, params, pictures, prompt)
         if UPLOAD in pictures:
-            size = await to_thread.run_sync(size_of, uploads[UPLOAD], limiter=gateway.decoding)
+            size = await to_thread.run_sync(size_of, inputs.files[UPLOAD], limiter=gateway.decoding)
             params |= size_from(card, fields, params, size)
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-        made = makes(card, self.given, params, n, delivery)
+        made = makes(card, self.given, params, inputs.derived, n, delivery)
         hint = card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else ""
-        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint)
+        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint, inputs.derived)
         if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
             return record
-        unused = bool(uploads)
+        return await self._store(wanted, inputs.files, delivery, who)
+
+    async def _prompt(self, card: ModelCard, fields: Mapping[str, object]) -> Prompt:
+        """What a chat brings. Raises InvalidParameter."""
+        if self.read is None:
+            return Prompt()
+        fields = await self.gateway.fetching.fetched(card, fields)
+        return await to_thread.run_sync(self.read, card, fields, limiter=self.gateway.decoding)
+
+    async def _inputs(self, card: ModelCard, params: Params, pictures: Mapping[str, object], prompt: Prompt) -> Inputs:
+        """Read everything that takes long, once the parameters are checked. Raises InvalidParameter."""
+        gateway, files = self.gateway, dict(prompt.files)
+        derived = replace(prompt.derived, expected_tokens=expected_tokens(params))
+        if prompt.grammars:
+            files[GRAMMAR] = await gateway.trials.choose(prompt.grammars, prompt.grammar_param)
+            derived = replace(derived, grammar=digest(files[GRAMMAR]))
+        if "lora" in params:
+            derived = replace(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
+        if pictures:
+            found = await to_thread.run_sync(read_pictures, pictures, self.upload, limiter=gateway.decoding)
+            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+            files, derived = files | found, replace(derived, pictures=hashes)
+        return Inputs(files, derived)
+
+    async def _store(self, asked: Asked, files: Mapping[str, bytes], delivery: Delivery, who: Who) -> Record:
+        """Store the attachments, and submit the request; they are deleted again if it does not become a request."""
+        gateway, unused = self.gateway, bool(files)
         try:
-            for name, data in uploads.items():
-                await to_thread.run_sync(gateway.results.attach, id, name, data)
-            record = await gateway.scheduler.submit(wanted, delivery, who)
-            unused = unused and record.context.id != id
+            for name, data in files.items():
+                await to_thread.run_sync(gateway.results.attach, asked.id, name, data)
+            record = await gateway.scheduler.submit(asked, delivery, who)
+            unused = unused and record.context.id != asked.id
         except TransientError:
             unused = False  # a queue that does not answer may have accepted it
             raise
         finally:
             if unused:
-                await to_thread.run_sync(gateway.results.delete, id)
+                await to_thread.run_sync(gateway.results.delete, asked.id)
         return record
 
-    def _pictures(self, fields: dict[str, object]) -> dict[str, object]:
-        """The values of the fields for pictures, which are taken out, by the uploads that they become."""
-        first = fields.pop(self.upload, None) if self.upload else None
+    def _pictures(self) -> dict[str, object]:
+        """The values of the fields for pictures, by the attachments that they become."""
+        first, beside = (self.given.get(name) if name else None for name in (self.upload, self.beside))
         several = [one for one in (first if isinstance(first, list) else [first]) if one is not None]
         found = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: one for number, one in enumerate(several, 1)}
-        beside = fields.pop(self.beside, None) if self.beside else None
         return found if beside is None else {**found, self.beside: beside}
 
     async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelCard]:

@@ -21,17 +21,18 @@ from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
+from unfuse.core.derived import PROMPT, Derived
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
-from unfuse.core.reading import READING, Reading, reading_in
+from unfuse.core.reading import Reading
 from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
-from unfuse.core.text import CHUNK, CONTINUES, Answer, Piece, beginnings, packed
+from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
 from unfuse.core.tools import Tools, grammar_of, read_tools
-from unfuse.core.vision import SHOWN, places_of, shown_of
-from unfuse.core.words import SPECIAL_STOPS, read_bad_words
+from unfuse.core.vision import Shown, places_of
+from unfuse.core.words import PromptTokens, read_bad_words
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import sse
@@ -94,32 +95,30 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
     told, kwargs = tokenizer.told(messages, tools.shown if tools else None), template_kwargs(fields)
-    shown, places, uploads = "", list[tuple[int, str]](), dict[str, bytes]()
+    shown, places, uploads = tuple[Shown, ...](), list[tuple[int, str]](), dict[str, bytes]()
     if card.vision is None:
         ids = tokenizer.prompt(*told, kwargs)
     else:
         ids, shown, uploads = read_shown(card.vision, tokenizer, *told, kwargs)
         places = places_of(card.vision, ids, shown)
     ids = _truncated(ids, card, fields, shown)
-    derived: dict[str, object] = {"prompt_tokens": len(ids), SHOWN: shown}
-    if fields.get("bad_words") is not None:
-        derived["bad_words"] = tokenizer.spellings(read_bad_words(fields["bad_words"]))
+    bad_words = fields.get("bad_words")
+    bad_words = [] if bad_words is None else tokenizer.spellings(read_bad_words(bad_words))
+    special_stops = _special_stops(tokenizer, fields.get("stop"))
     format = answer_format(fields)
     calls = without_special_tokens(parsers.format_of_calls(tokenizer.calls), tokenizer)
     grammars = _grammars(format, tools, calls, tokenizer)
     reasoning = parsers.format_of_reasoning(tokenizer.reasoning)
     start = partial(tokenizer.start_of_answer, *told, kwargs)
     continues = bool(kwargs.get("continue_final_message") and start())
-    derived |= {CONTINUES: continues, SPECIAL_STOPS: _special_stops(tokenizer, fields.get("stop"))}
     reading = reading_of(tools, calls, reasoning, start, format is not None, continues)
     if reading and str(fields.get("include_reasoning")).lower() == "false":
         reading = msgspec.structs.replace(reading, hidden=True)
     return Prompt(
-        packed(ids),
-        beginnings(ids, places),
-        uploads,
-        derived=derived,
-        params={READING: msgspec.json.encode(reading).decode()} if reading else {},
+        {PROMPT: packed(ids), **uploads},
+        begins=beginnings(ids, places),
+        derived=Derived(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
+        tokens=PromptTokens(len(ids), special_stops, bad_words),
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
     )
@@ -143,7 +142,7 @@ def _grammars(
     return tuple(packed)
 
 
-def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown: str) -> list[int]:
+def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown: Sequence[Shown]) -> list[int]:
     """Return the last `truncate_prompt_tokens` ids. Raises InvalidParameter."""
     most = fields.get("truncate_prompt_tokens")
     if most is None:
@@ -287,11 +286,9 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
 
 def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
     """Return the usage of a chat with `made` tokens. With the complete `answers` it has reasoning_tokens too."""
-    prompt = context.params["prompt_tokens"]
-    assert isinstance(prompt, int)
+    prompt = context.derived.prompt_tokens
     details = {"cached_tokens": CHUNK * context.spared}
-    if context.params.get(SHOWN):
-        shown = shown_of(context.params)
+    if shown := context.derived.shown:
         details["image_tokens"] = sum(one.tokens for one in shown if not one.images)
         details["video_tokens"] = sum(one.tokens for one in shown if one.images)
     usage = {
@@ -301,7 +298,7 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
         "prompt_tokens_details": details,
     }
     if answers:
-        reading = reading_in(context.params.get(READING)) or Reading()
+        reading = context.derived.reading or Reading()
         reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     return usage

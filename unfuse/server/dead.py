@@ -10,19 +10,13 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
-from unfuse.core.grammar import GRAMMAR
-from unfuse.core.media import UPLOADS as PICTURES
 from unfuse.core.request import Allowance
-from unfuse.core.vision import shown_of
 from unfuse.queues.base import Damage, Filter
 from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
 from unfuse.server.auth import Known
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Served
 from unfuse.server.requests import listed
-
-UPLOADS = {name: name for name in (*PICTURES, GRAMMAR)} | {"prompt_tokens": "prompt"}
-"""The upload that a request has if it has that parameter."""
 
 router = APIRouter(prefix="/dead", tags=["dead"])
 
@@ -92,11 +86,9 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
     await gateway.model(asked, caller.models)  # one that is not served now would wait for ever
     own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
     fresh = gateway.scheduler.retried_as(old.context, own)
-    params = old.context.params
-    shown = dict.fromkeys(one.upload for one in shown_of(params))
-    for upload in [*(upload for param, upload in UPLOADS.items() if param in params), *shown]:
-        data = await to_thread.run_sync(gateway.results.attached, id, upload)
-        await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
+    for name in old.context.derived.attachments:
+        data = await to_thread.run_sync(gateway.results.attached, id, name)
+        await to_thread.run_sync(gateway.results.attach, fresh, name, data)
     with gateway.refusals_told(old.context.tenant, old.context.model):
         record = await gateway.scheduler.retry(id, fresh, own)
     gateway.release(old.context)

@@ -24,18 +24,21 @@ class Fetching:
         self._targets = Targets(hosts, "messages", "--image-hosts", "fetched from")
         self._all = asyncio.Semaphore(AT_ONCE)
 
-    async def fetch(self, card: ModelCard, fields: dict[str, object]) -> None:
-        """Put pictures in the place of their addresses. Raises InvalidParameter for what may or can not be fetched."""
+    async def fetched(self, card: ModelCard, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the fields of a chat with pictures in the place of their addresses.
+
+        Raises InvalidParameter for an address that is not allowed or cannot be fetched.
+        """
         messages = fields.get("messages")
         if card.vision is None or not self._targets or not isinstance(messages, list):
-            return
+            return fields
         addresses = dict.fromkeys(url for message in messages for part in _parts(message) if (url := _address(part)))
         if len(addresses) > MOST:
             raise InvalidParameter(
                 f"messages: at most {MOST} pictures are fetched, send more as data: URLs", "messages"
             )
         found = dict(zip(addresses, await asyncio.gather(*map(self._fetched, addresses)), strict=True))
-        fields["messages"] = [_filled(message, found) for message in messages]
+        return {**fields, "messages": [_filled(message, found) for message in messages]}
 
     async def close(self) -> None:
         """Close the connections."""

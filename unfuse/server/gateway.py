@@ -227,7 +227,7 @@ class Gateway(Observer):
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""
-        if context.video or context.params.keys() & {"image", "preview_every", "prompt_tokens"}:
+        if context.has_attachments:
             request = context.id
             self._releasing[request] = asyncio.create_task(self._release(request, beginning))
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))

@@ -53,8 +53,7 @@ class Metrics(Observer):
     def submitted(self, context: RequestContext) -> None:
         self._count("unfuse_requests_submitted_total")
         self._count("requests_submitted_total")
-        tokens = context.params.get("prompt_tokens")
-        if isinstance(tokens, int):
+        if tokens := context.derived.prompt_tokens:
             self._count("unfuse_tokens_total", self._shown(context.model), "prompt", by=tokens)
             self._count("unfuse_tokens_total", self._shown(context.model), "cached", by=0)
 

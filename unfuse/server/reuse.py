@@ -10,6 +10,7 @@ from anyio import to_thread
 from unfuse import __version__
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
+from unfuse.core.derived import Derived
 from unfuse.core.errors import Damaged, NotFound, TransientError
 from unfuse.core.medium import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
@@ -21,15 +22,18 @@ from unfuse.stores.results import ResultStore
 LOOKED_AT = 8  # how many earlier requests with the same body are looked at, the newest first
 
 
-def makes(card: ModelCard, given: Mapping[str, object], params: Params, n: int, delivery: Delivery) -> str:
+def makes(
+    card: ModelCard, given: Mapping[str, object], params: Params, derived: Derived, n: int, delivery: Delivery
+) -> str:
     """A hash of what the bytes of a request's results depend on beside the pools that make them.
 
     "" for one whose bytes are its own: its seed was drawn, it shares nothing, or it wants previews.
     """
     if given.get("seed") in (None, RANDOM_SEED, str(RANDOM_SEED)) or not delivery.cache or params.get("preview_every"):
         return ""
+    known = params | derived.values()
     weights, dtypes = sorted(card.weights.items()), sorted(card.dtypes.items())
-    return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(params.items()), n)
+    return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(known.items()), n)
 
 
 class Reuse:

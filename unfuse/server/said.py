@@ -8,7 +8,7 @@ from typing import Any
 
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
-from unfuse.core.reading import READING, AnswerReader, reading_in
+from unfuse.core.reading import AnswerReader
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
 from unfuse.core.tool_calls import Part
@@ -47,7 +47,7 @@ class GrowingMessage:
     """Turns the text of one choice into deltas. A parsed answer must be fed from its beginning."""
 
     def __init__(self, context: RequestContext, index: int) -> None:
-        reading = reading_in(context.params.get(READING))
+        reading = context.derived.reading
         self._reader = AnswerReader(reading) if reading else None
         self._hidden = "reasoning" if reading and reading.hidden else ""
         self._answer = f"{context.id}:{index}"

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from unfuse.core.codec import MAX_UPLOAD_BYTES, encode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import choice, number, printable
@@ -29,7 +27,7 @@ SHOWS = ("image", "video")  # the types of parts by which templates write tokens
 DETAILS = ("auto", "low", "high", "original")
 """OpenAI's words for how closely to look; a model's own processor decides that, whichever is sent."""
 
-Read = tuple[list[int], str, dict[str, bytes]]
+Read = tuple[list[int], tuple[Shown, ...], dict[str, bytes]]
 
 
 def read_shown(
@@ -39,7 +37,7 @@ def read_shown(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Read:
-    """The ids of messages, what they show as JSON ("" for nothing), and the uploads of that. Takes long.
+    """The ids of messages, what they show, and the uploads of that. Takes long.
 
     Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
     """
@@ -47,8 +45,7 @@ def read_shown(
     read = [reading.message(message, at) for at, message in enumerate(messages)]
     edit = partial(_timed, vision, tokenizer, reading.moments)
     ids = vision.expanded(tokenizer.prompt(read, tools, template_kwargs, shows=SHOWS, edit=edit), reading.shown)
-    shown = msgspec.json.encode(reading.shown).decode() if reading.shown else ""
-    return ids, shown, reading.uploads
+    return ids, tuple(reading.shown), reading.uploads
 
 
 def _timed(vision: Vision, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str) -> str:

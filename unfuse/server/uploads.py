@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import MASK, REFERENCES, UPLOAD
 from unfuse.core.pixels import check_picture, has_transparency, size_of
 
 MAX_BYTES = 20 * 1024 * 1024
@@ -42,6 +43,21 @@ def read_picture(name: str, value: object) -> bytes:
         raise InvalidParameter(f"{name} must have 1 to {MAX_BYTES} bytes, not {len(data)}", name)
     check_picture(data, name)
     return data
+
+
+def read_pictures(given: Mapping[str, object], field: str) -> dict[str, bytes]:
+    """Return the bytes of a request's pictures, by the attachments that they become.
+
+    `given` has the value of each, the start picture before its mask. `field` is the name of the field for all pictures
+    to start from. Takes long, as `read_picture` does. Raises InvalidParameter.
+    """
+    found = dict[str, bytes]()
+    for name, value in given.items():
+        if name == MASK:
+            found[name] = read_mask(value, found[UPLOAD])
+        else:
+            found[name] = read_picture(field if name in REFERENCES else name, value)
+    return found
 
 
 def read_mask(value: object, picture: bytes) -> bytes:

@@ -178,13 +178,14 @@ class Adapters:
         self._loaded: list[str] = []  # the least recently used first
         self._active: dict[str, float] | None = {}
 
-    def use(self, params: Params) -> None:
+    def use(self, params: Params, lora_id: str) -> None:
         """Make the next forward run with the adapters of a request, or with none, which gives the model's exact bits.
 
-        Raises PermanentError and NotFound when one cannot be had.
+        `lora_id` has the hashes of their contents ("": no adapters). Raises PermanentError and NotFound when one cannot
+        be had.
         """
         named, usual = scales(str(params.get("lora") or "")), float(params.get("lora_scale") or 0.0)
-        ids = str(params.get("lora_id") or "").split(",")
+        ids = lora_id.split(",")
         wanted = {id: usual if one is None else one for id, (_, one) in zip(ids, named, strict=True) if id}
         if wanted == self._active and [*wanted] == [*self._active]:
             return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from unfuse.core.derived import Derived
 from unfuse.core.errors import PermanentError
 from unfuse.core.media import PIXELS
 from unfuse.core.plan import Params
@@ -28,7 +29,7 @@ class StageInput(msgspec.Struct, frozen=True):
     pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
     `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began. An
     input that the stage has `received` in pieces is not among the tensors. Whether the task `extends` the portions of
-    another stage: see `StageSpec.extends`.
+    another stage: see `StageSpec.extends`. `derived` is what the server found out about the request.
     """
 
     params: Params
@@ -39,6 +40,7 @@ class StageInput(msgspec.Struct, frozen=True):
     prefix: tuple[Tensors, ...] = ()
     received: Any = None
     extends: bool = False
+    derived: Derived = Derived()
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -126,8 +128,8 @@ class Stage(ABC):
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
 
-    def uploads_of(self, params: Params) -> Sequence[str]:
-        """The attachments that a task with these parameters brings. Raises PermanentError."""
+    def uploads_of(self, derived: Derived) -> Sequence[str]:
+        """The attachments that a task of such a request brings. Raises PermanentError."""
         return self.uploads
 
     def likeness(self, task: StageInput) -> Hashable | None:
@@ -138,9 +140,9 @@ class Stage(ABC):
         """
         return None
 
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         """Tasks of equal key may run in one batch."""
-        return tuple(params.get(name) for name in PIXELS)
+        return tuple(task.params.get(name) for name in PIXELS)
 
     def outline_of(self, task: StageInput) -> Outline:
         """As `SteppedStage.outline`, of a task."""
@@ -170,7 +172,7 @@ class SteppedStage(Stage, Generic[State]):
     def warm_up(self) -> None:
         """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
 
-    def receive(self, params: Params, priority: int, names: Collection[str]) -> Receiving | None:
+    def receive(self, derived: Derived, priority: int, names: Collection[str]) -> Receiving | None:
         """Begin to take an input, which has tensors of these names, before its task begins; None: it is to be whole."""
         return None
 
@@ -341,13 +343,13 @@ class OneStep(JointStage[Once, StageOutput]):
         """Check the inputs as the plain stage does."""
         self._stage.verify(task)
 
-    def uploads_of(self, params: Params) -> Sequence[str]:
+    def uploads_of(self, derived: Derived) -> Sequence[str]:
         """Those of the plain stage."""
-        return self._stage.uploads_of(params)
+        return self._stage.uploads_of(derived)
 
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         """The batch key of the plain stage."""
-        return self._stage.batch_key(params)
+        return self._stage.batch_key(task)
 
     def start(self, task: StageInput) -> Once:
         """The task, not yet run."""

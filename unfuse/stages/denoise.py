@@ -104,6 +104,7 @@ class DenoiseState:
     guidance: float
     inputs: Inputs
     negative: Inputs | None
+    lora_id: str = ""
     tokens: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """How many tokens of the prompt, and of its negative, each mask leaves; in exact pools."""
     step: int = 0
@@ -155,7 +156,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         need(task.params, "seed", int)
         if need(task.params, "num_inference_steps", int) < 1:
             raise PermanentError("num_inference_steps must be at least 1")
-        if "lora_id" in task.params and self._adapters is None:
+        if task.derived.lora_id and self._adapters is None:
             raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
         self._denoiser.verify(task.params)
         if task.params.get(SIMILAR):
@@ -174,11 +175,11 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         for name, shape in {**self._denoiser.conditions, **redraws}.items():
             need_tensor(task, name, shape)
 
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         """Requests of one size, text length and adapters at one scale, all with or all without guidance."""
-        guided = applies(self._denoiser.guidance(params))
-        shared = (params.get(name) for name in ("max_sequence_length", "lora", "lora_id", "lora_scale"))
-        return super().batch_key(params), guided, *shared
+        guided = applies(self._denoiser.guidance(task.params))
+        shared = (task.params.get(name) for name in ("max_sequence_length", "lora", "lora_scale"))
+        return super().batch_key(task), guided, task.derived.lora_id, *shared
 
     @torch.no_grad()
     def start(self, task: StageInput) -> DenoiseState:
@@ -196,7 +197,17 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(scale) else None
         tokens = self._tokens(inputs), self._tokens(negative)
         return DenoiseState(
-            params, made.latents, scheduler, scale, inputs, negative, tokens, made.step, made.step, made.kept
+            params,
+            made.latents,
+            scheduler,
+            scale,
+            inputs,
+            negative,
+            task.derived.lora_id,
+            tokens,
+            made.step,
+            made.step,
+            made.kept,
         )
 
     @torch.no_grad()
@@ -281,7 +292,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
     @torch.no_grad()
     def _predictions(self, batch: Sequence[DenoiseState], fused: bool) -> list[Tensor | Exception]:
         if self._adapters is not None:
-            self._adapters.use(batch[0].params)
+            self._adapters.use(batch[0].params, batch[0].lora_id)
         predictions = self._predict(batch, fused)
         finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
         dtype, rows = self._denoiser.dtype, enumerate(batch)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from PIL import Image
 from typing_extensions import override
 
+from unfuse.core.derived import Derived
 from unfuse.core.errors import InvalidParameter, PermanentError
 from unfuse.core.media import MASK, UPLOAD
 from unfuse.core.pixels import read_alpha, read_rgb
@@ -22,9 +23,11 @@ class ImageEncoder(Protocol):
     def verify(self, params: Params) -> None:
         """Raise PermanentError unless the parameters hold what `encode` reads."""
 
-    def encode(self, pictures: Sequence[Image.Image], params: Params) -> Tensors:
-        """Tensors by name, with a batch axis of one row a request; `params` are any request's: sizes agree, and how
-        many pictures there are of each, which follow each other.
+    def encode(self, pictures: Mapping[str, Sequence[Image.Image]], params: Params) -> Tensors:
+        """Tensors by name, with a batch axis of one row a request.
+
+        `pictures` has those of each request, in order, by the name of the upload. `params` are any request's: sizes
+        agree.
         """
 
 
@@ -39,13 +42,13 @@ class ImageEncode(Stage):
     """Whether pictures are encoded one by one, in sizes of their own, whatever size is asked for."""
 
     @override
-    def batch_key(self, params: Params) -> Hashable:
-        brings = self.uploads_of(params)
-        return brings if self.each else (brings, super().batch_key(params))
+    def batch_key(self, task: StageInput) -> Hashable:
+        brings = self.uploads_of(task.derived)
+        return brings if self.each else (brings, super().batch_key(task))
 
     @override
-    def uploads_of(self, params: Params) -> Sequence[str]:
-        return (UPLOAD, *(name for name in self.beside if params.get(name)))
+    def uploads_of(self, derived: Derived) -> Sequence[str]:
+        return (UPLOAD, *(name for name in self.beside if name in derived.pictures))
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self._encoder = encoder
@@ -61,8 +64,8 @@ class ImageEncode(Stage):
         """Encode all at once, or one by one."""
         if self.each and len(batch) > 1:
             return [output for task in batch for output in self.run([task])]
-        names = [name for name in self.uploads_of(batch[0].params) if name != MASK]
-        pictures = [read_picture(task.uploads[name]) for task in batch for name in names]
+        names = [name for name in self.uploads_of(batch[0].derived) if name != MASK]
+        pictures = {name: [read_picture(task.uploads[name]) for task in batch] for name in names}
         together = self._encoder.encode(pictures, batch[0].params)
         rows = [slice(row, row + 1) for row in range(len(batch))]
         return [

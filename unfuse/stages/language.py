@@ -17,18 +17,17 @@ import torch
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
+from unfuse.core.derived import GRAMMAR, PROMPT, Derived
 from unfuse.core.errors import PermanentError
-from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
-from unfuse.core.reading import READING, reading_in
-from unfuse.core.text import CHUNK, CONTINUES, MOST_SHARED, Answer, Piece, unpacked
-from unfuse.core.vision import SHOWN
+from unfuse.core.text import CHUNK, MOST_SHARED, Answer, Piece, unpacked
+from unfuse.core.vision import Shown
 from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.sampling import Sampled, Sampling, sample
-from unfuse.stages.sequences import PROMPT, Constraint, Grammars, Growing, PromptStage, Sequences
+from unfuse.stages.sequences import Constraint, Grammars, Growing, PromptStage, Sequences
 from unfuse.stages.words import Ending, Tokenizer, Words
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class Writing(Growing):
     words: Words | None = None
     sampled: Sampled | None = None
     constraint: Constraint | None = None
-    shown: str = ""
+    shown: tuple[Shown, ...] = ()
     """The pictures and videos of the prompt, as JSON."""
     extends: bool = False
     """Whether the answer goes into the prefix cache."""
@@ -235,27 +234,27 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         self.grown(made)
 
     @override
-    def uploads_of(self, params: Params) -> Sequence[str]:
-        return (PROMPT, GRAMMAR) if params.get(GRAMMAR) else (PROMPT,)
+    def uploads_of(self, derived: Derived) -> Sequence[str]:
+        return (PROMPT, GRAMMAR) if derived.grammar else (PROMPT,)
 
     @override
-    def receive(self, params: Params, priority: int, names: Collection[str]) -> ReceivedKv | None:
+    def receive(self, derived: Derived, priority: int, names: Collection[str]) -> ReceivedKv | None:
         if {*names} != {CHUNKS, REST}:
             return None
-        return ReceivedKv(self._sequences, priority, need(params, "prompt_tokens", int) - 1)
+        return ReceivedKv(self._sequences, priority, derived.prompt_tokens - 1)
 
     @override
     def start(self, task: StageInput) -> Writing:
         """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
-        most, reading = need(task.params, "max_tokens", int), reading_in(task.params.get(READING))
-        words = Words(self._tokenizer, ending(task.params), most, reading)
+        most, derived = need(task.params, "max_tokens", int), task.derived
+        words = Words(self._tokenizer, ending(task.params, derived), most, derived.reading)
         ids = [*prompt]
         for data in task.recorded:
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, tuple((id, logprob) for id, _, logprob in piece.top))
             ids.append(piece.id)
-        sight, shown = self._sequences.sight(prompt, task), str(task.params.get(SHOWN) or "")
+        sight = self._sequences.sight(prompt, task)
         how = msgspec.structs.replace(sampling(task.params), ends=tuple(words.ends))
         if isinstance(task.received, ReceivedKv):
             kv, done, given = task.received.kv, task.received.tokens, None
@@ -264,7 +263,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
             with self._sequences.beginning(task.priority) as kv:
                 done = self._sequences.put(kv, given) if given else 0
         state = Writing(
-            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, shown=shown,
+            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, shown=derived.shown,
             extends=task.extends,
         )  # fmt: skip
         try:
@@ -278,7 +277,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
-        reading = reading_in(task.params.get(READING))
+        reading = task.derived.reading
         constraint: Constraint = self._grammars.open(grammar)
         if reading and reading.reasoning:
             constraint = BehindReasoning(constraint, reading, self._tokenizer)
@@ -440,15 +439,15 @@ def sampling(params: Params) -> Sampling:
     return Sampling(**said, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
 
 
-def ending(params: Params) -> Ending:
+def ending(params: Params, derived: Derived) -> Ending:
     """Return the stop conditions of a request."""
     return Ending(
         tuple(json.loads(need(params, "stop", str))),
         frozenset(json.loads(str(params.get("stop_token_ids") or "[]"))),
-        bool(params.get("ignore_eos")) and not params.get(GRAMMAR),
+        bool(params.get("ignore_eos")) and not derived.grammar,
         _least(params),
         bool(params.get("include_stop_str_in_output")),
-        bool(params.get(CONTINUES)),
+        derived.continues,
         params.get("skip_special_tokens") is False,
     )
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from unfuse.core.derived import PROMPT
 from unfuse.core.errors import PermanentError
-from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, TextLoad, beginnings, unpacked
-from unfuse.core.vision import SHOWN, Vision, places_of
-from unfuse.stages.base import Computed, JointStage, StageInput, State, Tensors, need
+from unfuse.core.vision import Shown, Vision, places_of
+from unfuse.stages.base import Computed, JointStage, StageInput, State, Tensors
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
@@ -54,8 +54,6 @@ class Grammars(Protocol):
 
 
 LAST = 1 << 62  # the place of sequences that every other one comes before
-
-PROMPT = "prompt"  # the upload that has the ids of a prompt's tokens, as `core.text.packed` has them
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,9 @@ class Sequences:
 
     def sight(self, ids: Sequence[int], task: StageInput) -> Sight | None:
         """What a prompt of these ids shows; None of one that shows nothing. Raises PermanentError."""
-        if self._vision is None or not task.params.get(SHOWN):
+        if self._vision is None or not task.derived.shown:
             return None
-        return Sight(ids, task.params, task.tensors, self._vision, self._deep)
+        return Sight(ids, task.derived.shown, task.tensors, self._vision, self._deep)
 
     def leftovers(self) -> dict[str, int]:
         """Bytes that sequences have, and blocks that none has, by name: none while no state of a task exists."""
@@ -167,10 +165,10 @@ class Sequences:
             self.end(sequence)
             raise
 
-    def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: str) -> tuple[str, ...]:
+    def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[Shown]) -> tuple[str, ...]:
         """The digests by which prompts that go on behind an answer find its chunks and those of its prompt.
 
-        `shown` is what the prompt shows, as JSON.
+        `shown` is what the prompt shows.
         """
         places = places_of(self._vision, prompt, shown) if self._vision and shown else ()
         return beginnings([*prompt, *answer], places)
@@ -297,11 +295,11 @@ class PromptStage(JointStage[State, Computed]):
     @override
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError for a prompt of another length than was said."""
-        if len(unpacked(task.uploads[PROMPT])) != need(task.params, "prompt_tokens", int):
+        if len(unpacked(task.uploads[PROMPT])) != task.derived.prompt_tokens:
             raise PermanentError("the prompt is not as long as it was said to be")
 
     @override
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         return ()
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.plan import Params
-from unfuse.core.vision import Run, Vision, shown_of
+from unfuse.core.vision import Run, Shown, Vision
 from unfuse.stages.base import Tensors
 
 
@@ -30,9 +29,11 @@ class Sight:
     (`rope_deltas`), which is another one where a video has just been shown.
     """
 
-    def __init__(self, ids: Sequence[int], params: Params, tensors: Tensors, vision: Vision, layers: int) -> None:
+    def __init__(
+        self, ids: Sequence[int], shown: Sequence[Shown], tensors: Tensors, vision: Vision, layers: int
+    ) -> None:
         """`tensors` has what was encoded, each with so many `layers` of deepstack. Raises PermanentError."""
-        runs = [*vision.runs(ids, shown_of(params))]
+        runs = [*vision.runs(ids, shown)]
         self._positions = _positions(len(ids), runs, vision)
         ends = ["", *(f".{layer}" for layer in range(layers))]
         self._runs = [(run.start, [_part(tensors, run, end, vision.tokens(run.grid)) for end in ends]) for run in runs]

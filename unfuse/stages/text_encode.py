@@ -45,9 +45,9 @@ class TextEncode(Stage):
         if length < 1:
             raise PermanentError(f"max_sequence_length must be at least 1, not {length}")
 
-    def batch_key(self, params: Params) -> Hashable:
+    def batch_key(self, task: StageInput) -> Hashable:
         """Texts of one length may be encoded together."""
-        return params.get("max_sequence_length")
+        return task.params.get("max_sequence_length")
 
     def likeness(self, task: StageInput) -> Hashable:
         """How the encoder's work depends on the lengths of the texts."""

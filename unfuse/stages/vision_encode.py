@@ -11,9 +11,10 @@ from PIL import Image
 from typing_extensions import override
 
 from unfuse.core.codec import MAX_UPLOAD_BYTES, decode
-from unfuse.core.plan import Params
-from unfuse.core.vision import SHOWN, Grid
-from unfuse.stages.base import Outline, Stage, StageInput, StageOutput, need
+from unfuse.core.derived import Derived
+from unfuse.core.errors import PermanentError
+from unfuse.core.vision import Grid, Shown
+from unfuse.stages.base import Outline, Stage, StageInput, StageOutput
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import read_frames
 
@@ -58,27 +59,26 @@ class VisionEncode(Stage):
         self._encoder = encoder
 
     @override
-    def uploads_of(self, params: Params) -> Sequence[str]:
-        return (need(params, "upload", str),)
+    def uploads_of(self, derived: Derived) -> Sequence[str]:
+        return (_shown(derived).upload,)
 
     @override
     def verify(self, task: StageInput) -> None:
         self.outline_of(task)
-        _grid(task.params)
 
     @override
-    def batch_key(self, params: Params) -> Hashable:
-        return params.get(SHOWN)
+    def batch_key(self, task: StageInput) -> Hashable:
+        return _shown(task.derived).shown
 
     @override
     def outline_of(self, task: StageInput) -> Outline:
-        shape = need(task.params, "tokens", int), self._encoder.width
+        shape = _shown(task.derived).tokens, self._encoder.width
         return [(name, self._encoder.dtype, shape) for name in _names(task, self._encoder.deep)]
 
     @override
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        views = [View(_images(task), _grid(task.params), need(task.params, "images", int) > 0) for task in batch]
+        views = [_view(task) for task in batch]
         outputs = []
         for task, seen in zip(batch, self._encoder.encode(views), strict=True):
             named = zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)
@@ -86,21 +86,29 @@ class VisionEncode(Stage):
         return outputs
 
 
+def _shown(derived: Derived) -> Shown:
+    """What a task encodes."""
+    if len(derived.shown) != 1:
+        raise PermanentError(f"a task of vision_encode must be for one picture or video, not {len(derived.shown)}")
+    return derived.shown[0]
+
+
 def _names(task: StageInput, deep: int) -> list[str]:
-    name = need(task.params, SHOWN, str)
+    name = _shown(task.derived).shown
     return [name, *(f"{name}.{layer}" for layer in range(deep))]
 
 
-def _images(task: StageInput) -> Iterator[Image.Image]:
+def _view(task: StageInput) -> View:
+    shown = _shown(task.derived)
+    return View(_images(task, shown), Grid(shown.frames, shown.rows, shown.columns), shown.images > 0)
+
+
+def _images(task: StageInput, shown: Shown) -> Iterator[Image.Image]:
     (data,) = task.uploads.values()
-    if picked := need(task.params, "picked", str):
-        yield from read_frames(data, [int(number) for number in picked.split(",")])
-    elif need(task.params, "images", int):
+    if shown.picked:
+        yield from read_frames(data, [int(number) for number in shown.picked.split(",")])
+    elif shown.images:
         pictures: list[bytes] = decode(data, list[bytes], MAX_UPLOAD_BYTES)
         yield from map(read_picture, pictures)
     else:
         yield read_picture(data)
-
-
-def _grid(params: Params) -> Grid:
-    return Grid(*(need(params, name, int) for name in Grid._fields))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 from typing_extensions import override
 
+from unfuse.core.derived import Derived
 from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
@@ -136,6 +137,7 @@ class Running:
     """A request in its call, so many steps of which are done."""
 
     params: Params
+    lora_id: str
     call: Call
     steps: int
     done: int = 0
@@ -164,22 +166,22 @@ class Whole(SteppedStage[Running]):
         self._generator_device = device if draws_there else torch.device("cpu")
 
     @override
-    def uploads_of(self, params: Params) -> Sequence[str]:
-        return [name for name in UPLOADS if params.get(name)]
+    def uploads_of(self, derived: Derived) -> Sequence[str]:
+        return [name for name in UPLOADS if name in derived.pictures]
 
     @override
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless seed and format are there, and the picture that the model starts from."""
         need(task.params, "seed", int)
         need_format(need(task.params, "output_format", str))
-        if "lora_id" in task.params and self._loras is None:
+        if task.derived.lora_id and self._loras is None:
             raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
         if self.uploads and UPLOAD not in task.uploads:
             raise PermanentError(f"upload {UPLOAD} is missing")
 
     @override
-    def batch_key(self, params: Params) -> Hashable:
-        return params.get("seed"), *super().batch_key(params)  # type: ignore[misc]
+    def batch_key(self, task: StageInput) -> Hashable:
+        return task.params.get("seed"), *super().batch_key(task)  # type: ignore[misc]
 
     @override
     def start(self, task: StageInput) -> Running:
@@ -192,7 +194,7 @@ class Whole(SteppedStage[Running]):
         if (seen := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
             given[UPLOAD] = seen
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
-        running = Running(params, Call(lambda rest: None), max(1, _count(params)))
+        running = Running(params, task.derived.lora_id, Call(lambda rest: None), max(1, _count(params)))
         running.call = Call(lambda rest: self._call(given | {"generator": generator}, running, rest))
         return running
 
@@ -228,7 +230,7 @@ class Whole(SteppedStage[Running]):
     def _stepped(self, state: Running) -> Running | Exception:
         try:
             if self._loras is not None:
-                self._loras.use(state.params)
+                self._loras.use(state.params, state.lora_id)
             state.call.go_on()
         except REFUSALS as error:
             reason = " ".join(str(error).split()) or type(error).__name__

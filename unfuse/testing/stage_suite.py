@@ -36,8 +36,10 @@ def check_stage(stage: Stage, inputs: Sequence[StageInput]) -> None:
 
 def _accepts_what_fits(stage: Stage, task: StageInput) -> None:
     stage.verify(task)
-    hash(stage.batch_key(task.params))
-    assert stage.batch_key(dict(task.params)) == stage.batch_key(task.params), "equal parameters have equal batch keys"
+    hash(stage.batch_key(task))
+    assert stage.batch_key(replace(task, params=dict(task.params))) == stage.batch_key(task), (
+        "equal parameters have equal batch keys"
+    )
     if task.tensors:
         try:
             stage.verify(replace(task, tensors={}))

@@ -38,10 +38,10 @@ class Borrowing:
 
     async def bring(self, lease: Lease) -> None:
         """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
-        params = lease.task.params
-        if not params.get("lora_id") or lease.task.kind not in ADAPTED or not self._has_adapters:
+        task = lease.task
+        if not task.derived.lora_id or task.kind not in ADAPTED or not self._has_adapters:
             return
-        for (name, _), id in zip(scales(str(params["lora"])), str(params["lora_id"]).split(","), strict=True):
+        for (name, _), id in zip(scales(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
             async with self._lock:
                 if not await asyncio.to_thread(self._loras.has, name, id):
                     await self._fetch(name, id)

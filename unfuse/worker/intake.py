@@ -85,7 +85,7 @@ class Intake:
             inputs = self._receiving.setdefault(claim, {})
             if ref.id not in inputs:
                 stage, names = self._stages[declared(task.pool)], [meta.name for meta in ref.tensors]
-                inputs[ref.id] = stage.receive(task.params, task.priority, names) or Collected(ref, self._ranks)
+                inputs[ref.id] = stage.receive(task.derived, task.priority, names) or Collected(ref, self._ranks)
             inputs[ref.id].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
             return Taken(claim, ref.id, str(error) or type(error).__name__)
@@ -122,11 +122,12 @@ class Intake:
             collected, received = self._came(run.lease)
             tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
             stage = self._stages[declared(task.pool)]
-            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.params)}
+            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.derived)}
             prefix += self._prefix(run.lease)
             given = StageInput(
                 task.params, tensors, uploads, run.recorded, task.priority,
                 tuple(map(dict, prefix)), received, bool(task.extends) and not _is_narrowed(run.lease),
+                task.derived,
             )  # fmt: skip
             return self._job(run, stage, given, inputs, get_s=time.monotonic() - began)
         except BaseException as error:
@@ -145,7 +146,7 @@ class Intake:
         state = stage.start(given) if resumed is None else resumed
         try:
             step, _ = stage.progress(state)
-            key = run.lease.task.pool, stage.batch_key(given.params), self.likeness(stage, state)
+            key = run.lease.task.pool, stage.batch_key(given), self.likeness(stage, state)
         except BaseException:
             stage.let_go(state)
             raise

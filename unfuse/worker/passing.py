@@ -61,8 +61,8 @@ class Passing:
 
         Each input has its share of the buffer, but at least a chunk, since only chunks can be verified.
         """
-        tokens = task.params.get("prompt_tokens")
-        if not isinstance(tokens, int) or not 0 < self._tokens < tokens:
+        tokens = task.derived.prompt_tokens
+        if not 0 < self._tokens < tokens:
             return 0
         return max(ref.nbytes * self._tokens // tokens, min(chunk_bytes(ref.nbytes), ref.nbytes))
 

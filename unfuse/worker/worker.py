@@ -296,7 +296,7 @@ class Worker:
     async def _take(self, granted: Granted) -> None:
         for lease in granted.leases:
             self._holding.take(lease)
-            self._loaded = lease.task.affinity if "lora_id" in lease.task.params else self._loaded
+            self._loaded = lease.task.affinity if lease.task.derived.lora_id else self._loaded
             self._idle.clear()
             if self._saved_states:
                 self._saved_states.begin(lease)

@@ -1,0 +1,62 @@
+"""Facts that the server derives from a request. They travel beside its parameters, and no client can set them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from unfuse.core.parameters import Params
+from unfuse.core.reading import Reading
+from unfuse.core.vision import Shown
+
+PROMPT, GRAMMAR = "prompt", "grammar"
+"""Attachments of a chat: its prompt as packed token ids, and the packed grammar of its answer."""
+
+MAX_EXPECTED_TOKENS = 256  # few answers are as long as they may be
+
+
+class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the server found out about one request when it accepted it."""
+
+    #: Number of tokens of the prompt; 0 for a request that has no tokens.
+    prompt_tokens: int = 0
+    #: Predicted number of tokens of each answer.
+    expected_tokens: int = 0
+    #: Pictures and videos in the prompt of a chat, in order. A stage for one of them gets only that one.
+    shown: tuple[Shown, ...] = ()
+    #: Whether the answer continues a text in the prompt.
+    continues: bool = False
+    #: Hash of the attachment GRAMMAR; "": the answer may be any text.
+    grammar: str = ""
+    #: How the answer is parsed; None: it is not.
+    reading: Reading | None = None
+    #: Hashes of the contents of the adapters, in the order of the parameter `lora`, joined by commas.
+    lora_id: str = ""
+    #: The sha256 of each uploaded picture, by the name of its attachment.
+    pictures: dict[str, str] = {}
+
+    @property
+    def attachments(self) -> tuple[str, ...]:
+        """The names of all files that the gateway stores with the request before it is queued."""
+        text = [PROMPT] if self.prompt_tokens else []
+        grammar = [GRAMMAR] if self.grammar else []
+        return tuple(dict.fromkeys([*text, *grammar, *self.pictures, *(one.upload for one in self.shown)]))
+
+    def values(self) -> Params:
+        """The facts that the request has, by name, for formulas of the pipeline and for the request object."""
+        found: Params = {
+            "prompt_tokens": self.prompt_tokens,
+            "expected_tokens": self.expected_tokens,
+            "shown": msgspec.json.encode(self.shown).decode() if self.shown else "",
+            "continues": self.continues,
+            "grammar": self.grammar,
+            "reading": msgspec.json.encode(self.reading).decode() if self.reading else "",
+            "lora_id": self.lora_id,
+            **self.pictures,
+        }
+        return {name: value for name, value in found.items() if value}
+
+
+def expected_tokens(params: Params) -> int:
+    """Predict the number of tokens of an answer to a request with these parameters; 0 if it has no tokens."""
+    most = params.get("max_tokens")
+    return min(most, MAX_EXPECTED_TOKENS) if isinstance(most, int) else 0
