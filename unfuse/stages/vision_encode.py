@@ -13,7 +13,7 @@ from typing_extensions import override
 from unfuse.core.codec import MAX_UPLOAD_BYTES, decode
 from unfuse.core.plan import Params
 from unfuse.core.vision import SHOWN, Grid
-from unfuse.stages.base import Outline, Stage, StageInput, StageOutput, need
+from unfuse.stages.base import OneStepState, Outline, Stage, StageInput, StageOutput, need
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import read_frames
 
@@ -63,7 +63,7 @@ class VisionEncode(Stage):
 
     @override
     def verify(self, task: StageInput) -> None:
-        self.outline_of(task)
+        self._shapes(task)
         _grid(task.params)
 
     @override
@@ -71,7 +71,10 @@ class VisionEncode(Stage):
         return params.get(SHOWN)
 
     @override
-    def outline_of(self, task: StageInput) -> Outline:
+    def outline(self, state: OneStepState) -> Outline:
+        return self._shapes(state.task)
+
+    def _shapes(self, task: StageInput) -> Outline:
         shape = need(task.params, "tokens", int), self._encoder.width
         return [(name, self._encoder.dtype, shape) for name in _names(task, self._encoder.deep)]
 

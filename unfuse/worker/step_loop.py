@@ -19,7 +19,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
 from unfuse.core.text import TextLoad
-from unfuse.stages.base import HasTexts, Media, SteppedStage
+from unfuse.stages.base import HasTexts, Media, Stage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
@@ -42,7 +42,7 @@ TELL_S = 0.25  # the least seconds between two messages of a process that works;
 class TextMeter:
     """Sends what the stages of one process have together, where that is news."""
 
-    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[messages.TextsHeld], object]) -> None:
+    def __init__(self, stages: Iterable[Stage], send: Callable[[messages.TextsHeld], object]) -> None:
         found = (stage.texts for stage in stages)
         self._all: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
         self._send, self._told, self._at = send, messages.TextsHeld(TextLoad(), 0), 0.0
@@ -99,7 +99,7 @@ class StepLoop:
 
     def __init__(
         self,
-        stages: Mapping[str, SteppedStage[Any]],
+        stages: Mapping[str, Stage],
         store: TensorStore,
         results: ResultStore,
         inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn],
@@ -288,7 +288,7 @@ class StepLoop:
             if isinstance(made, Exception):
                 raise made
             job.state = job.stage.advance(job.state, made)
-            job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
+            job.key = *job.key[:-1], self._intake.exact_batch_key(job.stage, job.state)
             job.portions = completed(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
