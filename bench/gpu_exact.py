@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.model import Made, Model
 from tools import tiny
 from unfuse.core.compute import ComputeOptions
-from unfuse.stages.base import JointStage, OneStep, Stage, StageInput, SteppedStage
+from unfuse.stages.base import Stage, StageInput
 from unfuse.worker.exactness import culprit, difference
 
 FAMILIES = ("wan", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image")
@@ -55,7 +55,7 @@ def verdicts(model: Model, sizes: tuple[int, ...], **given: Any) -> dict[str, st
     found = {}
     for name, stage in model.stages.items():
         tasks = [model.task(name, *each)[1] for each in zip(params, made, strict=True)]
-        if isinstance(stage, JointStage) or stage.likeness(tasks[0]) is not None:
+        if stage.exact_batch_key(stage.start(tasks[0])) is not None:
             for size in sizes:
                 found[f"{name}, {size}"] = verdict(stage, alike(stage, tasks), size)
         for each in zip(params, made, strict=True):
@@ -65,24 +65,18 @@ def verdicts(model: Model, sizes: tuple[int, ...], **given: Any) -> dict[str, st
 
 def alike(stage: Stage, tasks: list[StageInput]) -> list[StageInput]:
     """Those that may share a forward with the first."""
-    stepped = as_stepped(stage)
-    first = stepped.state_likeness(stepped.start(tasks[0]))
-    return [task for task in tasks if stepped.state_likeness(stepped.start(task)) == first]
+    first = stage.exact_batch_key(stage.start(tasks[0]))
+    return [task for task in tasks if stage.exact_batch_key(stage.start(task)) == first]
 
 
 def verdict(stage: Stage, tasks: list[StageInput], size: int) -> str:
-    stepped = as_stepped(stage)
-    states = [stepped.start(tasks[number % len(tasks)]) for number in range(size)]
+    states = [stage.start(tasks[number % len(tasks)]) for number in range(size)]
     try:
-        alone = [stepped.alone(state) for state in states]
-        row = difference(alone, stepped.compute(states))
-        return "equal" if row is None else culprit(stepped, states, row)
+        alone = [stage.step_alone(state) for state in states]
+        row = difference(alone, stage.step(states))
+        return "equal" if row is None else culprit(stage, states, row)
     except torch.OutOfMemoryError:
         return "out of memory"
-
-
-def as_stepped(stage: Stage) -> SteppedStage[Any]:
-    return stage if isinstance(stage, SteppedStage) else OneStep(stage)
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

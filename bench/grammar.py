@@ -33,7 +33,7 @@ from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.models.grammars import Grammars
 from unfuse.models.tokenizer import ChatTokenizer
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing
 
 PAIRS, FREE, WARM = 60, 4, 4
@@ -83,7 +83,7 @@ class Texts:
         return state
 
     def step(self, states: list[Writing]) -> list[Writing]:
-        made = self.stage.step(states)
+        made = next_states(self.stage, states)
         assert not any(isinstance(state, Exception) for state in made)
         return [state for state in made if isinstance(state, Writing)]
 

@@ -29,7 +29,7 @@ from unfuse.arena.arena import Arena
 from unfuse.core.derived import Derived
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.handed_kv import CHUNKS, REST, KvReader
 from unfuse.stages.language import Decode, Prefill, Prefilling
 from unfuse.stages.paged_kv import KvSequence
@@ -115,7 +115,8 @@ class Bench:
         session, sink = pulling
         session.result(600)
         tensors = tensors_of(self.arena, sink, session.ref)
-        (stepped,) = self.decode.step([writing := self.decode.start(StageInput(task.params, tensors, task.uploads))])
+        writing = self.decode.start(StageInput(task.params, tensors, task.uploads))
+        (stepped,) = next_states(self.decode, [writing])
         assert not isinstance(stepped, Exception) and self.decode.grown(stepped) and writing.done == len(ids) - 1
         behind = time.monotonic() - prefilled
         self.decode.let_go(stepped)
@@ -128,7 +129,7 @@ class Bench:
     def _whole(self, state: Prefilling) -> Prefilling:
         done, steps = self.prefill.progress(state)
         for _ in range(done, steps):
-            (stepped,) = self.prefill.step([state])
+            (stepped,) = next_states(self.prefill, [state])
             assert not isinstance(stepped, Exception)
             state = stepped
         return state

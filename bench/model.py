@@ -15,7 +15,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models import find
 from unfuse.models.base import Report, Runtime
-from unfuse.stages.base import Stage, StageInput, StageOutput
+from unfuse.stages.base import Stage, StageInput, StageOutput, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
 
 Halves = Literal["apart", "fused"]
@@ -131,7 +131,7 @@ class Case:
 def advance(stage: Denoise, states: list[DenoiseState]) -> list[DenoiseState]:
     """One step of all of them."""
     stepped = []
-    for state in stage.step(states):
+    for state in next_states(stage, states):
         if isinstance(state, Exception):
             raise state
         stepped.append(state)

@@ -24,7 +24,7 @@ from unfuse.core.reading import Reading
 from unfuse.core.reasoning import ReasoningFormat
 from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
-from unfuse.stages.base import StageInput, Tensors
+from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
 from unfuse.worker.compute_messages import Cancel
 from unfuse.worker.exactness import Exactness
@@ -68,7 +68,7 @@ def prefilling(prefill: Prefill, given: StageInput, found: Portions) -> tuple[Ma
     state = prefill.start(msgspec.structs.replace(given, prefix=tuple(known)))
     started, _ = prefill.progress(state)
     while len({*prefill.progress(state)}) > 1:
-        (stepped,) = prefill.step([state])
+        (stepped,) = next_states(prefill, [state])
         assert not isinstance(stepped, Exception)
         state = stepped
         found |= {digests[number]: prefill.portion(state, number) for number in prefill.kept(state)}
@@ -80,7 +80,7 @@ def prefilling(prefill: Prefill, given: StageInput, found: Portions) -> tuple[Ma
 def stepped(decode: Decode, states: Sequence[Writing], found: Portions) -> list[Writing]:
     """All of these, a step further; what is kept of them is added to what is found."""
     made = list[Writing]()
-    for state in decode.step(states):
+    for state in next_states(decode, states):
         assert isinstance(state, Writing)
         decode.grown(state)
         found |= {decode.digest(state, number): decode.portion(state, number) for number in decode.kept(state)}
@@ -308,7 +308,7 @@ def test_an_attempt_whose_last_token_is_recorded_says_nothing_more(model: Model,
     given = msgspec.structs.replace(asked(model, some_ids(250, 9), 12), extends=False)
     state, recorded = decode.start(given), list[bytes]()
     while not over(decode, state):
-        (after,) = decode.step([state])
+        (after,) = next_states(decode, [state])
         assert isinstance(after, Writing)
         state = after
         recorded += decode.grown(state)
@@ -317,7 +317,7 @@ def test_an_attempt_whose_last_token_is_recorded_says_nothing_more(model: Model,
     again = msgspec.structs.replace(given, recorded=tuple(recorded[: len(recorded) - left]), extends=True)
     state = decode.start(again)
     for _ in range(1 + left):
-        (after,) = decode.step([state])
+        (after,) = next_states(decode, [state])
         assert isinstance(after, Writing)
         state = after
         decode.grown(state)

@@ -20,7 +20,7 @@ from unfuse.core.object_ref import lay_out
 from unfuse.core.plan import Params
 from unfuse.models import find, served_classes
 from unfuse.models.base import Runtime
-from unfuse.stages.base import Stage, StageInput, SteppedStage
+from unfuse.stages.base import Stage, StageInput, SteppedStage, next_states
 
 JOBS = {job.name: job for job in c.JOBS}
 BLOCKS = ("klein", "klein-distilled", "krea", "krea-distilled")
@@ -240,7 +240,7 @@ def _staggered(denoise: SteppedStage[Any], tasks: list[StageInput]) -> list[Any]
         if waiting:
             place = min(waiting)
             states[place] = denoise.start(waiting.pop(place))
-        states = dict(zip(states, denoise.step(list(states.values())), strict=True))
+        states = dict(zip(states, next_states(denoise, list(states.values())), strict=True))
         for place in [place for place, state in states.items() if len(set(denoise.progress(state))) == 1]:
             done[place] = denoise.finish(states.pop(place)).tensors["latents"]
     return [done[place] for place in range(len(tasks))]
@@ -260,7 +260,7 @@ def test_requests_that_share_a_step_loop_do_not_touch_each_other(
     unfinished = dict(enumerate(states))
     while unfinished:
         for place, state in list(unfinished.items()):
-            (states[place],) = denoise.step([state])
+            (states[place],) = next_states(denoise, [state])
             unfinished[place] = states[place]
             if len(set(denoise.progress(states[place]))) == 1:
                 del unfinished[place]
@@ -295,7 +295,7 @@ def test_a_preview_is_a_small_picture_of_the_right_shape(name: str, undivided: c
     params = {**job.params, "preview_every": 1}
     state = denoise.start(StageInput(params, c.encode(loaded, params, undivided.uploads(params))))
 
-    (state,) = denoise.step([state])
+    (state,) = next_states(denoise, [state])
     media = denoise.preview(state)
 
     assert media is not None

@@ -14,7 +14,7 @@ import torch
 from tests.models import conftest as c
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
-from unfuse.stages.base import Stage, StageInput
+from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
 
 CACHED = {job.name: job for job in c.CACHED}
@@ -104,7 +104,7 @@ def test_requests_in_one_batch_remember_each_for_itself(undivided: c.Undivided, 
 
     states: list[DenoiseState] = [stage.start(task) for _, task in tasks]
     for _ in range(12):
-        stepped = stage.step(states)
+        stepped = next_states(stage, states)
         states = [state for state in stepped if isinstance(state, DenoiseState)]
     together = [state.latents.numpy() for state in states]
 

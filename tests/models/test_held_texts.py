@@ -19,7 +19,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import Grammar, packed
 from unfuse.core.schemas import schema_text
 from unfuse.models.grammars import BrokenGrammar
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["a"],
@@ -105,7 +105,7 @@ def test_a_text_that_is_late_does_not_keep_its_mates(model: Model) -> None:
     decode = with_grammars(model, grammars)
     late, free = decode.start(held(model, 3)), decode.start(task(model.card, model.ids(5), max_tokens=8))
     for _ in range(8):
-        late, free = (state for state in decode.step([late, free]) if isinstance(state, Writing))
+        late, free = (state for state in next_states(decode, [late, free]) if isinstance(state, Writing))
     assert decode.progress(free) == (8, 8) and decode.progress(late) == (0, MOST)
     assert decode.waits(late) and not decode.waits(free)
     assert grammars.opened[0].asked == [0]
@@ -128,7 +128,7 @@ def test_a_new_attempt_goes_on_in_the_middle_of_json(model: Model, batching: str
     asked = held(model, 9, seed=5)
     state, pieces = decode.start(asked), list[bytes]()
     while decode.progress(state)[0] < decode.progress(state)[1]:
-        (state,) = (one for one in decode.step([state]) if isinstance(one, Writing))
+        (state,) = (one for one in next_states(decode, [state]) if isinstance(one, Writing))
         pieces += decode.grown(state)
     whole = state.ids[state.prompt :]
     assert jsonable(model, whole)
@@ -148,7 +148,7 @@ def test_a_grammar_that_fails_ends_its_own_text(model: Model) -> None:
     states: list[Writing] = [decode.start(bad), decode.start(held(model, 4))]
     ended: Exception | None = None
     while ended is None:
-        first, second = decode.step(states)
+        first, second = next_states(decode, states)
         assert isinstance(second, Writing)
         states[1] = second
         if isinstance(first, Exception):

@@ -34,7 +34,7 @@ from unfuse.models.folder import WHOLE
 from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
 from unfuse.stores.checksums import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine
@@ -91,7 +91,7 @@ def to_the_end(decode: Decode, states: list[Writing]) -> list[list[int]]:
     going = dict(enumerate(states))
     made = dict[int, list[int]]()
     while going:
-        stepped = decode.step([*going.values()])
+        stepped = next_states(decode, [*going.values()])
         for number, state in zip([*going], stepped, strict=True):
             assert not isinstance(state, Exception)
             going[number] = state
@@ -170,7 +170,7 @@ def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(m
     before = embeddings[7].clone()
     embeddings[7] = float("nan")
     assert 7 not in kept
-    failed, going = decode.step([decode.start(task(model.card, ids)) for ids in (lost, kept)])
+    failed, going = next_states(decode, [decode.start(task(model.card, ids)) for ids in (lost, kept)])
     embeddings[7] = before
     assert isinstance(failed, PermanentError) and "weights may be damaged" in str(failed)
     assert isinstance(going, Writing) and going.ids[-1] == model.generated(kept, 1)[0]
@@ -222,7 +222,8 @@ def test_what_gave_up_its_room_is_not_computed_again_and_again(
     going = [decode.start(task(model.card, ids, **asked)) for ids in prompts]
     seen, ended = computed(decode, monkeypatch), 0
     while going:
-        stepped = decode.step(going) if batching == "batched" else [decode.step([state])[0] for state in going]
+        batches = [going] if batching == "batched" else [[state] for state in going]
+        stepped = [state for batch in batches for state in next_states(decode, batch)]
         states = [state for state in stepped if isinstance(state, Writing)]
         going = [state for state in states if len(state.answer) < answer]
         for state in states:
@@ -247,7 +248,7 @@ def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
     output = Output(prefill._sequences.layout(len(state.ids)), 1 << 30)
     prefill.write_to(state, output)
     while (steps := prefill.progress(state))[0] < steps[1]:
-        (stepped,) = prefill.step([state])
+        (stepped,) = next_states(prefill, [state])
         assert isinstance(stepped, Prefilling)
         state = stepped
         if len(seen) == 2:
@@ -261,7 +262,7 @@ def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.
     """Given a text that gave up its room amid its answer, when the forward that computes it again fails, then it is
     computed by the next one."""
     _, decode = model.stages()
-    (state,) = decode.step([decode.start(task(model.card, ids := model.ids(20)))])
+    (state,) = next_states(decode, [decode.start(task(model.card, ids := model.ids(20)))])
     assert isinstance(state, Writing)
     forward = decode._sequences._model.forward
     state.kv.free()
@@ -269,7 +270,7 @@ def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.
         values.fill_(torch.nan)
     monkeypatch.setattr(decode._sequences._model, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        decode.step([state])
+        next_states(decode, [state])
     monkeypatch.setattr(decode._sequences._model, "forward", forward)
     assert to_the_end(decode, [state]) == [model.generated(ids)]
 
@@ -294,7 +295,7 @@ def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
     given = task(model.card, ids)
     kv, state, recorded = prefilled(prefill, given), decode.start(given), list[bytes]()
     for _ in range(5):
-        (stepped,) = decode.step([state])
+        (stepped,) = next_states(decode, [state])
         assert isinstance(stepped, Writing)
         state = stepped
         recorded += decode.grown(state)
@@ -315,7 +316,7 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     folder = shutil.copytree(model.folder, tmp_path / "short")
     (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": len(first) + MOST}}))
     _, decode = Model(folder).stages(len(first) + MOST + 16)
-    (slow,) = decode.step([decode.start(task(model.card, first))])
+    (slow,) = next_states(decode, [decode.start(task(model.card, first))])
     given = task(model.card, urgent)
     fast = decode.start(StageInput(given.params, {}, given.uploads, (), 5))
     assert isinstance(slow, Writing)
@@ -323,8 +324,8 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     assert slow.kv.length == 0
     assert to_the_end(decode, [slow]) == [model.generated(first)]
     younger = decode.start(StageInput(given.params, {}, given.uploads, (), -5))
-    (held,) = decode.step([decode.start(task(model.card, first))])
-    (waits,) = decode.step([younger])
+    (held,) = next_states(decode, [decode.start(task(model.card, first))])
+    (waits,) = next_states(decode, [younger])
     assert isinstance(waits, Writing) and isinstance(held, Writing)
     assert (waits.done, waits.sampled) == (0, None)
     assert held.kv.length
@@ -334,7 +335,7 @@ def pieces_of(decode: Decode, given: StageInput, *recorded: bytes) -> list[bytes
     """All pieces of a text, the first of them from the attempt before."""
     state, made = decode.start(msgspec.structs.replace(given, recorded=recorded)), [*recorded]
     while decode.progress(state)[0] < decode.progress(state)[1]:
-        (stepped,) = decode.step([state])
+        (stepped,) = next_states(decode, [state])
         assert isinstance(stepped, Writing)
         state = stepped
         made += decode.grown(state)

@@ -27,7 +27,7 @@ from unfuse.models import find
 from unfuse.models.base import DiffusersFamily, Runtime
 from unfuse.models.modular import Modular
 from unfuse.stages.adapters import Loras
-from unfuse.stages.base import StageInput, SteppedStage
+from unfuse.stages.base import StageInput, SteppedStage, next_states
 
 JOBS = {job.name: job for job in [*c.LORA_JOBS, c.FILES[-1]]}
 ONE = ComputeOptions(max_loras=1)
@@ -116,7 +116,7 @@ def test_step_by_step_in_turn_they_do_not_touch_each_other(
     states = [stage.start(prepared(JOBS[name], options)[1]) for name in names]
 
     for _ in range(stage.progress(states[0])[1]):
-        states = [stage.step([state])[0] for state in states]
+        states = [next_states(stage, [state])[0] for state in states]
 
     for name, state in zip(names, states, strict=True):
         made = stage.finish(state).tensors["latents"]
@@ -127,7 +127,7 @@ def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepare
     """Given a checkpoint made with one adapter, when a transformer that ran with another one goes on from it, then the
     latents are those of the undivided pipeline with the first."""
     stage, task = prepared(JOBS["lora-alpha"])
-    (state,) = stage.step([stage.start(task)])
+    (state,) = next_states(stage, [stage.start(task)])
     checkpoint = stage.save(state)
     assert checkpoint is not None
     other, another_task = prepared(JOBS["lora-plain"], ONE)
@@ -136,7 +136,7 @@ def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepare
     state = other.resume(task, checkpoint)
     done, steps = other.progress(state)
     for _ in range(done, steps):
-        (state,) = other.step([state])
+        (state,) = next_states(other, [state])
 
     made = other.finish(state).tensors["latents"]
     assert made is not None and np.array_equal(made.numpy(), undivided.result("lora-alpha")["latents"])
@@ -157,7 +157,7 @@ def test_a_batch_with_an_adapter_is_within_the_tolerance_of_alone(undivided: c.U
     states = [stage.start(one) for one in (task, mate)]
 
     for _ in range(stage.progress(states[0])[1]):
-        states = stage.step(states)  # type: ignore[assignment]
+        states = next_states(stage, states)  # type: ignore[assignment]
 
     made = stage.finish(states[0]).tensors["latents"]
     assert made is not None

@@ -12,7 +12,7 @@ from tests.models import conftest as c
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import VIDEO
 from unfuse.models import find
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_request_that_runs_alone_meets_no_mask(
     for prompt in ("b", "a red circle"):
         params = c.qwen_params(prompt=prompt)
         states.append(denoise.start(StageInput(params, c.encode(stages(undivided.folder("qwen-image")), params, {}))))
-    (state,) = denoise.step(states[:1])
-    denoise.step([state, states[1]])
+    (state,) = next_states(denoise, states[:1])
+    next_states(denoise, [state, states[1]])
 
     assert met == [(3, False), (14, True)]

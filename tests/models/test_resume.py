@@ -7,7 +7,7 @@ import pytest
 
 from tests.models import conftest as c
 from unfuse.core.errors import PermanentError
-from unfuse.stages.base import Checkpoint, StageInput, SteppedStage
+from unfuse.stages.base import Checkpoint, StageInput, SteppedStage, next_states
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import pack, unpack
 
@@ -26,7 +26,7 @@ def test_interrupted_after_every_step_it_makes_the_bits_of_the_undivided_pipelin
     with TensorStore.create("memory") as store:
         done, steps = stage.progress(state)
         for _ in range(done, steps):
-            (state,) = stage.step([state])
+            (state,) = next_states(stage, [state])
             if stage.progress(state)[0] < steps:
                 checkpoint = stage.save(state)
                 assert checkpoint is not None
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_something_else_is_refused(broken: str, undivided: c.Und
     stage, params = loaded["denoise"], {**job.params, "output_format": "png"}
     assert isinstance(stage, SteppedStage)
     task = StageInput(params, c.encode(loaded, params, {}))
-    (state,) = stage.step([stage.start(task)])
+    (state,) = next_states(stage, [stage.start(task)])
     checkpoint = stage.save(state)
     assert checkpoint is not None
     latents = checkpoint.tensors["latents"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.stages.base import JointStage, OneStep, Stage, StageInput, SteppedStage
+from unfuse.stages.base import Stage, StageInput
 from unfuse.worker.exactness import culprit, difference
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
@@ -50,25 +50,24 @@ def compared(stage: Stage, tasks: list[StageInput]) -> tuple[list[Any], dict[tup
 
     Tasks start three at a time, so that those of a batch are at different steps.
     """
-    stepped: SteppedStage[Any] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
     waiting, running, done = dict(enumerate(tasks)), dict[int, Any](), dict[int, Any]()
     blame: dict[tuple[Hashable, int], str] = {}
     while len(done) < len(tasks):
         for place in list(waiting)[:3]:
-            running[place] = stepped.start(waiting.pop(place))
+            running[place] = stage.start(waiting.pop(place))
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for place, state in running.items():
-            groups[stage.batch_key(tasks[place]), stepped.state_likeness(state)].append(place)
+            groups[stage.batch_key(tasks[place]), stage.exact_batch_key(state)].append(place)
         for key, places in groups.items():
-            alone = [stepped.alone(running[place]) for place in places]
-            for size in range(1 if stepped.differs_alone else 2, len(places) + 1):
+            alone = [stage.step_alone(running[place]) for place in places]
+            for size in range(1 if stage.differs_alone else 2, len(places) + 1):
                 states = [running[place] for place in places[-size:]]
-                row = difference(alone[-size:], stepped.compute(states))
-                blame[key, size] = blame.get((key, size), "") or ("" if row is None else culprit(stepped, states, row))
+                row = difference(alone[-size:], stage.step(states))
+                blame[key, size] = blame.get((key, size), "") or ("" if row is None else culprit(stage, states, row))
             for place, made in zip(places, alone, strict=True):
-                running[place] = stepped.advance(running[place], made)
-                if len(set(stepped.progress(running[place]))) == 1:
-                    done[place] = stepped.finish(running.pop(place))
+                running[place] = stage.advance(running[place], made)
+                if len(set(stage.progress(running[place]))) == 1:
+                    done[place] = stage.finish(running.pop(place))
     return [done[place] for place in range(len(tasks))], blame
 
 
@@ -81,7 +80,7 @@ def check(kind: str, dtype: str, count: int, undivided: c.Undivided, stages: c.L
         if not {*stage.uploads} <= undivided.uploads(params[0]).keys():
             continue
         tasks = [c.task(*given, undivided.uploads(given[0])) for given in zip(params, tensors, strict=True)]
-        if isinstance(stage, JointStage) or stage.likeness(tasks[0]) is not None:
+        if stage.exact_batch_key(stage.start(tasks[0])) is not None:
             outputs, blame = compared(stage, tasks)
             assert not any(blame.values()), (name, blame)
             sizes[name] = {size for _, size in blame}

@@ -33,7 +33,7 @@ from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.shown import read_shown
-from unfuse.stages.base import Stage, StageInput
+from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
 from unfuse.stages.media import Video
 from unfuse.stages.sight import Sight
@@ -87,7 +87,7 @@ def decoded(decode: Decode, *tasks: StageInput) -> list[list[int]]:
     states = [decode.start(task) for task in tasks]
     while any(len({*decode.progress(state)}) > 1 for state in states):
         going = [number for number, state in enumerate(states) if len({*decode.progress(state)}) > 1]
-        for number, state in zip(going, decode.step([states[number] for number in going]), strict=True):
+        for number, state in zip(going, next_states(decode, [states[number] for number in going]), strict=True):
             assert isinstance(state, Writing)
             decode.grown(state)
             states[number] = state
@@ -237,7 +237,7 @@ def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
     (calm,) = decoded(decode, chat.task(made))
     state, recorded = decode.start(chat.task(made)), list[bytes]()
     while len(recorded) < 4:
-        (state,) = decode.step([state])
+        (state,) = next_states(decode, [state])
         recorded += decode.grown(state)
     decode.let_go(state)
     assert decoded(decode, chat.task(made, *recorded)) == [calm]
@@ -268,7 +268,7 @@ def portions_of(prefill: Prefill, task: StageInput) -> list[dict[str, Any]]:
     """What others may go on from, of a prompt that is computed."""
     state, portions = prefill.start(task), list[dict[str, Any]]()
     while len({*prefill.progress(state)}) > 1:
-        (stepped,) = prefill.step([state])
+        (stepped,) = next_states(prefill, [state])
         assert not isinstance(stepped, Exception)
         state = stepped
         portions += [dict(prefill.portion(state, number)) for number in prefill.kept(state)]
@@ -312,7 +312,7 @@ def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path
     portions, added = portions_of(prefill, chat.task(made)), dict[str, Any]()
     state = decode.start(msgspec.structs.replace(chat.task(made), extends=True))
     while len({*decode.progress(state)}) > 1:
-        (state,) = decode.step([state])
+        (state,) = next_states(decode, [state])
         decode.grown(state)
         added |= {decode.digest(state, number): decode.portion(state, number) for number in decode.kept(state)}
     decode.let_go(state)

@@ -26,7 +26,7 @@ from unfuse.models.base import Runtime
 from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
-from unfuse.stages.base import StageInput
+from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.handed_kv import CHUNKS, REST
 
 LIMIT_S = 60.0
@@ -52,7 +52,7 @@ class Ranks:
         state = prefill.start(given)
         going = True
         while going:
-            (state,) = prefill.step([state])
+            (state,) = next_states(prefill, [state])
             portions += [self._of_first(dict(prefill.portion(state, number))) for number in prefill.kept(state)]
             going = len({*prefill.progress(state)}) > 1
         made = self._of_first(dict(prefill.finish(state).tensors))
@@ -64,7 +64,7 @@ class Ranks:
         decode, found = self.stages["decode"], dict[str, Any]()
         state = decode.start(replace(given, extends=True))
         while len({*decode.progress(state)}) > 1:
-            (state,) = decode.step([state])
+            (state,) = next_states(decode, [state])
             decode.grown(state)
             for number in decode.kept(state):
                 found[decode.digest(state, number)] = self._of_first(dict(decode.portion(state, number)))["kv"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Stage, StageInput, need
+from unfuse.stages.base import Stage, StageInput, need, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
 from unfuse.stages.guidance import guidance_scale
 from unfuse.stages.preview import Preview
@@ -127,7 +127,7 @@ def denoise(options: ComputeOptions = EXACT, **given: Any) -> Denoise:
 
 def advance(stage: Denoise, *states: DenoiseState) -> list[DenoiseState]:
     """One step that succeeds for all."""
-    stepped = stage.step(states)
+    stepped = next_states(stage, states)
     assert not any(isinstance(state, Exception) for state in stepped)
     return [state for state in stepped if isinstance(state, DenoiseState)]
 
@@ -257,7 +257,7 @@ def test_values_that_are_not_finite_name_the_step_and_leave_the_mates_alone() ->
     (late,) = advance(stage, late)
     (late,) = advance(stage, late)
 
-    failed, early = stage.step([late, early])
+    failed, early = next_states(stage, [late, early])
 
     assert isinstance(failed, PermanentError)
     assert "not finite at step 3 of 4: try a smaller guidance_scale" in str(failed)

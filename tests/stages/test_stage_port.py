@@ -7,7 +7,7 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import OneStep, Stage, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.base import Stage, StageInput, StageOutput, SteppedStage, need, need_tensor, next_states
 
 
 class Double(Stage):
@@ -54,21 +54,17 @@ def _task(*values: float) -> StageInput:
 
 
 def test_a_plain_stage_runs_in_the_step_loop_in_one_step() -> None:
-    stage = OneStep(Double())
+    stage = Double()
     first, second = _task(1, 2), _task(3, 4)
     stage.verify(first)
     states = [stage.start(first), stage.start(second)]
     assert [stage.progress(state) for state in states] == [(0, 1), (0, 1)]
 
-    states = [state for state in stage.step(states) if not isinstance(state, Exception)]
+    states = next_states(stage, states)
 
     assert [stage.progress(state) for state in states] == [(1, 1), (1, 1)]
     made = [stage.finish(state).tensors["y"] for state in states]
     assert [tensor.tolist() for tensor in made if tensor is not None] == [[2, 4], [6, 8]]
-    assert stage.kind == "double"
-    assert stage.batch_key(first) == Double().batch_key(first)
-    with pytest.raises(PermanentError, match="input x"):
-        stage.verify(_task(1, 2, 3))
 
 
 def test_a_stepped_stage_runs_each_task_to_its_own_end() -> None:
@@ -80,6 +76,11 @@ def test_a_stepped_stage_runs_each_task_to_its_own_end() -> None:
 def test_a_task_that_cannot_be_stepped_raises_what_it_failed_by() -> None:
     with pytest.raises(PermanentError, match="unlucky"):
         Count().run([StageInput({"to": 14}, {})])
+
+
+def test_stages_share_no_exact_batch_by_default() -> None:
+    stage = Double()
+    assert stage.exact_batch_key(stage.start(_task(1, 2))) is None
 
 
 def test_a_stage_has_no_preview_of_its_own_accord() -> None:

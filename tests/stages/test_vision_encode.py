@@ -16,7 +16,7 @@ from unfuse.core.codec import encode
 from unfuse.core.derived import Derived
 from unfuse.core.errors import PermanentError
 from unfuse.core.vision import Grid, Shown
-from unfuse.stages.base import OneStep, StageInput
+from unfuse.stages.base import StageInput
 from unfuse.stages.media import Video, read_frames
 from unfuse.stages.vision_encode import Seen, View, VisionEncode
 
@@ -52,13 +52,11 @@ def task(data: bytes, **video: Any) -> StageInput:
 def seen(*tasks: StageInput) -> list[list[float]]:
     stage = VisionEncode(Looks())
     for one in tasks:
-        assert stage.uploads_of(one.derived) == OneStep(stage).uploads_of(one.derived) == ("shown-abc",)
+        assert stage.uploads_of(one.derived) == ("shown-abc",)
         stage.verify(one)
     made = [output.tensors for output in stage.run(tasks)]
     assert [[*tensors] for tensors in made] == [["abc", "abc.0"]] * len(tasks)
-    assert OneStep(stage).outline(OneStep(stage).start(tasks[0])) == [
-        (name, "float32", (2, 1)) for name in ("abc", "abc.0")
-    ]
+    assert stage.outline(stage.start(tasks[0])) == [(name, "float32", (2, 1)) for name in ("abc", "abc.0")]
     return [tensors["abc"].flatten().round().tolist() for tensors in made if tensors["abc"] is not None]
 
 

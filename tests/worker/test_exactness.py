@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unfuse.core.errors import PermanentError
-from unfuse.stages.base import Media, OneStep, StageOutput
+from unfuse.stages.base import Media, StageOutput
 from unfuse.worker.exactness import CHECKED_AGAIN, MOST, TRUSTED, Exactness, _equal
 
 KEY = ("pool", (64, 64), ())
@@ -99,10 +99,3 @@ def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) 
 ])  # fmt: skip
 def test_equal_means_bit_for_bit(one: object, other: object, same: bool) -> None:
     assert _equal(one, other) is same
-
-
-def test_a_plain_stage_that_says_nothing_of_likeness_shares_nothing() -> None:
-    from tests.stages.test_stage_port import Double, _task
-
-    stage = OneStep(Double())
-    assert stage.state_likeness(stage.start(_task(1, 2))) is None

@@ -20,7 +20,7 @@ from tests.worker.test_step_loop import Bench, Large
 from unfuse.core.errors import PermanentError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Failed, Progress, Stopped
-from unfuse.stages.base import JointStage, Media, StageInput, StageOutput
+from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.worker.compute_messages import Cancel, FromCompute
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
@@ -47,13 +47,13 @@ class Text:
     gave: list[bool] = field(default_factory=list)
 
 
-class Talk(JointStage[Text, int]):
+class Talk(SteppedStage[Text]):
     """Draws tokens from what was drawn before. A text ends with token `end`, known when it is drawn, or where the sum
     of its tokens becomes `stop`, known when it is told; it fails where it tells, or draws, the number that it says.
     """
 
     kind = "decode"
-    goes_ahead = True
+    can_overlap = True
 
     def __init__(self, wait: Callable[[str], object] = lambda what: None) -> None:
         self.wait, self.busy = wait, list[Text]()
@@ -66,10 +66,10 @@ class Talk(JointStage[Text, int]):
         self.started += 1
         return Text(task, [int(task.params["tag"] or 0)])
 
-    def state_likeness(self, state: Text) -> int:
+    def exact_batch_key(self, state: Text) -> int:
         return 0
 
-    def compute(self, batch: Sequence[Text]) -> list[int | Exception]:
+    def step(self, batch: Sequence[Text]) -> list[int | Exception]:
         assert not any(state.gave for state in batch)
         self.busy, before = [*batch], [[*state.tokens] for state in batch]
         self.wait("compute")
@@ -84,8 +84,8 @@ class Talk(JointStage[Text, int]):
     def next(tokens: list[int]) -> int:
         return (sum(tokens) * 31 + len(tokens)) % 17 + 1
 
-    def advance(self, state: Text, computed: int) -> Text:
-        state.tokens.append(computed)
+    def advance(self, state: Text, result: int) -> Text:
+        state.tokens.append(result)
         return changed(state)
 
     def progress(self, state: Text) -> tuple[int, int]:
@@ -234,9 +234,9 @@ def test_ranks_shift_their_loops_alike(group: Callable[..., Group]) -> None:
             super().__init__()
             self.rank = rank
 
-        def compute(self, batch: Sequence[Text]) -> list[int | Exception]:
+        def step(self, batch: Sequence[Text]) -> list[int | Exception]:
             made[self.rank].append([state.tokens[0] for state in batch])
-            return super().compute(batch)
+            return super().step(batch)
 
     ranks = group(Noted(0), Noted(1), overlapped=True)
     every = [{"tag": tag, "steps": 9, "stop": tag} for tag in range(5)] + [{"tag": 7, "steps": 9, "no_tell": 4}]

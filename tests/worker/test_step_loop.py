@@ -26,7 +26,7 @@ from unfuse.core.plan import Params, Value, prefix_key
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.core.text import TextLoad
-from unfuse.stages.base import JointStage, Media, OneStep, Stage, StageInput, StageOutput, SteppedStage, Tensors
+from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
@@ -132,7 +132,7 @@ class Print(Stage):
 class Portions(Count):
     """Completes a portion at each step; none can be had of the one numbered `missing`."""
 
-    goes_ahead = True
+    can_overlap = True
 
     def __init__(self, missing: int | None = None) -> None:
         super().__init__()
@@ -168,9 +168,7 @@ class Texts:
 class Bench:
     """A loop with its surroundings."""
 
-    def __init__(
-        self, folder: Path, stages: Mapping[str, SteppedStage[Any]], batch: int, overlapped: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, stages: Mapping[str, Stage], batch: int, overlapped: bool = False) -> None:
         self.store = TensorStore.create("memory", owner="w", node="n")
         self.results = open_results(f"disk:{folder}")
         self.inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
@@ -223,7 +221,7 @@ class Bench:
 
 def bench(folder: Path, batch: int = 1, **options: Any) -> tuple[Bench, Count]:
     count = Count(**options)
-    return Bench(folder, {"count": count, "print": OneStep(Print())}, batch), count
+    return Bench(folder, {"count": count, "print": Print()}, batch), count
 
 
 class Large(BatchSizes):
@@ -264,7 +262,7 @@ class Tagged:
     found: tuple[float, ...] = ()
 
 
-class Shared(JointStage[Tagged, float]):
+class Shared(SteppedStage[Tagged]):
     """A stage of which a request's numbers depend on how many share the forward, from `sloppy` on."""
 
     kind = "denoise"
@@ -276,20 +274,20 @@ class Shared(JointStage[Tagged, float]):
     def verify(self, task: StageInput) -> None:
         """Takes anything."""
 
-    def state_likeness(self, state: Tagged) -> Hashable | None:
+    def exact_batch_key(self, state: Tagged) -> Hashable | None:
         return state.tag // 10 if state.tag >= 0 else None
 
     def start(self, task: StageInput) -> Tagged:
         return Tagged(int(task.params["tag"] or 0), int(task.params["steps"] or 0))
 
-    def compute(self, batch: Sequence[Tagged]) -> list[float | Exception]:
+    def step(self, batch: Sequence[Tagged]) -> list[float | Exception]:
         if error := self.raises(len(batch)):
             raise error
         self.batches.append([state.tag for state in batch])
         return [state.tag + len(state.found) + 0.5 * (len(batch) >= self.sloppy) for state in batch]
 
-    def advance(self, state: Tagged, computed: float) -> Tagged:
-        return changed(state, found=(*state.found, computed))
+    def advance(self, state: Tagged, result: float) -> Tagged:
+        return changed(state, found=(*state.found, result))
 
     def progress(self, state: Tagged) -> tuple[int, int]:
         return len(state.found), state.steps
@@ -362,9 +360,9 @@ class Timed(Shared):
         self.seconds = 0.0
         monkeypatch.setattr("unfuse.worker.batches.time", SimpleNamespace(monotonic=lambda: self.seconds))
 
-    def compute(self, batch: Sequence[Tagged]) -> list[float | Exception]:
+    def step(self, batch: Sequence[Tagged]) -> list[float | Exception]:
         self.seconds += 1.0
-        return super().compute(batch)
+        return super().step(batch)
 
 
 def share_of(loop: Bench, lease: Lease) -> float:
@@ -429,7 +427,7 @@ def test_halves_that_do_not_fit_together_are_tried_apart(tmp_path: Path) -> None
     for _ in range(TRUSTED + 1):
         loop.turn()
     stage.raises = lambda size: torch.OutOfMemoryError()
-    stage.alone = lambda state: state.tag + len(state.found)  # type: ignore[method-assign]
+    stage.step_alone = lambda state: state.tag + len(state.found)  # type: ignore[method-assign]
     assert found(loop, lease) == [float(1 + step) for step in range(TRUSTED + 3)]
 
 
@@ -598,7 +596,7 @@ def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> Non
     loop, count = bench(tmp_path)
     long = loop.run(tag=1, steps=5)
     loop.turn()
-    loop.loop._intake._stages["once"] = OneStep(Print())
+    loop.loop._intake._stages["once"] = Print()
     first, shown = loop.run("once"), [loop.run("print") for _ in range(2)]
     for lease in shown:
         assert isinstance(loop.outcome(lease), Done)

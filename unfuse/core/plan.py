@@ -36,7 +36,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
     a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
-    `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage that
+    `goes_on` can begin behind what others have made of the same beginning: see `Stage.kept`. A stage that
     `extends` an input makes further portions of what the stage goes on from that makes this input. A stage for `each`
     picture or video that a prompt shows has that one alone in its Derived; who reads it reads all.
     One that takes `uploads` reads what the gateway keeps of a request in the result store. One with a `when` is there

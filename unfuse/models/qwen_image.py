@@ -69,7 +69,7 @@ class QwenText(TruthfulText):
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
     @override
-    def likeness(self, text: str, length: int) -> int:
+    def exact_batch_key(self, text: str, length: int) -> int:
         """How many tokens there are: all of a batch are padded to the longest."""
         tokens, _ = self._templated([text])
         return int(tokens.input_ids.shape[1])

@@ -66,7 +66,7 @@ class TruthfulText:
         self._tokenizer, self._encoder = loader.plain(f"tokenizer{end}"), loader.model(f"text_encoder{end}")
         self._device, self.guidance = loader.device, guidance
 
-    def likeness(self, text: str, length: int) -> Hashable:
+    def exact_batch_key(self, text: str, length: int) -> Hashable:
         """Nothing, as long as the encoder sees padding as it sees other tokens."""
         return ()
 
@@ -80,7 +80,7 @@ class MaskedText(TruthfulText):
     """One that does not see padding. `_tokens` may put texts into a template first."""
 
     @override
-    def likeness(self, text: str, length: int) -> bool:
+    def exact_batch_key(self, text: str, length: int) -> bool:
         """Whether there is padding: without, no mask is computed with."""
         return bool(self._tokens([text], length).attention_mask.all())
 

@@ -26,8 +26,8 @@ class StageInput(msgspec.Struct, frozen=True):
     """One task as a stage sees it.
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
-    pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
-    `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began. An
+    pieces that are recorded of what it makes: see `Stage.grown`. A task of a higher `priority` goes first.
+    `prefix` is what others have made of the same beginning: see `Stage.kept`; it is gone once the task began. An
     input that the stage has `received` in pieces is not among the tensors. Whether the task `extends` the portions of
     another stage: see `StageSpec.extends`. `derived` is what the server found out about the request.
     """
@@ -106,12 +106,23 @@ class HasTexts(Protocol):
         """Free the memory of everything that was begun here, while no state of a task exists."""
 
 
+@dataclass(frozen=True)
+class OneStepState:
+    """A task of a stage of one step: `output` is None before the step."""
+
+    task: StageInput
+    output: StageOutput | None = None
+
+
 class Stage(ABC):
     """One stage kind of one model, with its weights in memory.
 
+    A stage of one step implements `verify` and `run`. A stage of several steps is a `SteppedStage`. The step loop runs
+    both by the same methods; the state of a stage of one step is a `OneStepState`.
+
     `verify` raises PermanentError when inputs are missing or of the wrong shape; it must not touch their values.
-    Tasks with equal `batch_key` may share a call of `run`. A task that is run alone gets what the undivided pipeline
-    makes of it, bit for bit; mates change it by no more than rounding. `uploads` names the attachments a task brings.
+    A task that is run alone gets what the undivided pipeline makes of it, bit for bit; mates change it by no more than
+    rounding. `uploads` names the attachments a task brings.
     No entry keeps a gradient: a stage computes as under `torch.no_grad()`, whatever the caller's grad mode.
     """
 
@@ -123,6 +134,15 @@ class Stage(ABC):
     """Amounts that the process has of what tasks of this stage need (`StageSpec.needs`), as far as it `brings` them."""
     exact = False
     """Whether a task should get the same bytes whatever its mates, as far as this stage can see to that."""
+    differs_alone = False
+    """Whether `step` of a single state computes it otherwise than `step_alone`, so that these are compared, too."""
+    all_together = False
+    """Whether all tasks that may share a forward do, as far as there is memory, without finding out if that pays."""
+    can_overlap = False
+    """Whether a step may be computed while the one before is still reported, by `grown`, in another thread, where its
+    portions are stored too. That touches nothing that steps need, and may find that the state is over: then the step
+    was one too many.
+    """
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
@@ -132,135 +152,105 @@ class Stage(ABC):
         """The attachments that a task of such a request brings. Raises PermanentError."""
         return self.uploads
 
-    def likeness(self, task: StageInput) -> Hashable | None:
-        """What tasks must have in common, beside the batch key, to get the same bytes together as alone.
+    def batch_key(self, task: StageInput) -> Hashable:
+        """Tasks of equal key may run in one batch."""
+        return tuple(task.params.get(name) for name in PIXELS)
+
+    def exact_batch_key(self, state: Any) -> Hashable | None:
+        """What states must have in common, beside the batch key, to get the same bytes together as alone.
 
         It covers whatever in their inputs decides how a batch is computed, such as the length of a text behind which
         all is padding. None: that cannot be said, and in an exact pool each task is run by itself.
         """
         return None
 
-    def batch_key(self, task: StageInput) -> Hashable:
-        """Tasks of equal key may run in one batch."""
-        return tuple(task.params.get(name) for name in PIXELS)
-
-    def outline_of(self, task: StageInput) -> Outline:
-        """As `SteppedStage.outline`, of a task."""
-        return ()
-
     @abstractmethod
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run tasks to their end, in order."""
 
-
-State = TypeVar("State")
-Computed = TypeVar("Computed")
-
-
-class SteppedStage(Stage, Generic[State]):
-    """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
-
-    all_together = False
-    """Whether all tasks that may share a forward do, as far as there is memory, without finding out if that pays."""
-
-    goes_ahead = False
-    """Whether a step may be computed while the one before is still told of, by `grown`, in another thread, where its
-    portions are stored too. That touches nothing that steps need, and may find that the state is over: then the step
-    was one too many.
-    """
-
-    def warm_up(self) -> None:
+    def warm_up(self) -> None:  # noqa: B027
         """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
 
     def receive(self, derived: Derived, priority: int, names: Collection[str]) -> Receiving | None:
         """Begin to take an input, which has tensors of these names, before its task begins; None: it is to be whole."""
         return None
 
-    @abstractmethod
-    def start(self, task: StageInput) -> State:
+    def start(self, task: StageInput) -> Any:
         """The state before the first step."""
+        return OneStepState(task)
 
-    def save(self, state: State) -> Checkpoint | None:
+    def save(self, state: Any) -> Checkpoint | None:
         """What `resume` needs to continue exactly, in memory that steps do not change.
 
         None from a stage that starts from the beginning. Raises PermanentError for a state that cannot be saved.
         """
         return None
 
-    def resume(self, task: StageInput, checkpoint: Checkpoint) -> State:
+    def resume(self, task: StageInput, checkpoint: Checkpoint) -> Any:
         """The saved state, also in another process. Raises PermanentError for a checkpoint of another task.
 
         Whoever goes on from it gets the bytes that go on from the original.
         """
         raise PermanentError(f"stage {self.kind} starts from the beginning")
 
-    @abstractmethod
-    def step(self, batch: Sequence[State]) -> list[State | Exception]:
-        """Advance every state by one step; an error in its place if it cannot. The given states must not be used again.
-
-        When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
-        """
-
-    def waits(self, state: State) -> bool:
+    def waits(self, state: Any) -> bool:
         """Whether a step would not advance this state now, since it waits for something; others should go first."""
         return False
 
-    differs_alone = False
-    """Whether `compute` of a single state does otherwise than `alone`, so that these have to be compared, too."""
+    def step(self, batch: Sequence[Any]) -> list[Any]:
+        """Compute one step of these states: a result for `advance` of each, or the error of one that has none.
 
-    def state_likeness(self, state: State) -> Hashable | None:
-        """As `likeness`, of a state."""
-        return None
+        A stage with an exact batch key changes no state here, so that a step can be computed again with other mates, to
+        compare the results. When it raises, out of memory perhaps, it has changed none of them either: smaller batches
+        of them may be tried.
+        """
+        return [*self.run([state.task for state in batch])]
 
-    def compute(self, batch: Sequence[State]) -> list[Any]:
-        """What a step makes of these states, for `advance`; an error in the place of one that cannot."""
-        return self.step(batch)
+    def step_alone(self, state: Any) -> Any:
+        """The result that `step` should have for this state, bit for bit, whatever its mates."""
+        return self.step([state])[0]
 
-    def alone(self, state: State) -> Any:
-        """What `compute` should make of this state, bit for bit, whatever its mates."""
-        return self.compute([state])[0]
+    def advance(self, state: Any, result: Any) -> Any:
+        """The state after a step with this result. The given state must not be used again."""
+        return OneStepState(state.task, result)
 
-    def advance(self, state: State, computed: Any) -> State:
-        """The state after a step that computed this."""
-        stepped: State = computed
-        return stepped
-
-    @abstractmethod
-    def progress(self, state: State) -> tuple[int, int]:
+    def progress(self, state: Any) -> tuple[int, int]:
         """(steps done, steps in all)."""
+        return int(state.output is not None), 1
 
-    def outline(self, state: State) -> Outline:
+    def outline(self, state: Any) -> Outline:
         """Names, dtypes and shapes of an output that can be read while it is written, when a state begins.
 
         None from a stage whose output is known only at its end.
         """
         return ()
 
-    def write_to(self, state: State, output: OpenOutput) -> None:
+    def write_to(self, state: Any, output: OpenOutput) -> None:  # noqa: B027
         """Have the steps of a state that begins write its output there, each as much as it has; or `finish` has it all.
 
         What is written once stays, also where a step is made again.
         """
 
-    @abstractmethod
-    def finish(self, state: State) -> StageOutput:
+    def finish(self, state: Any) -> StageOutput:
         """The output of a state whose steps are all done."""
+        output: StageOutput = state.output
+        return output
 
-    def let_go(self, state: State) -> None:
+    def let_go(self, state: Any) -> None:  # noqa: B027
         """The state is of no use any more: give back what it has of what tasks share. Called once, whatever happens."""
 
-    def preview(self, state: State) -> Media | None:
+    def preview(self, state: Any) -> Media | None:
         """A small picture of what the state is becoming; None from a stage without previews."""
         return None
 
-    def part(self, state: State) -> bytes:
+    def part(self, state: Any) -> bytes:
         """What a step added to a result that can be read while it grows; b"" from a stage without such.
 
         It is asked for after each step but the last one, after which the result is there.
         """
         return b""
 
-    def grown(self, state: State) -> Sequence[bytes]:
+    def grown(self, state: Any) -> Sequence[bytes]:
         """The pieces that a step added to an output which is read while it grows; none from a stage without such.
 
         It is asked for once after each step, and `progress` counts behind it. Pieces are numbered as they come, behind
@@ -269,7 +259,7 @@ class SteppedStage(Stage, Generic[State]):
         """
         return ()
 
-    def kept(self, state: State) -> Sequence[int]:
+    def kept(self, state: Any) -> Sequence[int]:
         """The numbers of the portions that the last step completed; none from a stage without such.
 
         A stage whose spec `goes_on` makes what it makes in numbered portions, which are equal for all tasks of the same
@@ -278,13 +268,45 @@ class SteppedStage(Stage, Generic[State]):
         """
         return ()
 
-    def portion(self, state: State, number: int) -> Tensors:
+    def portion(self, state: Any, number: int) -> Tensors:
         """A portion, for the tasks of others, in memory that steps do not change."""
         raise PermanentError(f"stage {self.kind} makes no portion {number}")
 
-    def digest(self, state: State, number: int) -> str:
+    def digest(self, state: Any, number: int) -> str:
         """What a portion and all before it depend on, of a stage whose spec `extends` what another stage makes."""
         raise PermanentError(f"stage {self.kind} makes no portion {number}")
+
+
+State = TypeVar("State")
+
+
+class SteppedStage(Stage, Generic[State]):
+    """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move.
+
+    It implements `verify`, `start`, `step`, `progress` and `finish`. A stage of which an exact pool may share forwards
+    implements `exact_batch_key` and `advance` too, and its `step` changes no state.
+    """
+
+    @abstractmethod
+    def start(self, task: StageInput) -> State:
+        """The state before the first step."""
+
+    @abstractmethod
+    def step(self, batch: Sequence[State]) -> list[Any]:
+        """Compute one step of these states, as `Stage.step` does; by default, results are the next states."""
+
+    def advance(self, state: State, result: Any) -> State:
+        """The state after a step with this result. The given state must not be used again."""
+        following: State = result
+        return following
+
+    @abstractmethod
+    def progress(self, state: State) -> tuple[int, int]:
+        """(steps done, steps in all)."""
+
+    @abstractmethod
+    def finish(self, state: State) -> StageOutput:
+        """The output of a state whose steps are all done."""
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run each task from start to finish, one after the other."""
@@ -292,92 +314,24 @@ class SteppedStage(Stage, Generic[State]):
         for task in batch:
             state = self.start(task)
             while len({*self.progress(state)}) > 1:
-                (stepped,) = self.step([state])
-                if isinstance(stepped, Exception):
-                    raise stepped
-                state = stepped
+                (following,) = next_states(self, [state])
+                if isinstance(following, Exception):
+                    raise following
+                state = following
                 self.grown(state)
             outputs.append(self.finish(state))
             self.let_go(state)
         return outputs
 
 
-class JointStage(SteppedStage[State], Generic[State, Computed]):
-    """A stepped stage whose steps have two halves: what a batch computes together, and how each state goes on with it.
+def next_states(stage: Stage, states: Sequence[Any]) -> list[Any]:
+    """Make one step of these states. Returns the next states, with an error in the place of one that failed.
 
-    `compute` changes no state, so that it can be done again with other mates, to compare what they get.
+    A single state is stepped as it is alone.
     """
-
-    @abstractmethod
-    def compute(self, batch: Sequence[State]) -> list[Computed | Exception]:
-        """What one step computes of these states; an error in the place of one that has none. May raise, too."""
-
-    @abstractmethod
-    def advance(self, state: State, computed: Computed) -> State:
-        """The state after a step that computed this; the given state must not be used again."""
-
-    def step(self, batch: Sequence[State]) -> list[State | Exception]:
-        """Both halves of a step; of one state, what it makes alone."""
-        computed = self.compute(batch) if len(batch) > 1 else [self.alone(state) for state in batch]
-        together = zip(batch, computed, strict=True)
-        return [made if isinstance(made, Exception) else self.advance(state, made) for state, made in together]
-
-
-@dataclass(frozen=True)
-class Once:
-    """A task of a plain stage in the step loop: `output` counts when it is `done`."""
-
-    task: StageInput
-    output: StageOutput = StageOutput()
-    done: bool = False
-
-
-class OneStep(JointStage[Once, StageOutput]):
-    """A plain stage seen as a stepped one: everything happens in its only step."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self.kind, self.uploads = stage.kind, stage.uploads
-
-    def verify(self, task: StageInput) -> None:
-        """Check the inputs as the plain stage does."""
-        self._stage.verify(task)
-
-    def uploads_of(self, derived: Derived) -> Sequence[str]:
-        """Those of the plain stage."""
-        return self._stage.uploads_of(derived)
-
-    def batch_key(self, task: StageInput) -> Hashable:
-        """The batch key of the plain stage."""
-        return self._stage.batch_key(task)
-
-    def start(self, task: StageInput) -> Once:
-        """The task, not yet run."""
-        return Once(task)
-
-    def state_likeness(self, state: Once) -> Hashable | None:
-        """That of the task."""
-        return self._stage.likeness(state.task)
-
-    def compute(self, batch: Sequence[Once]) -> list[StageOutput | Exception]:
-        """Run the plain stage on these tasks."""
-        return [*self._stage.run([state.task for state in batch])]
-
-    def advance(self, state: Once, computed: StageOutput) -> Once:
-        """The task with its output."""
-        return Once(state.task, computed, True)
-
-    def progress(self, state: Once) -> tuple[int, int]:
-        """(0, 1), then (1, 1)."""
-        return int(state.done), 1
-
-    def outline(self, state: Once) -> Outline:
-        """That of the task."""
-        return self._stage.outline_of(state.task)
-
-    def finish(self, state: Once) -> StageOutput:
-        """The output of the plain stage."""
-        return state.output
+    results = stage.step(states) if len(states) > 1 else [stage.step_alone(state) for state in states]
+    pairs = zip(states, results, strict=True)
+    return [result if isinstance(result, Exception) else stage.advance(state, result) for state, result in pairs]
 
 
 T = TypeVar("T", str, int, float)

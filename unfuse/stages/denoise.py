@@ -17,7 +17,7 @@ from unfuse.parallel.group import Mesh
 from unfuse.parallel.guidance import in_turn, side_by_side
 from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
-from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
+from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.finite import remedy
 from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
@@ -122,7 +122,7 @@ class DenoiseState:
         return float(self.params.get(SIMILAR) or 0.0)
 
 
-class Denoise(JointStage[DenoiseState, Tensor]):
+class Denoise(SteppedStage[DenoiseState]):
     """Embeddings in, `latents` out. In an exact pool, what counts is what each half of guidance gives by itself.
 
     A request that allows blocks to be skipped, in a batched pool, has forwards of its own: what it skips is its affair.
@@ -227,26 +227,26 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         noise_state.resume(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
         return replace(begun, latents=torch.empty_like(begun.latents, dtype=saved.dtype).copy_(saved), step=step)
 
-    def state_likeness(self, state: DenoiseState) -> Hashable:
+    def exact_batch_key(self, state: DenoiseState) -> Hashable:
         """How many tokens the masks leave of each text, sizes of what is given, what steps next, the layout."""
         timesteps = state.scheduler.timesteps
         phase = self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
         return state.tokens, self._sizes(state), phase, layout(state.latents)
 
-    def compute(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
+    def step(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
         """Predictions; a request whose own is not finite gets a PermanentError, and its mates go on."""
         positive, negative = batch[0].tokens
         return self._predictions(batch, self._fused or (self.differs_alone and positive == negative))
 
-    def alone(self, state: DenoiseState) -> Tensor | Exception:
+    def step_alone(self, state: DenoiseState) -> Tensor | Exception:
         """The prediction, of both halves of guidance as an undivided pipeline computes them."""
         return self._predictions([state], self._fused)[0]
 
     @torch.no_grad()
-    def advance(self, state: DenoiseState, computed: Tensor) -> DenoiseState:
+    def advance(self, state: DenoiseState, result: Tensor) -> DenoiseState:
         """What the noise scheduler makes of a prediction."""
         step, before = state.step, state.latents
-        latents = state.scheduler.step(computed, state.scheduler.timesteps[step], before, return_dict=False)[0]
+        latents = state.scheduler.step(result, state.scheduler.timesteps[step], before, return_dict=False)[0]
         estimate = None
         if state.params.get("preview_every"):
             sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()

@@ -22,7 +22,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, MOST_SHARED, Answer, Piece, unpacked
 from unfuse.core.vision import Shown
-from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need, next_states
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.reasoned import BehindReasoning
@@ -52,11 +52,11 @@ class Prefilling(Growing):
     before: int = 0
 
 
-class Prefill(PromptStage[Prefilling, int]):
+class Prefill(PromptStage[Prefilling]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
-    goes_ahead = True
+    can_overlap = True
 
     @override
     def warm_up(self) -> None:
@@ -75,18 +75,18 @@ class Prefill(PromptStage[Prefilling, int]):
         return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
 
     @override
-    def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
+    def step(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
         self._sequences.forward(batch)
         return [state.kv.length for state in batch]
 
     @override
-    def alone(self, state: Prefilling) -> int:
+    def step_alone(self, state: Prefilling) -> int:
         self._sequences.forward([state], exact=self.exact)
         return state.kv.length
 
     @override
-    def advance(self, state: Prefilling, computed: int) -> Prefilling:
-        return replace(state, done=computed, before=state.done)
+    def advance(self, state: Prefilling, result: int) -> Prefilling:
+        return replace(state, done=result, before=state.done)
 
     @override
     def kept(self, state: Prefilling) -> Sequence[int]:
@@ -202,7 +202,7 @@ class ReceivedKv(Receiving):
         self._sequences.end(self.kv)
 
 
-class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
+class Decode(PromptStage[Writing]):
     """Makes one token a step, once all that are there are in the KV.
 
     Behind the last one it computes whole chunks of the answer, where others may go on from that: see `Recomputed`. Of
@@ -210,7 +210,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     """
 
     kind = "decode"
-    goes_ahead = all_together = True
+    can_overlap = all_together = True
 
     def __init__(
         self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars, group: Group | None = None
@@ -227,7 +227,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         assert given
         done, words = self._sequences.put(kv, given), Words(self._tokenizer, Ending(), 1)
         state = Writing(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
-        (made,) = self.step([state])
+        (made,) = next_states(self, [state])
         self.let_go(state)
         if isinstance(made, Exception):
             raise made
@@ -293,11 +293,11 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         return Given(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override
-    def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:
+    def step(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:
         return self._computed(batch, exact=False)
 
     @override
-    def alone(self, state: Writing) -> tuple[int, Sampled | None] | Exception:
+    def step_alone(self, state: Writing) -> tuple[int, Sampled | None] | Exception:
         return self._computed([state], exact=self.exact)[0]
 
     def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None] | Exception]:
@@ -337,8 +337,8 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
         return [PermanentError(drawn) if isinstance(drawn, str) else drawn for drawn in told]
 
     @override
-    def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
-        done, sampled = computed
+    def advance(self, state: Writing, result: tuple[int, Sampled | None]) -> Writing:
+        done, sampled = result
         if state.over:
             return replace(state, sampled=None, again=state.again and state.again.stepped(done))
         if sampled:

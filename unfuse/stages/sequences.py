@@ -13,7 +13,7 @@ from unfuse.core.derived import PROMPT
 from unfuse.core.errors import PermanentError
 from unfuse.core.text import CHUNK, TextLoad, beginnings, unpacked
 from unfuse.core.vision import Shown, Vision, places_of
-from unfuse.stages.base import Computed, JointStage, StageInput, State, Tensors
+from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
@@ -284,7 +284,7 @@ class Sequences:
                 self.retracted += self._ranks[last][0] != LAST
 
 
-class PromptStage(JointStage[State, Computed]):
+class PromptStage(SteppedStage[State]):
     """A stage of sequences that begin with a prompt, all of which may share a forward."""
 
     uploads = (PROMPT,)

@@ -9,7 +9,7 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import OneStepState, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stages.guidance import NEGATIVE, applies
 from unfuse.stages.one_by_one import one_by_one
 
@@ -23,7 +23,7 @@ class TextEncoder(Protocol):
     def encode(self, texts: Sequence[str], length: int) -> Tensors:
         """Embeddings by name, with a batch axis of one row a text, each text cut or padded to `length` tokens."""
 
-    def likeness(self, text: str, length: int) -> Hashable:
+    def exact_batch_key(self, text: str, length: int) -> Hashable:
         """What texts of one such length must have in common to be encoded together as they are alone."""
 
 
@@ -49,11 +49,12 @@ class TextEncode(Stage):
         """Texts of one length may be encoded together."""
         return task.params.get("max_sequence_length")
 
-    def likeness(self, task: StageInput) -> Hashable:
+    def exact_batch_key(self, state: OneStepState) -> Hashable:
         """How the encoder's work depends on the lengths of the texts."""
-        length = need(task.params, "max_sequence_length", int)
-        texts = [need(task.params, "prompt", str), *self._negatives([task.params])]
-        return tuple(self._encoder.likeness(text, length) for text in texts)
+        params = state.task.params
+        length = need(params, "max_sequence_length", int)
+        texts = [need(params, "prompt", str), *self._negatives([params])]
+        return tuple(self._encoder.exact_batch_key(text, length) for text in texts)
 
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:

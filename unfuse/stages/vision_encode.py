@@ -14,7 +14,7 @@ from unfuse.core.codec import MAX_UPLOAD_BYTES, decode
 from unfuse.core.derived import Derived
 from unfuse.core.errors import PermanentError
 from unfuse.core.vision import Grid, Shown
-from unfuse.stages.base import Outline, Stage, StageInput, StageOutput
+from unfuse.stages.base import OneStepState, Outline, Stage, StageInput, StageOutput
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import read_frames
 
@@ -64,14 +64,17 @@ class VisionEncode(Stage):
 
     @override
     def verify(self, task: StageInput) -> None:
-        self.outline_of(task)
+        self._shapes(task)
 
     @override
     def batch_key(self, task: StageInput) -> Hashable:
         return _shown(task.derived).shown
 
     @override
-    def outline_of(self, task: StageInput) -> Outline:
+    def outline(self, state: OneStepState) -> Outline:
+        return self._shapes(state.task)
+
+    def _shapes(self, task: StageInput) -> Outline:
         shape = _shown(task.derived).tokens, self._encoder.width
         return [(name, self._encoder.dtype, shape) for name in _names(task, self._encoder.deep)]
 

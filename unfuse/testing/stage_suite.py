@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.object_ref import lay_out
-from unfuse.stages.base import Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import Stage, StageInput, StageOutput, SteppedStage, next_states
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import describe
 from unfuse.worker.checkpoints import pack, unpack
@@ -72,7 +72,7 @@ def _steps(stage: SteppedStage[Any], task: StageInput, expected: Bits) -> None:
     assert done == 0 < steps, "a task starts before its first step"
     with TensorStore.create("memory") as store:
         while done < steps:
-            (state,) = stage.step([state])
+            (state,) = next_states(stage, [state])
             assert not isinstance(state, Exception), f"a step failed: {state}"
             assert stage.progress(state) == (done + 1, steps), "a step is one step"
             done += 1

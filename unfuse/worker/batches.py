@@ -9,7 +9,7 @@ from typing import Any
 
 from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.messages import Sharing
-from unfuse.stages.base import SteppedStage
+from unfuse.stages.base import Stage
 from unfuse.worker.batcher import BatchSizes, out_of_memory
 from unfuse.worker.compute_messages import How
 from unfuse.worker.exactness import Exactness, culprit, difference
@@ -51,9 +51,9 @@ class Batches:
             return mates[: self.sizes.all(first.key, len(mates), self._most or LARGEST)], "together"
         if self._exactness is None:
             return mates[: self.sizes.size(first.key, len(mates))], "together"
-        likeness, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
-        best = 0 if likeness is None else self._exactness.largest(first.key, size)
-        if best < size and likeness is not None:
+        exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
+        best = 0 if exact_key is None else self._exactness.largest(first.key, size)
+        if best < size and exact_key is not None:
             self._note(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
             self.sizes.too_large(first.key, size)
         if best == 0 or (best == 1 and not first.stage.differs_alone):
@@ -103,13 +103,13 @@ class Batches:
         if known | found != known:
             self.sharing[pool] = known | found
 
-    def _together(self, stage: SteppedStage[Any], states: list[Any]) -> list[Any]:
+    def _together(self, stage: Stage, states: list[Any]) -> list[Any]:
         with self._ranks.together():
-            return stage.compute(states)
+            return stage.step(states)
 
-    def _alone(self, stage: SteppedStage[Any], state: Any) -> Any:
+    def _alone(self, stage: Stage, state: Any) -> Any:
         with self._ranks.together():
-            return stage.alone(state)
+            return stage.step_alone(state)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step that each task has made alone once more, together, and remember whether that differs."""

@@ -32,7 +32,7 @@ from unfuse.models.base import Runtime
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.models.gguf_model import files_of
 from unfuse.models.quantised import library
-from unfuse.stages.base import OneStep, SteppedStage
+from unfuse.stages.base import Stage
 from unfuse.stores.results import copies_here, open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
@@ -197,7 +197,7 @@ def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelCard, Path]]
 
 def _load(
     load: messages.Load, channel: messages.ComputeChannel, group: Group | None
-) -> tuple[str, dict[str, str], dict[str, SteppedStage[Any]], set[str]]:
+) -> tuple[str, dict[str, str], dict[str, Stage], set[str]]:
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     if load.verdicts:
         FINGERPRINTS.remember_in(Path(load.verdicts).parent)
@@ -210,15 +210,14 @@ def _load(
     device = _device(load, bool(libraries))
     outcome, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
     _agree(group, outcome, wanted)
-    stages: dict[str, SteppedStage[Any]] = {}
+    stages: dict[str, Stage] = {}
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
         kept = str(Path(load.verdicts).with_name(KEPT_LORAS)) if load.verdicts else ""
         runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept)
         progress.begin(card.name, spec, folder)
-        stage = family.load(spec, folder, runtime, progress.loaded)
-        stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
+        stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}
     return device, outcome, stages, plain
 

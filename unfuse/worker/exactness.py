@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from unfuse.stages.base import Media, SteppedStage
+from unfuse.stages.base import Media, Stage
 
 TRUSTED = 3  # how many comparisons have to find no difference before batches of a size are no longer compared each time
 CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
@@ -124,11 +124,11 @@ def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
     return next((row for row, (own, shared) in enumerate(pairs) if not _equal(own, shared)), None)
 
 
-def culprit(stage: SteppedStage[Any], states: Sequence[Any], row: int) -> str:
+def culprit(stage: Stage, states: Sequence[Any], row: int) -> str:
     """What is to blame for it. Computes both once more."""
     from unfuse.stages.one_by_one import first_difference
 
-    return first_difference(lambda: stage.alone(states[row]), lambda: stage.compute(states)) or UNKNOWN
+    return first_difference(lambda: stage.step_alone(states[row]), lambda: stage.step(states)) or UNKNOWN
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ from unfuse.core.errors import ResultsUnavailable, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.pool import declared
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import Receiving, StageInput, SteppedStage
+from unfuse.stages.base import Receiving, Stage, StageInput
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.stores.tensors import numpy_over, torch_over
@@ -64,7 +64,7 @@ class Intake:
 
     def __init__(
         self,
-        stages: Mapping[str, SteppedStage[Any]],
+        stages: Mapping[str, Stage],
         store: TensorStore,
         results: ResultStore,
         plain: Collection[str],
@@ -138,7 +138,7 @@ class Intake:
         finally:
             close(prefix)
 
-    def _job(self, run: Run, stage: SteppedStage[Any], given: StageInput, inputs: list[Held], get_s: float) -> Job:
+    def _job(self, run: Run, stage: Stage, given: StageInput, inputs: list[Held], get_s: float) -> Job:
         """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
         began = time.monotonic()
         stage.verify(given)
@@ -146,7 +146,7 @@ class Intake:
         state = stage.start(given) if resumed is None else resumed
         try:
             step, _ = stage.progress(state)
-            key = run.lease.task.pool, stage.batch_key(given), self.likeness(stage, state)
+            key = run.lease.task.pool, stage.batch_key(given), self.exact_batch_key(stage, state)
         except BaseException:
             stage.let_go(state)
             raise
@@ -172,11 +172,11 @@ class Intake:
                 log.info("a prefix cannot be read", request=lease.task.request, object=ref.id, reason=str(error))
                 return
 
-    def likeness(self, stage: SteppedStage[Any], state: Any) -> Hashable | None:
+    def exact_batch_key(self, stage: Stage, state: Any) -> Hashable | None:
         """What else tasks must have in common to share a forward, where bytes count; None: they never may."""
-        return stage.state_likeness(state) if self._exact else None
+        return stage.exact_batch_key(state) if self._exact else None
 
-    def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
+    def _resumed(self, stage: Stage, given: StageInput, lease: Lease) -> Any:
         """The state that an earlier attempt saved; None if there is none, or if it cannot be read."""
         if lease.checkpoint is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -13,7 +13,7 @@ from unfuse.core.messages import Memory
 from unfuse.worker.compute_messages import Leak, LeaksFound
 
 if TYPE_CHECKING:
-    from unfuse.stages.base import HasTexts, SteppedStage
+    from unfuse.stages.base import HasTexts, Stage
     from unfuse.stores.tensor_store import TensorStore
     from unfuse.worker.objects import Objects
 
@@ -32,7 +32,7 @@ class ComputeLeakCheck:
 
     def __init__(
         self,
-        stages: Iterable[SteppedStage[Any]],
+        stages: Iterable[Stage],
         store: TensorStore,
         send: Callable[[LeaksFound], object],
         *,

@@ -40,7 +40,7 @@ class Settling:
 
     def begin(self, jobs: Sequence[Job]) -> Told:
         """Tell of a step of these tasks. Returns those of which it is told already."""
-        later = [job for job in jobs if self._thread and job.stage.goes_ahead and not job.is_over]
+        later = [job for job in jobs if self._thread and job.stage.can_overlap and not job.is_over]
         if self._thread and later:
             self._under_way = self._thread.submit(self._tell_all, later)
         return self._tell_all([job for job in jobs if job not in later])

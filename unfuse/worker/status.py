@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unfuse.core.messages import Sharing
 from unfuse.core.text import TextLoad
 from unfuse.worker.compute_messages import RankStatus
 
 if TYPE_CHECKING:
-    from unfuse.stages.base import HasTexts, SteppedStage
+    from unfuse.stages.base import HasTexts, Stage
     from unfuse.worker.ranks import Ranks
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -34,7 +34,7 @@ class StatusReporter:
 
     def __init__(
         self,
-        stages: Iterable[SteppedStage[Any]],
+        stages: Iterable[Stage],
         sharing: Mapping[str, Sharing],
         ranks: Ranks,
         device_memory: Callable[[], int],

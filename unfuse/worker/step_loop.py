@@ -18,7 +18,7 @@ from unfuse.core.messages import Done, Failed, Progress, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
-from unfuse.stages.base import Media, SteppedStage
+from unfuse.stages.base import Media, Stage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
@@ -76,7 +76,7 @@ class StepLoop:
 
     def __init__(
         self,
-        stages: Mapping[str, SteppedStage[Any]],
+        stages: Mapping[str, Stage],
         store: TensorStore,
         results: ResultStore,
         inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn],
@@ -266,7 +266,7 @@ class StepLoop:
             if isinstance(made, Exception):
                 raise made
             job.state = job.stage.advance(job.state, made)
-            job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
+            job.key = *job.key[:-1], self._intake.exact_batch_key(job.stage, job.state)
             job.portions = completed(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)

@@ -11,7 +11,7 @@ from unfuse.core.errors import PermanentError, ProtocolError
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import SteppedStage, Tensors
+from unfuse.stages.base import Stage, Tensors
 from unfuse.stores.tensor_store import Held
 from unfuse.stores.unsealed import Unsealed
 
@@ -38,7 +38,7 @@ class Job:
     """
 
     lease: Lease
-    stage: SteppedStage[Any]
+    stage: Stage
     key: tuple[Hashable, ...]
     inputs: list[Held]
     state: Any
