@@ -96,7 +96,7 @@ def test_files_with_slow_tests_come_first(project: Path) -> None:
 def test_make_runs_every_test_by_day_or_by_night() -> None:
     made = (ROOT / "Makefile").read_text()
     assert f"DAY := {DAY}\n" in made
-    runs = re.findall(r"^\t.*(?:pytest|\$\(PYTEST\)) -m \"(.*?)\"(.*)$", made, re.M)
+    runs = re.findall(r"^\t.*(?:\$\(PYTEST\)|\$\(NIGHTLY\)).* -m \"(.*?)\"(.*)$", made, re.M)
     assert runs == [("$(DAY) and not slow", ""), ("$(DAY)", " --second-run"), ("nightly or hypothesis", "")]
 
 
