@@ -164,6 +164,11 @@ STAGE = {"name": "s", "pool": "p"}
 RULED: list[tuple[str, Object, str]] = [
     ("DiffusionPipeline", {"scheduler": REDIS}, "either model or models"),
     ("DiffusionPipeline", PIPELINE | {"models": ["a"]}, "either model or models"),
+    (
+        "DiffusionPipeline",
+        {"models": ["a", "b"], "scheduler": {"redis": {"host": "r"}}, "componentSources": {"vae": "c"}},
+        "componentSources are of one model",
+    ),
     ("DiffusionPipeline", PIPELINE | {"stages": stages(("p", 1), ("q", 1), ("p", 2))}, "one number of replicas"),
     ("DiffusionPipeline", PIPELINE | {"scheduler": {}}, "either queue or redis"),
     ("DiffusionPipeline", PIPELINE | {"scheduler": REDIS | {"queue": {"secret": "s"}}}, "either queue or redis"),

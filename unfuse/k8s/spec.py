@@ -55,8 +55,6 @@ def models(pipeline: Object) -> Sequence[str]:
 def component_sources(pipeline: Object) -> dict[str, str]:
     """Where components of the pipeline's one model come from that are not its own."""
     served, found = models(pipeline), dict(pipeline.get("componentSources", {}))
-    if found and len(served) > 1:
-        raise Wrong("InvalidSpec", "componentSources are of one model: make another pipeline for the other models")
     named = [stage["model"] for stage in pipeline.get("stages") or [] if "component" in stage.get("model", {})]
     for model in named if len(served) == 1 else []:
         component, path = model["component"], model.get("path", served[0])
