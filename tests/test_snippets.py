@@ -17,7 +17,7 @@ from unfuse.cli.app import app
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 OTHERWISE = (
-    "models: [Wan-AI", "server {", "redis-cli ACL", "sum by (tenant)", "sum by (model, device)",
+    "models: [Wan-AI", "pipeline:\n", "server {", "redis-cli ACL", "sum by (tenant)", "sum by (model, device)",
     "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]", "[serve]",
     "NAME sha256:HEX [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
@@ -82,7 +82,7 @@ def test_a_flag_that_a_page_names_is_one() -> None:
         page for page in PAGES if page.name not in ("performance.md", "builtin-model.md")
     ):  # of other commands
         named = set(re.findall(r"`(--[a-z][a-z0-9-]+)", page.read_text()))
-        assert named - known - {"--no-deps", "--constraint", "--user", "--sharpness"} == set(), page.name
+        assert named - known - {"--no-deps", "--constraint", "--user", "--sharpness", "--skip-crds"} == set(), page.name
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
