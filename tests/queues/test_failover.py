@@ -13,7 +13,7 @@ from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.queues import runs, subscription
 from unfuse.queues.address import parse_address
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.testing.queue_samples import (
     TTL,
     done,
@@ -65,7 +65,7 @@ def pair(both: tuple[Server, Server]) -> tuple[Server, Server]:
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[TaskQueue]:
+async def opened(url: str) -> AsyncIterator[QueueBackend]:
     queue = queues.open(url)
     try:
         yield queue
@@ -106,7 +106,7 @@ class Name:
 
 
 @asynccontextmanager
-async def named(primary: Server) -> AsyncIterator[tuple[Name, TaskQueue]]:
+async def named(primary: Server) -> AsyncIterator[tuple[Name, QueueBackend]]:
     name = Name(primary.port)
     server = await asyncio.start_server(name.carry, "127.0.0.1", 0)
     async with opened(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0") as queue:

@@ -13,7 +13,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.request import Allowance, Who, request_ids
 from unfuse.queues import answering
-from unfuse.queues.base import Declaration, Filter, Limits, TaskQueue
+from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
@@ -22,6 +22,7 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    count_waiting,
     done,
     following,
     handle,
@@ -253,7 +254,7 @@ class TestLeasing:
         await asyncio.gather(submitted(queue, "a"), submitted(queue, "b"))
         (lease,) = await waiting
         other = "b" if lease.task.request == "a" else "a"
-        while await queue.size("p") != 1:
+        while await count_waiting(queue, "p") != 1:
             await asyncio.sleep(0)
         assert (await leased(queue, worker="v")).task.request == other
 
@@ -420,4 +421,4 @@ def test_no_address_has_them_alone() -> None:
         ShardedQueue.at("memory")
     assert sharded.ShardedTwins.shards > 1
     assert not ShardedQueue([MemoryQueue(ManualClock())]).shared
-    assert isinstance(ShardedQueue([]), TaskQueue)
+    assert isinstance(ShardedQueue([]), QueueBackend)

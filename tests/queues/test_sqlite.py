@@ -42,7 +42,9 @@ from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    append,
     change,
+    count_waiting,
     done,
     drained,
     following,
@@ -231,7 +233,7 @@ class TestARestart:
         await queue.close()
         restarted = ManualClock(now=7.0, wall=1_700_000_004.0)
         queue = SqliteQueue(path, restarted)
-        assert (await queue.size("p"), list(await queue.peek("p"))) == (1, [])
+        assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (1, [])
         waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
         restarted.advance(1)
         assert [lease.task.request for lease in await waiting] == ["a"]
@@ -279,15 +281,15 @@ class TestARestart:
         """And how much that is, under a lease of before, and under the next one; until its request is dropped."""
         record = await submitted(queue, "a")
         lease = await leased(queue)
-        await queue.append(lease.claim, 0, [b"a", b"b"])
-        await queue.append(lease.claim, 2, [b"c"])
+        await append(queue, lease.claim, 0, [b"a", b"b"])
+        await append(queue, lease.claim, 2, [b"c"])
         queue = await again(queue, clock)
         assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
-        assert await queue.append(lease.claim, 2, [b"C", b"d"])
+        assert await append(queue, lease.claim, 2, [b"C", b"d"])
         await queue.hand_back(lease.claim)
         lease = await leased(queue)
         assert lease.appended == 4
-        await raised(ProtocolError, queue.append(lease.claim, 5, [b"f"]))
+        await raised(ProtocolError, append(queue, lease.claim, 5, [b"f"]))
         await queue.commit(change(record, status="cancelled", completed_at=1.0))
         queue = await again(queue, clock)
         assert await queue.appended("a", "s", 1) == [b"b", b"c", b"d"]
@@ -396,18 +398,18 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(path, clock)
             await submitted(queue, "a")
             claim = (await leased(queue)).claim
-            await queue.append(claim, 0, [b"a"])
+            await append(queue, claim, 0, [b"a"])
             disk.full = True
             watching = await started(following(queue.watch("a", after=3)))
-            calls = [await started(queue.append(claim, 1, [b"b", b"c"])) for _ in range(2)]
-            for call in (*calls, queue.append(claim, 1, [b"b"]), queue.appended("a", "s")):
+            calls = [await started(append(queue, claim, 1, [b"b", b"c"])) for _ in range(2)]
+            for call in (*calls, append(queue, claim, 1, [b"b"]), queue.appended("a", "s")):
                 assert "full" in str(await raised(TransientError, call))
             assert not watching.done()
             assert [pieces for *_, pieces in stored_pieces(queue)] == [msgspec.msgpack.encode([b"a"])]
             disk.full = False
             event = await watching
             assert event is not None and event.step == 3
-            assert await queue.append(claim, 1, [b"b", b"c"])
+            assert await append(queue, claim, 1, [b"b", b"c"])
             assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
             await queue.close()
 
@@ -668,12 +670,12 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
     """Also where another request of that id follows in it."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
-    growing = await started(queue.append(lease.claim, 0, [b"a"]))
+    growing = await started(append(queue, lease.claim, 0, [b"a"]))
     queue._state.commit(change(record, status="cancelled", completed_at=1.0))
     queue._state.drop("a")
     submitting = await started(submitted(queue, "a"))
     (lease,) = queue._state.claim("w", wanted("p"), TTL)
-    assert await queue.append(lease.claim, 0, [b"of the next"])
+    assert await append(queue, lease.claim, 0, [b"of the next"])
     await asyncio.gather(growing, submitting)
     assert await queue.appended("a", "s") == [b"of the next"]
     assert len(stored_pieces(queue)) == 1

@@ -10,14 +10,14 @@ from typing import TypeVar
 import structlog
 
 from unfuse.core.errors import TransientError, UnfuseError
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.queues.remote_waiters import Background
 
 PATIENCE_S, LOOK_S = 5.0, 0.2
 """The longest time, in seconds, that all wait for one shard's answer; and until one that gave none is asked again."""
 
 T = TypeVar("T")
-Work = Callable[[TaskQueue], Awaitable[T]]
+Work = Callable[[QueueBackend], Awaitable[T]]
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 class Answering:
     """Asks the shards of a queue. `returned` is called with each that answers again."""
 
-    def __init__(self, shards: Sequence[TaskQueue], returned: Callable[[TaskQueue], Awaitable[object]]) -> None:
+    def __init__(self, shards: Sequence[QueueBackend], returned: Callable[[QueueBackend], Awaitable[object]]) -> None:
         self.shards, self.background = tuple(shards), Background()
         self.away: dict[int, str] = {}
         """Why a shard that does not answer does not, in words, by its number."""

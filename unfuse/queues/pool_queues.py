@@ -10,7 +10,7 @@ from itertools import islice
 from operator import itemgetter
 
 from unfuse.core.task import Task
-from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
+from unfuse.queues.base import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 
 Key = tuple[str, str]  # the request and the stage of a task
 

@@ -20,8 +20,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_gap, check_growth
 from unfuse.core.request import Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats
-from unfuse.queues.cached import CachedRefs
+from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats, Wanted
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
 from unfuse.queues.leases import Leases, Returned
@@ -30,11 +29,10 @@ from unfuse.queues.remaining import NANOSECONDS, remaining_of
 from unfuse.queues.row import Row, StoredTask
 from unfuse.queues.storable import check_storable
 from unfuse.queues.tenants import Tenants
-from unfuse.queues.wanted import Wanted
 
 
 class QueueState:
-    """Requests with their tasks, leases and events, and the encoder cache's index.
+    """Requests with their tasks, leases and events.
 
     `changed` is called with each entry that a journal has to write, when it has changed. `changed_pools` has the pools
     in which a caller may find something new; the queue takes them from there.
@@ -43,7 +41,6 @@ class QueueState:
     def __init__(self, clock: Clock, changed: Callable[[Entry], object] = lambda _: None) -> None:
         self.requests: dict[str, Entry] = {}
         self.changed_pools: dict[str, None] = {}
-        self.cached = CachedRefs()
         self._clock, self._changed = clock, changed
         self.index = Index()
         self._active = 0
@@ -118,7 +115,7 @@ class QueueState:
     def append(self, grown: Sequence[Grown]) -> builtins.list[Grown | None]:
         """Count what outputs have grown by. Returns of each what is new of it, None if its lease is not held.
 
-        See `TaskQueue.append_all`; the pieces themselves are the queue's to keep.
+        See `RequestStore.append_all`; the pieces themselves are the queue's to keep.
         """
         check_growth(grown)
         new: builtins.list[Grown | None] = []
@@ -201,11 +198,6 @@ class QueueState:
         position = min((self.pool_queues.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position, entry.number)
 
-    def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over, or unknown."""
-        known = ((request, self.requests.get(request)) for request in requests)
-        return [request for request, entry in known if entry is None or entry.context.over]
-
     def list(self, which: Filter, after: str | int | None, limit: int, oldest_first: bool) -> builtins.list[Entry]:
         """Requests in the order of their arrival. Raises NotFound for `after`."""
         if isinstance(after, str):
@@ -224,11 +216,6 @@ class QueueState:
         wall = self._clock.wall()
         oldest = max((wall - self._pushed[rank[3].key] for rank in self.pool_queues.front(pool, FRONT)), default=0.0)
         return PoolStats(self.pool_queues.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
-
-    def peek(self, pool: str, limit: int) -> Sequence[Task]:
-        """The tasks of a pool that would be leased next."""
-        self.release_due(self._clock.now())
-        return [rank[3] for rank in self.pool_queues.front(pool, limit)]
 
     def drop(self, request: str) -> Entry | None:
         """Drop a request if it is over. Returns its entry; None if nothing was dropped."""

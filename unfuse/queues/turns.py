@@ -13,8 +13,7 @@ import msgspec
 from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues.answering import Answering
-from unfuse.queues.base import TaskQueue
-from unfuse.queues.wanted import Wanted
+from unfuse.queues.base import QueueBackend, Wanted
 
 Asking = asyncio.Task[list[Lease]]
 
@@ -115,7 +114,7 @@ class Turns:
                     await self._answering.shards[shard].hand_back(lease.claim)
 
 
-async def _let_by(wanted: Wanted, queue: TaskQueue) -> Wanted:
+async def _let_by(wanted: Wanted, queue: QueueBackend) -> Wanted:
     """What a worker may take of others while it has no room for the next tasks of this queue."""
     lines = (await queue.stats([*wanted.watched_pools()])).pools
     for pool, offer in wanted.pools.items():

@@ -10,9 +10,9 @@ from functools import partial
 from unfuse.core.clock import Clock
 from unfuse.core.event import Event
 from unfuse.core.task import Lease
+from unfuse.queues.base import Wanted
 from unfuse.queues.history import History
 from unfuse.queues.state import QueueState
-from unfuse.queues.wanted import Wanted
 
 
 @dataclass(eq=False, slots=True)

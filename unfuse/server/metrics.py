@@ -12,7 +12,7 @@ from typing_extensions import override
 from unfuse.core.messages import Moved
 from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
-from unfuse.queues.base import Member, Stats, TaskQueue
+from unfuse.queues.base import Member, QueueBackend, Stats
 from unfuse.scheduler.observer import Observer
 from unfuse.server.device_metrics import CostMetrics, DeviceMetrics
 from unfuse.server.metrics_audience import EVERYTHING, Audience, VisibleMetrics
@@ -146,7 +146,7 @@ class Metrics(Observer):
 
     async def page(
         self,
-        queue: TaskQueue,
+        queue: QueueBackend,
         members: Sequence[Member],
         pools: Sequence[str],
         roles: Mapping[str, tuple[str, str]] | None = None,
