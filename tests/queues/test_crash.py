@@ -23,8 +23,8 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import Filter, QueueBackend
 from unfuse.queues.journal import Journal
 from unfuse.queues.redis import RedisQueue
-from unfuse.queues.row import Row
 from unfuse.queues.sqlite import SqliteQueue
+from unfuse.queues.stored import Row
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,

@@ -13,7 +13,7 @@ from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.task import Claim
 from unfuse.queues.base import Filter, QueueBackend
-from unfuse.queues.storable import EXACT
+from unfuse.queues.stored import EXACT
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
 

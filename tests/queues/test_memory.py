@@ -18,13 +18,11 @@ from unfuse.core.request import Change
 from unfuse.core.task import Claim, Lease
 from unfuse.queues import local
 from unfuse.queues.base import Offer, Wanted
-from unfuse.queues.history import MAX_EVENTS, History
-from unfuse.queues.index import Entry
-from unfuse.queues.leases import Held, Leases
+from unfuse.queues.index import MAX_EVENTS, Entry, History
+from unfuse.queues.local import Waiters, follow
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.pool_queues import Rank
 from unfuse.queues.state import QueueState
-from unfuse.queues.waiters import Waiters, follow
+from unfuse.queues.tasks import Held, Leases, Rank
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
@@ -212,7 +210,7 @@ class TestTheSuiteCanFail:
             assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules()
 
     async def test_when_the_log_has_no_bound(self) -> None:
-        with patch("unfuse.queues.history.MAX_EVENTS", 10_000):
+        with patch("unfuse.queues.index.MAX_EVENTS", 10_000):
             assert await self.broken_rules() == {"old_progress_is_dropped_first"}
 
 

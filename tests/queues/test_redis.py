@@ -24,9 +24,9 @@ from unfuse.core.event import Event
 from unfuse.core.request import Record
 from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, QueueBackend
+from unfuse.queues.connection import RUN_BYTES, RUN_CALLS, runs
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
-from unfuse.queues.runs import RUN_BYTES, RUN_CALLS, runs
 from unfuse.queues.script import task_fields
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock

@@ -12,9 +12,8 @@ from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.event import Event
 from unfuse.queues.base import QueueBackend
+from unfuse.queues.connection import SWEEP_S, Call, Calls
 from unfuse.queues.remote_waiters import MAX_BATCH, Background
-from unfuse.queues.runs import Call, Calls
-from unfuse.queues.subscription import SWEEP_S
 from unfuse.testing.queue_samples import TTL, change, following, started, submitted, wanted
 
 

@@ -32,11 +32,11 @@ from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, Proto
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import StageState
-from unfuse.queues import journal, writer
+from unfuse.queues import journal
 from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.row import StoredTask
 from unfuse.queues.sqlite import SqliteQueue
+from unfuse.queues.stored import StoredTask
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -394,7 +394,7 @@ class TestADiskThatIsFull:
     async def test_shows_nothing_that_has_grown_meanwhile(self, path: Path, clock: ManualClock) -> None:
         """Given pieces that cannot be written, then neither they nor their repeat are taken for recorded, and who
         watches hears of none, until there is room."""
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             await submitted(queue, "a")
             claim = (await leased(queue)).claim
@@ -414,7 +414,7 @@ class TestADiskThatIsFull:
             await queue.close()
 
     async def test_refuses_a_declaration_and_keeps_the_one_before(self, path: Path, clock: ManualClock) -> None:
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             await queue.declare("model m", Declaration(()))
             disk.full = True
@@ -430,7 +430,7 @@ class TestADiskThatIsFull:
     async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
         """Given a full disk, then changes are refused and named, what is written can be read, and nobody is told of
         what is not; with room again all goes on by itself, and the file has what memory has."""
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             record, other = await submitted(queue, "a"), await submitted(queue, "b")
             lease = await leased(queue)
@@ -468,7 +468,7 @@ class TestADiskThatIsFull:
     async def test_lists_what_can_be_read(self, path: Path, clock: ManualClock) -> None:
         """Given one request that cannot be written as it is now, and a new one that cannot be written at all, then the
         others are listed, the first one as it was written last, where that is asked for; nothing else is over."""
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             record, _ = await submitted(queue, "a"), await submitted(queue, "b")
             ended = await submitted(queue, "c")
@@ -527,7 +527,7 @@ class TestADiskThatIsFull:
 
     @pytest.mark.slow
     async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
-        with small_disk(tmp_path, 256) as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with small_disk(tmp_path, 256) as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)

@@ -6,8 +6,11 @@ one task at a time.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from typing_extensions import override
@@ -16,13 +19,158 @@ from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Declaration, Filter, Limits, Member, QueueBackend, Renewal, Stats, Wanted
-from unfuse.queues.cached import LocalEncoderIndex
-from unfuse.queues.index import Entry
+from unfuse.queues.base import (
+    MAX_CACHED,
+    Declaration,
+    EncoderIndex,
+    Filter,
+    Limits,
+    Member,
+    QueueBackend,
+    Renewal,
+    Stats,
+    Wanted,
+)
+from unfuse.queues.index import Entry, History
 from unfuse.queues.state import QueueState
-from unfuse.queues.waiters import Waiters
+
+
+class LocalEncoderIndex(EncoderIndex):
+    """Refs of cached encoder outputs by cache key, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, ObjectRef] = {}
+        self._nbytes = 0
+
+    @override
+    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+        self._remove(key)
+        if ref.nbytes > room:
+            return
+        self._refs[key] = ref
+        self._nbytes += ref.nbytes
+        while self._nbytes > room or len(self._refs) > MAX_CACHED:
+            self._remove(next(iter(self._refs)))
+
+    @override
+    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+        found = {key: self._refs[key] for key in keys if key in self._refs}
+        for key in keys:
+            if use and key in found:
+                self._refs[key] = self._refs.pop(key)
+        return found
+
+    @override
+    async def cached_bytes(self) -> int:
+        return self._nbytes
+
+    @override
+    async def uncache(self, key: str, id: str) -> None:
+        if key in self._refs and self._refs[key].id == id:
+            self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        if ref := self._refs.pop(key, None):
+            self._nbytes -= ref.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A caller of `lease` that waits. A change in one of `pools` may let it take a task."""
+
+    worker: str
+    wanted: Wanted
+    pools: frozenset[str]
+    woken: asyncio.Future[None]
+
+
+class Waiters:
+    """All callers that wait for tasks. Whoever changes the state must call `wake` before it awaits anything."""
+
+    def __init__(self, state: QueueState, clock: Clock) -> None:
+        self._state, self._clock = state, clock
+        self._waiters: dict[_Waiter, None] = {}
+        self._closed = False
+        self._due: float | None = None
+        self._withdraw_alarm: Callable[[], None] = lambda: None
+
+    async def claim(self, worker: str, wanted: Wanted, ttl: float, wait: float) -> list[Lease]:
+        """Claim tasks, waiting up to `wait` seconds for a first one."""
+        until = self._clock.now() + wait
+        while True:
+            leases = self._state.claim(worker, wanted, ttl)
+            self.wake()
+            if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
+                return leases
+            await self._wait(worker, wanted, until)
+
+    def wake(self) -> None:
+        """For each pool that has changed, wake the first waiter that can take a task there now.
+
+        One waiter is enough, since its claim is a change again. An alarm wakes waiters for tasks that are delayed.
+        """
+        pools, self._state.changed_pools = self._state.changed_pools, {}
+        for pool in pools:
+            self._wake_for(pool)
+        due = None if self._closed else self._state.pool_queues.next_due()
+        if due != self._due:
+            self._withdraw_alarm()
+            self._due, self._withdraw_alarm = due, lambda: None
+            if due is not None:
+                self._withdraw_alarm = self._clock.call_at(due, partial(self._release, due))
+
+    def close(self) -> None:
+        """Wake all waiters for good."""
+        self._closed = True
+        for waiter in self._waiters:
+            _done(waiter.woken)
+        self.wake()
+
+    def _release(self, at: float) -> None:
+        self._state.release_due(at)
+        self.wake()
+
+    def _wake_for(self, pool: str) -> None:
+        for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
+            if pool in waiter.pools and not waiter.woken.done() and self._state.next_task(waiter.worker, waiter.wanted):
+                _done(waiter.woken)
+                return
+
+    async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
+        waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
+        self._waiters[waiter] = None
+        withdraw_alarm = self._clock.call_at(until, partial(_done, waiter.woken))
+        try:
+            await waiter.woken
+        except asyncio.CancelledError:
+            self._state.changed_pools |= dict.fromkeys(wanted.pools)
+            self.wake()
+            raise
+        finally:
+            withdraw_alarm()
+            del self._waiters[waiter]
+
+
+async def follow(history: History, after: int) -> AsyncIterator[Event]:
+    """Events with a number above `after`; waits for more until the history has ended."""
+    while True:
+        while unseen := history.above(after):
+            for event in unseen:
+                yield event
+            after = unseen[-1].seq
+        if history.ended:
+            return
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with history.listening(partial(_done, news)):
+            await news
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class LocalQueue(LocalEncoderIndex, QueueBackend):

@@ -10,8 +10,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.queues.local import LocalQueue
-from unfuse.queues.waiters import follow
+from unfuse.queues.local import LocalQueue, follow
 from unfuse.supervision.clock import SystemClock
 
 

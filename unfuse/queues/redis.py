@@ -45,22 +45,20 @@ from unfuse.queues.base import (
     Stats,
     Wanted,
 )
-from unfuse.queues.history import MAX_EVENTS
+from unfuse.queues.index import MAX_EVENTS
 from unfuse.queues.known import KnownRecords
-from unfuse.queues.remaining import NANOSECONDS
 from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
+from unfuse.queues.script import Unreadable
 from unfuse.queues.shards import ShardedQueue
-from unfuse.queues.storable import check_numbers
-from unfuse.queues.unreadable import Unreadable
+from unfuse.queues.stored import NANOSECONDS, check_numbers
 from unfuse.supervision.clock import SystemClock
 
 try:
     from redis.exceptions import RedisError
 
     from unfuse.queues import address
-    from unfuse.queues.obstacles import obstacle
-    from unfuse.queues.runs import Call, Calls, answers
-    from unfuse.queues.subscription import Subscription
+    from unfuse.queues.address import obstacle
+    from unfuse.queues.connection import Call, Calls, Subscription, answers
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 

@@ -31,9 +31,8 @@ from unfuse.core.growth import Grown, check_growth
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Allowance, Change, Record, RequestContext, Who
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.answering import Answering
 from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
-from unfuse.queues.turns import Turns
+from unfuse.queues.turns import Answering, Turns
 
 MOST_LISTED = 1024  # pages whose last requests are remembered
 

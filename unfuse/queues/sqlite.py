@@ -24,11 +24,9 @@ from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry
-from unfuse.queues.journal import Journal
-from unfuse.queues.local import LocalQueue
-from unfuse.queues.row import Pieces, Row
-from unfuse.queues.waiters import follow
-from unfuse.queues.writer import Writer
+from unfuse.queues.journal import Journal, Writer
+from unfuse.queues.local import LocalQueue, follow
+from unfuse.queues.stored import Pieces, Row
 from unfuse.supervision.clock import SystemClock
 
 EVENTS_A_START = 2**24  # above a request's events between two starts: numbers go on at the next multiple after one

@@ -10,25 +10,58 @@ import builtins
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from math import ceil
 from types import MappingProxyType
 
 import msgspec
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Conflict, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_gap, check_growth
-from unfuse.core.request import Change, Record, RequestContext, Timings
+from unfuse.core.request import Allowance, Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats, Wanted
-from unfuse.queues.history import History
-from unfuse.queues.index import Entry, Index
-from unfuse.queues.leases import Leases, Returned
-from unfuse.queues.pool_queues import Key, PoolQueues, Rank
-from unfuse.queues.remaining import NANOSECONDS, remaining_of
-from unfuse.queues.row import Row, StoredTask
-from unfuse.queues.storable import check_storable
-from unfuse.queues.tenants import Tenants
+from unfuse.queues.index import Entry, History, Index
+from unfuse.queues.stored import NANOSECONDS, Row, StoredTask, check_storable, remaining_of
+from unfuse.queues.tasks import Key, Leases, PoolQueues, Rank, Returned
+
+MICROSECONDS = 10**6  # times are whole microseconds, which every backend adds exactly
+
+
+class Tenants:
+    """A queue's tenants: how many requests are not over, and when each rate will be whole again."""
+
+    def __init__(self) -> None:
+        self._active = Counter[str]()
+        self._whole_at: dict[str, int] = {}
+
+    def count(self, tenant: str, change: int) -> None:
+        """Count requests that begin, or end."""
+        self._active[tenant] += change
+        if not self._active[tenant]:
+            del self._active[tenant]
+
+    def require(self, tenant: str, may: Allowance, now: float) -> None:
+        """Raise LimitReached if the tenant may not have another request now, in seconds of the queue's clock."""
+        if may.concurrent and (has := self._active[tenant]) >= may.concurrent:
+            message = f"{tenant} has {has} requests in progress, its key allows {may.concurrent}"
+            raise LimitReached(f"{message}: try again when one is over")
+        early = self._next(tenant, may, now) - int(now * MICROSECONDS) - may.per_s * MICROSECONDS
+        if may.rate and early > 0:
+            wait = ceil(early / MICROSECONDS)
+            message = f"the key of {tenant} allows {may.rate} requests in {may.per_s} s: try again in {wait} s"
+            raise LimitReached(message, early / MICROSECONDS)
+
+    def take(self, tenant: str, may: Allowance, now: float) -> None:
+        """Use some of the tenant's rate, if it has one."""
+        if may.rate:
+            self._whole_at[tenant] = self._next(tenant, may, now)
+
+    def _next(self, tenant: str, may: Allowance, now: float) -> int:
+        """When all of the rate is there again if another request is accepted now."""
+        each = may.per_s * MICROSECONDS // may.rate if may.rate else 0
+        return max(self._whole_at.get(tenant, 0), int(now * MICROSECONDS)) + each
 
 
 class QueueState:
