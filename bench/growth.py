@@ -27,7 +27,7 @@ from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import wanted
 
@@ -36,19 +36,19 @@ PIECE = b"\x92\xcd\x12\x34\xa6 token"
 CALLS = 100
 
 
-async def grow(queue: TaskQueue, leases: list[Lease], said: list[int]) -> None:
+async def grow(queue: QueueBackend, leases: list[Lease], said: list[int]) -> None:
     """One call: the next pieces of all."""
     held = await queue.append_all([Grown(lease.claim, said[0], (PIECE,) * PIECES) for lease in leases])
     assert all(held)
     said[0] += PIECES
 
 
-async def read(queue: TaskQueue, lease: Lease, said: list[int]) -> None:
+async def read(queue: QueueBackend, lease: Lease, said: list[int]) -> None:
     """What a gateway reads after an event: the last pieces of one task."""
     assert len(await queue.appended(lease.task.request, lease.task.stage, said[0] - PIECES)) == PIECES
 
 
-async def commits(queue: TaskQueue) -> list[Callable[[], Awaitable[object]]]:
+async def commits(queue: QueueBackend) -> list[Callable[[], Awaitable[object]]]:
     """Commits that are ready to be made, each of another request."""
     await rate(partial(submit, queue), 1, CALLS)
     ready: list[Callable[[], Awaitable[object]]] = []

@@ -24,7 +24,7 @@ from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import Change, RequestContext, Timings, new_request_id
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import wanted
 
@@ -39,12 +39,12 @@ def admitted() -> Change:
     return lifecycle.admitted(RequestContext(new_request_id(), "bench", params, plan, {}), time.time())
 
 
-async def submit(queue: TaskQueue) -> None:
+async def submit(queue: QueueBackend) -> None:
     change = admitted()
     await queue.submit(change.context, change.push, change.events, LIMITS)
 
 
-async def complete(queue: TaskQueue) -> None:
+async def complete(queue: QueueBackend) -> None:
     (lease,) = await queue.lease("w", wanted(POOLS["a"]), 60.0)
     task = lease.task
     ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)

@@ -25,7 +25,7 @@ from bench.journal import LIMITS, POOLS, admitted
 from bench.report import quantile, show
 from bench.servers import redis_server
 from unfuse import queues
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import wanted
 
@@ -38,7 +38,7 @@ SUBMITTERS = 64
 WEIGHED = 10_000
 
 
-async def fill(queue: TaskQueue, more: int) -> None:
+async def fill(queue: QueueBackend, more: int) -> None:
     """Submit requests."""
 
     async def submitter(share: int) -> None:
@@ -49,7 +49,7 @@ async def fill(queue: TaskQueue, more: int) -> None:
     await asyncio.gather(*(submitter(len(range(n, more, SUBMITTERS))) for n in range(SUBMITTERS)))
 
 
-async def leases(queue: TaskQueue, slots: int, times: int) -> list[float]:
+async def leases(queue: QueueBackend, slots: int, times: int) -> list[float]:
     """Seconds of each lease. Workers say where they are and what they run, as real ones do.
 
     What was leased is replaced by new requests, so that the queue stays as deep, and its first tasks old.
@@ -66,7 +66,7 @@ async def leases(queue: TaskQueue, slots: int, times: int) -> list[float]:
     return seconds
 
 
-async def forget(queue: TaskQueue, request: str) -> None:
+async def forget(queue: QueueBackend, request: str) -> None:
     change = lifecycle.cancelled((await queue.load(request)).context, time.time())
     assert change
     await queue.commit(change)

@@ -18,28 +18,28 @@ from bench.report import show
 from bench.servers import redis_server
 from unfuse import queues
 from unfuse.core.event import Event
-from unfuse.queues.base import Filter, Limits, TaskQueue
-from unfuse.testing.queue_samples import planned, request, task
+from unfuse.queues.base import Filter, Limits, QueueBackend
+from unfuse.testing.queue_samples import count_waiting, planned, request, task
 
 ACTIVE, TIMES = 256, 200
 POOLS = ("encode", "denoise", "vae_decode")
 MANY = Limits(10**6, 10**6)
 
 
-async def by_records(queue: TaskQueue) -> dict[str, float]:
+async def by_records(queue: QueueBackend) -> dict[str, float]:
     """What a scrape did: records of all that is active, and of the first four of each line."""
     left = dict.fromkeys(POOLS, 0.0)
     for record in await queue.list(Filter(over=False), limit=1000):
         for stage in record.context.plan.stages:
             left[POOLS[ord(stage.pool) - ord("a")]] += stage.cost
     for pool in POOLS:
-        await queue.size(pool)
+        await count_waiting(queue, pool)
         for one in await queue.peek(pool, 4):
             await queue.load(one.request)
     return left
 
 
-async def by_loading(queue: TaskQueue, names: Sequence[str]) -> list[str]:
+async def by_loading(queue: QueueBackend, names: Sequence[str]) -> list[str]:
     """What a heartbeat did."""
     records = await asyncio.gather(*(queue.load(name) for name in names))
     return [record.context.id for record in records if record.context.over]

@@ -30,7 +30,7 @@ from unfuse import queues
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import RequestContext, new_request_id
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
@@ -70,7 +70,7 @@ def stored(place: int) -> RequestContext:
     return msgspec.structs.replace(context, **own)
 
 
-async def fill(queue: TaskQueue, depth: int, wanted: int) -> None:
+async def fill(queue: QueueBackend, depth: int, wanted: int) -> None:
     async def submitter(share: range) -> None:
         for place in share:
             await queue.submit(stored(place), [], [], LIMITS)

@@ -14,10 +14,9 @@ from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.request import Allowance, Who
 from unfuse.core.task import Task
-from unfuse.queues.base import Limits, Stats, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
-from unfuse.queues.wanted import Wanted
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 
@@ -76,7 +75,7 @@ class ShardedTwins(Twins):
 
     shards = 3
 
-    def opened(self) -> TaskQueue:
+    def opened(self) -> QueueBackend:
         return ShardedQueue([MemoryQueue(self.clock) for _ in range(self.shards)])
 
     def named(self, name: str, tenant: str, key: str, limits: Limits) -> tuple[str, Limits]:

@@ -19,7 +19,7 @@ from unfuse.queues.base import Limits
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
 from unfuse.supervision.clock import SystemClock
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import append, wanted
 
 PIPELINE = Pipeline(
     (
@@ -51,7 +51,7 @@ async def caller(queue: SqliteQueue, chance: random.Random) -> None:
 async def transition(queue: SqliteQueue, chance: random.Random, lease: Lease) -> None:
     task, now = lease.task, await queue.now()
     pieces = [b"%d" % number for number in range(lease.appended, lease.appended + chance.randint(0, 3))]
-    if await queue.append(lease.claim, lease.appended, pieces):
+    if await append(queue, lease.claim, lease.appended, pieces):
         os.write(1, f"{task.request} {task.stage} +{lease.appended + len(pieces)}\n".encode())
     record = await queue.load(task.request)
     change: Change | None = None

@@ -11,7 +11,7 @@ from redis.exceptions import NoPermissionError
 from tests.queues.conftest import Address, Server, users
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 from unfuse.stores.redis import RedisBlobs
 from unfuse.testing.queue_samples import TTL, drained, leased, started, submitted, wanted, worker
 
@@ -81,7 +81,7 @@ async def test_what_is_not_allowed_is_said(server: Server) -> None:
 async def test_two_installations_in_one_redis_know_nothing_of_each_other(server: Server) -> None:
     """Given two, each with a user of its own, when both have a request of one name, then each has, lists, leases and
     counts its own; who waits at the other is not woken, and nothing of one can be reached by the other."""
-    both: dict[str, TaskQueue] = {}
+    both: dict[str, QueueBackend] = {}
     for name in ("blue", "green"):
         server.client.execute_command(*(word.replace("unfuse", name) for word in users()[0]))
         both[name] = queues.open(f"{server.as_user(name, 'SECRET').url}?prefix={name}")

@@ -20,13 +20,26 @@ from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import RequestContext, StageState
 from unfuse.core.task import Lease
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 from unfuse.queues.journal import Journal
 from unfuse.queues.redis import RedisQueue
-from unfuse.queues.row import Row
 from unfuse.queues.sqlite import SqliteQueue
+from unfuse.queues.stored import Row
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import LIMITS, TTL, change, done, history, leased, passing, request, task, wanted
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    append,
+    change,
+    count_waiting,
+    done,
+    history,
+    leased,
+    passing,
+    request,
+    task,
+    wanted,
+)
 
 FOLLOWS = {"one": "two", "two": "three"}
 FEW = 24
@@ -39,7 +52,7 @@ Record = Callable[[str, object], None]
 class Life:
     """A history as it goes on."""
 
-    def __init__(self, queue: TaskQueue, clock: ManualClock) -> None:
+    def __init__(self, queue: QueueBackend, clock: ManualClock) -> None:
         self.queue, self.clock = queue, clock
         self.lease: Lease | None = None
 
@@ -56,7 +69,7 @@ class Life:
 
     async def grow(self, offset: int, *pieces: bytes) -> None:
         assert self.lease
-        assert await self.queue.append(self.lease.claim, offset, pieces)
+        assert await append(self.queue, self.lease.claim, offset, pieces)
 
     async def renew(self) -> None:
         assert self.lease
@@ -89,7 +102,7 @@ class Life:
         await self.queue.commit(change(await self.queue.load(name), dead=False))
 
 
-async def complete(queue: TaskQueue, lease: Lease) -> None:
+async def complete(queue: QueueBackend, lease: Lease) -> None:
     """A stage is done, and the next one is queued; after the last the request is over."""
     record, stage = await queue.load(lease.task.request), lease.task.stage
     events = [Event("stage_completed", stage=stage)]
@@ -105,7 +118,7 @@ async def complete(queue: TaskQueue, lease: Lease) -> None:
     )
 
 
-async def again(queue: TaskQueue, lease: Lease, **fields: float) -> None:
+async def again(queue: QueueBackend, lease: Lease, **fields: float) -> None:
     """A stage is to be tried once more."""
     record, stage = await queue.load(lease.task.request), lease.task.stage
     stages = record.context.stages | {stage: StageState("queued", lease.task.attempt + 1)}
@@ -145,7 +158,7 @@ STEPS: tuple[tuple[bool, Callable[[Life], Awaitable[object]]], ...] = (
 """The steps, and whether each is to survive a loss of power."""
 
 
-async def seen(queue: TaskQueue, tasks: Iterable[tuple[str, str, int]]) -> object:
+async def seen(queue: QueueBackend, tasks: Iterable[tuple[str, str, int]]) -> object:
     """What a queue knows and has to do, without how far it is; a task may be leased or wait."""
     contexts = [record.context for record in await queue.list(Filter())]
     grown = {c.id: [await queue.appended(c.id, stage) for stage in ("one", *FOLLOWS.values())] for c in contexts}
@@ -156,7 +169,7 @@ async def seen(queue: TaskQueue, tasks: Iterable[tuple[str, str, int]]) -> objec
     return sorted(known), sorted(tasks)
 
 
-async def all_goes_on(queue: TaskQueue, clock: ManualClock) -> None:
+async def all_goes_on(queue: QueueBackend, clock: ManualClock) -> None:
     """Whoever is there now brings what is not over to its end, each stage completed once."""
     while unfinished := await queue.list(Filter(over=False)):
         for lease in await queue.lease("another", wanted("p", slots=9), TTL):
@@ -164,7 +177,7 @@ async def all_goes_on(queue: TaskQueue, clock: ManualClock) -> None:
         for late in await passing(queue, clock, TTL + 1):
             await again(queue, late)
         assert len(await queue.list(Filter(over=False))) <= len(unfinished)
-    assert await queue.size("p") == 0
+    assert await count_waiting(queue, "p") == 0
     for record in await queue.list(Filter()):
         events = await history(queue, record.context.id)
         assert [event.seq for event in events] == sorted({event.seq for event in events})

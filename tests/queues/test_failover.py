@@ -11,9 +11,9 @@ from tools.redis_server import Service
 from unfuse import queues
 from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
-from unfuse.queues import runs, subscription
+from unfuse.queues import connection
 from unfuse.queues.address import parse_address
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.testing.queue_samples import (
     TTL,
     done,
@@ -65,7 +65,7 @@ def pair(both: tuple[Server, Server]) -> tuple[Server, Server]:
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[TaskQueue]:
+async def opened(url: str) -> AsyncIterator[QueueBackend]:
     queue = queues.open(url)
     try:
         yield queue
@@ -81,7 +81,7 @@ async def test_what_too_few_replicas_have_is_not_acknowledged(
     async with opened(f"{primary.url}?replicas=1") as queue, opened(f"{primary.url}?replicas=2") as wanting:
         await submitted(queue, "a")
         assert replica.client.exists("{unfuse}:request:a")
-        monkeypatch.setattr(runs, "REPLICATED_MS", 10)
+        monkeypatch.setattr(connection, "REPLICATED_MS", 10)
         error = await raised(TransientError, submitted(wanting, "b"))
         assert "replicas that have what it was told: 1, wanted: 2" in str(error)
         replica.follow(None)
@@ -106,7 +106,7 @@ class Name:
 
 
 @asynccontextmanager
-async def named(primary: Server) -> AsyncIterator[tuple[Name, TaskQueue]]:
+async def named(primary: Server) -> AsyncIterator[tuple[Name, QueueBackend]]:
     name = Name(primary.port)
     server = await asyncio.start_server(name.carry, "127.0.0.1", 0)
     async with opened(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0") as queue:
@@ -135,7 +135,7 @@ async def test_who_hears_nothing_any_more_listens_to_the_next(
 ) -> None:
     """Given a primary that stands still with its connections open, then the subscription goes to the other."""
     primary, replica = pair
-    monkeypatch.setattr(subscription, "SWEEP_S", 0.05)
+    monkeypatch.setattr(connection, "SWEEP_S", 0.05)
     async with named(primary) as (name, queue):
         waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
         while not heard(primary):

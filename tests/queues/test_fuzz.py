@@ -12,8 +12,8 @@ from unfuse import queues
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.task import Claim
-from unfuse.queues.base import Filter, TaskQueue
-from unfuse.queues.storable import EXACT
+from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.stored import EXACT
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
 
@@ -31,7 +31,7 @@ wishes = st.fixed_dictionaries(
 )
 
 
-async def refuses_and_goes_on(queue: TaskQueue) -> None:
+async def refuses_and_goes_on(queue: QueueBackend) -> None:
     """Numbers that are none or too large to be exact, text that is not Unicode, more than a message may hold: refused
     as a whole, and everything goes on. What is merely odd is stored.
     """
@@ -64,14 +64,13 @@ async def refuses_and_goes_on(queue: TaskQueue) -> None:
     assert [lease.task.stage for lease in await queue.lease("w", wanted("p", slots=9), TTL)] == ["t"]
 
 
-async def outcome(queue: TaskQueue, sent: dict[str, Any], wish: dict[str, Any], stolen: Claim) -> list[object]:
+async def outcome(queue: QueueBackend, sent: dict[str, Any], wish: dict[str, Any], stolen: Claim) -> list[object]:
     """What became of a task that is made of anything, of one who asks for anything, and of a claim to nothing."""
     told: list[object] = []
     name, pool = sent["request"], sent["pool"]
     made = task(**({"name": name} | {k: v for k, v in sent.items() if k != "request"}))
     for work in (
         lambda: queue.submit(request(name), [made], [Event("queued", message=name)], LIMITS),
-        lambda: queue.size(pool),
         lambda: queue.peek(pool),
         lambda: queue.lease(name, wanted(pool, **wish, later={pool: 1}, keep={pool: 1}), TTL),
         lambda: queue.renew([stolen], TTL),

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
-from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.base import Filter, Limits, QueueBackend
 from unfuse.queues.index import BLOCK, Entry, SortedEntries
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
@@ -36,7 +36,7 @@ ASKED = (
 """All that the server asks."""
 
 
-async def fill(queue: TaskQueue, more: int, first: int = 0) -> None:
+async def fill(queue: QueueBackend, more: int, first: int = 0) -> None:
     """Three requests of "t", of each kind one; then that many of others, half of them over, some of them dead."""
     if not first:
         for name, status in (("video_t", "completed"), ("dead_t", "failed"), ("t", "")):
@@ -57,13 +57,13 @@ async def fill(queue: TaskQueue, more: int, first: int = 0) -> None:
 
 
 @pytest.fixture
-async def redis_queue(server: Server) -> AsyncIterator[TaskQueue]:
+async def redis_queue(server: Server) -> AsyncIterator[QueueBackend]:
     queue = queues.open(server.url)
     yield queue
     await queue.close()
 
 
-async def test_a_question_runs_as_many_commands_in_redis(redis_queue: TaskQueue, server: Server) -> None:
+async def test_a_question_runs_as_many_commands_in_redis(redis_queue: QueueBackend, server: Server) -> None:
     """Given ten times as many stored requests of others, then it is the same commands, for every question."""
 
     async def commands(which: Filter, oldest_first: bool) -> Counter[str]:
@@ -108,7 +108,7 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     assert counted[0] == counted[1] and max(counted[0]) <= 2
 
 
-async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: TaskQueue, server: Server) -> None:
+async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: QueueBackend, server: Server) -> None:
     """Given ten times as many requests in progress and tasks in line, then it is the same commands, but for the first
     scrape of a queue."""
 
@@ -128,7 +128,7 @@ async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: TaskQueue, s
     assert counted[0] == counted[1]
 
 
-async def test_each_verb_is_one_run_of_one_script(redis_queue: TaskQueue, server: Server) -> None:
+async def test_each_verb_is_one_run_of_one_script(redis_queue: QueueBackend, server: Server) -> None:
     """Also an outcome with the next lease: nothing can come between."""
     for name in "ab":
         await redis_queue.submit(request(name), [task(name)], [], LIMITS)
@@ -144,7 +144,7 @@ async def test_each_verb_is_one_run_of_one_script(redis_queue: TaskQueue, server
     assert server.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 3
 
 
-async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: TaskQueue, server: Server) -> None:
+async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: QueueBackend, server: Server) -> None:
     """Given hundreds of requests, as a heartbeat names them, then it costs one look at a field of each, and one at
     whose keys these are."""
     await fill(redis_queue, 300)
@@ -158,7 +158,7 @@ async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue
     assert not {"cmdstat_hgetall", "cmdstat_zrange"} & ran.keys()
 
 
-async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: TaskQueue, server: Server) -> None:
+async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBackend, server: Server) -> None:
     """Given requests of every kind that ran, ended and were forgotten, then one key is left, of what is counted."""
     await fill(redis_queue, 20)
     lease = await leased(redis_queue)

@@ -17,20 +17,19 @@ from unfuse.core.registry import resolve
 from unfuse.core.request import Change
 from unfuse.core.task import Claim, Lease
 from unfuse.queues import local
-from unfuse.queues.history import MAX_EVENTS, History
-from unfuse.queues.index import Entry
-from unfuse.queues.leases import Held, Leases
+from unfuse.queues.base import Offer, Wanted
+from unfuse.queues.index import MAX_EVENTS, Entry, History
+from unfuse.queues.local import Waiters, follow
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.pool_queues import Rank
 from unfuse.queues.state import QueueState
-from unfuse.queues.waiters import Waiters, follow
-from unfuse.queues.wanted import Offer, Wanted
+from unfuse.queues.tasks import Held, Leases, Rank
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    count_waiting,
     drained,
     handle,
     leased,
@@ -211,7 +210,7 @@ class TestTheSuiteCanFail:
             assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules()
 
     async def test_when_the_log_has_no_bound(self) -> None:
-        with patch("unfuse.queues.history.MAX_EVENTS", 10_000):
+        with patch("unfuse.queues.index.MAX_EVENTS", 10_000):
             assert await self.broken_rules() == {"old_progress_is_dropped_first"}
 
 
@@ -257,7 +256,7 @@ async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
         "00003",
     ]
     assert (await queue.load("19999")).position == 19_995
-    assert await queue.size("p") == 19_996
+    assert await count_waiting(queue, "p") == 19_996
 
 
 async def test_with_the_systems_clock_the_loop_rings_the_alarms() -> None:
@@ -365,7 +364,7 @@ def test_queues_are_opened_by_name() -> None:
 
 def test_every_backend_is_a_queue() -> None:
     for name in queues.BACKENDS:
-        assert issubclass(resolve(queues.BACKENDS, name, "queue"), queues.TaskQueue)
+        assert issubclass(resolve(queues.BACKENDS, name, "queue"), queues.QueueBackend)
 
 
 def test_structs_of_the_port_are_frozen() -> None:

@@ -23,17 +23,19 @@ from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, Transi
 from unfuse.core.event import Event
 from unfuse.core.request import Record
 from unfuse.queues import script
-from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.base import Filter, Limits, QueueBackend
+from unfuse.queues.connection import RUN_BYTES, RUN_CALLS, runs
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
-from unfuse.queues.runs import RUN_BYTES, RUN_CALLS, runs
 from unfuse.queues.script import task_fields
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    append,
     change,
+    count_waiting,
     done,
     drained,
     following,
@@ -51,13 +53,13 @@ from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
 
 @pytest.fixture
-async def queue(server: Server) -> AsyncIterator[TaskQueue]:
+async def queue(server: Server) -> AsyncIterator[QueueBackend]:
     async with opened(server) as queue:
         yield queue
 
 
 @pytest.fixture
-async def other(server: Server) -> AsyncIterator[TaskQueue]:
+async def other(server: Server) -> AsyncIterator[QueueBackend]:
     """Another scheduler's queue over the same server."""
     async with opened(server) as queue:
         yield queue
@@ -74,7 +76,7 @@ def unsteady(server: Server) -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def opened(server: Address) -> AsyncIterator[TaskQueue]:
+async def opened(server: Address) -> AsyncIterator[QueueBackend]:
     queue = queues.open(server.url)
     try:
         yield queue
@@ -92,7 +94,7 @@ def test_random_histories(server: Server) -> None:
     class SharedHistories(Histories):
         """Every command goes through another of two queues over one server."""
 
-        def opened(self) -> TaskQueue:
+        def opened(self) -> QueueBackend:
             server.client.flushall()
             self.both = [queues.open(server.url, self.clock) for _ in range(2)]
             return self.both[0]
@@ -112,14 +114,14 @@ def test_random_histories(server: Server) -> None:
 
 
 class TestTwoQueuesOverOneServer:
-    async def test_a_push_of_one_wakes_who_waits_at_the_other(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_a_push_of_one_wakes_who_waits_at_the_other(self, queue: QueueBackend, other: QueueBackend) -> None:
         waiting = await started(other.lease("w", wanted("p"), TTL, wait=30.0))
         await settled(other)
         await submitted(queue, "a")
         assert [lease.task.request for lease in await waiting] == ["a"]
 
     async def test_what_a_waiter_takes_at_once_wakes_nobody_at_the_other(
-        self, queue: TaskQueue, other: TaskQueue, server: Server
+        self, queue: QueueBackend, other: QueueBackend, server: Server
     ) -> None:
         """Then only what is left is told, by which the other's waiter gets it."""
         here = await started(queue.lease("here", wanted("p"), TTL, wait=30.0))
@@ -137,36 +139,36 @@ class TestTwoQueuesOverOneServer:
                 heard.append(message["data"])
         assert [data for data in heard if b"pool" in data] == [b"pool:p"]
 
-    async def test_simultaneous_repeats_at_both_are_one_request(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_simultaneous_repeats_at_both_are_one_request(self, queue: QueueBackend, other: QueueBackend) -> None:
         names = [f"{number:02}" for number in range(20)]
         same = (
             (queue, other)[number % 2].submit(request(name, idempotency_key="k"), [task(name)], [], LIMITS)
             for number, name in enumerate(names)
         )
         assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
-        assert (len(await other.list(Filter())), await queue.size("p")) == (1, 1)
+        assert (len(await other.list(Filter())), await count_waiting(queue, "p")) == (1, 1)
 
-    async def test_pieces_that_both_record_are_there_once(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_pieces_that_both_record_are_there_once(self, queue: QueueBackend, other: QueueBackend) -> None:
         """As one worker says them again to a second scheduler; and a lease that ended at one has ended at both."""
         await submitted(queue, "a")
         claim = (await leased(queue)).claim
         for at in range(0, 60, 3):
             told = [b"%d" % number for number in range(at, at + 4)]
-            both = (one.append(claim, at, told) for one in (queue, other) * 2)
+            both = (append(one, claim, at, told) for one in (queue, other) * 2)
             assert await asyncio.gather(*both) == [True] * 4
         assert [int(piece) for piece in await other.appended("a", "s")] == list(range(61))
         assert await other.hand_back(claim)
         assert (await leased(queue)).appended == 61
-        assert await asyncio.gather(*(one.append(claim, 61, [b"late"]) for one in (queue, other))) == [False, False]
+        assert await asyncio.gather(*(append(one, claim, 61, [b"late"]) for one in (queue, other))) == [False, False]
 
-    async def test_a_task_is_leased_by_one_of_them(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_a_task_is_leased_by_one_of_them(self, queue: QueueBackend, other: QueueBackend) -> None:
         waiting = [await started(q.lease("w", wanted("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
         for number in range(20):
             await submitted(queue if number % 2 else other, f"{number:02}")
         leases = [lease for one in waiting for lease in await one]
         assert sorted(lease.task.request for lease in leases) == [f"{number:02}" for number in range(20)]
 
-    async def test_events_of_one_are_heard_at_the_other(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_events_of_one_are_heard_at_the_other(self, queue: QueueBackend, other: QueueBackend) -> None:
         record = await submitted(queue, "a")
         stream = other.watch("a")
         assert (await anext(stream)).type == "queued"
@@ -177,28 +179,30 @@ class TestTwoQueuesOverOneServer:
         await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
         assert [event.type async for event in stream] == ["completed"]
 
-    async def test_a_cancellation_at_one_ends_the_lease_of_the_other(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_a_cancellation_at_one_ends_the_lease_of_the_other(
+        self, queue: QueueBackend, other: QueueBackend
+    ) -> None:
         record = await submitted(queue, "a")
         lease = await leased(other)
         await queue.commit(change(record, status="cancelled"))
         assert (await other.renew([lease.claim], TTL)).ended == (lease.claim,)
         await raised(LeaseLost, other.commit(done(record, lease)))
 
-    async def test_they_know_the_same_workers(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_they_know_the_same_workers(self, queue: QueueBackend, other: QueueBackend) -> None:
         await queue.hello(worker("v"))
         await other.hello(worker("w"))
         await submitted(queue, "a")
         await leased(queue, worker="w")
         assert [(m.info.id, m.leased) for m in await other.workers()] == [("v", 0), ("w", 1)]
 
-    async def test_a_prefix_is_a_queue_of_its_own(self, queue: TaskQueue, server: Server) -> None:
+    async def test_a_prefix_is_a_queue_of_its_own(self, queue: QueueBackend, server: Server) -> None:
         await submitted(queue, "a")
         async with opened(server.at("?prefix=elsewhere")) as elsewhere:
             assert await drained(elsewhere) == []
             await submitted(elsewhere, "a")
         assert {key.partition(b"}")[0] for key in server.client.scan_iter()} == {b"{unfuse", b"{elsewhere"}
 
-    async def test_what_others_forget_ends_the_stream(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_what_others_forget_ends_the_stream(self, queue: QueueBackend, other: QueueBackend) -> None:
         record = await submitted(queue, "a")
         stream = queue.watch("a", after=1)
         watching = await started(following(stream))
@@ -282,14 +286,14 @@ class TestTheServerGoesAway:
             unsteady.kill()
         assert (await waiting, await watching) == ([], None)
 
-    async def test_scripts_are_loaded_again(self, queue: TaskQueue, server: Server) -> None:
+    async def test_scripts_are_loaded_again(self, queue: QueueBackend, server: Server) -> None:
         await submitted(queue, "a")
         server.client.script_flush()
         names = [f"b{number}" for number in range(5)]
         await asyncio.gather(*(submitted(queue, name) for name in names))
         assert await drained(queue) == ["a", *names]
 
-    async def test_a_connection_that_was_cut_is_made_again(self, queue: TaskQueue, server: Server) -> None:
+    async def test_a_connection_that_was_cut_is_made_again(self, queue: QueueBackend, server: Server) -> None:
         waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
         await settled(queue)
         for kind in ("normal", "pubsub"):
@@ -300,7 +304,7 @@ class TestTheServerGoesAway:
 
 
 class TestTheServersClock:
-    async def test_it_is_what_leases_end_by(self, queue: TaskQueue, server: Server) -> None:
+    async def test_it_is_what_leases_end_by(self, queue: QueueBackend, server: Server) -> None:
         seconds, micros = server.client.time()
         assert await queue.now() == pytest.approx(seconds + micros / 1e6, abs=60)
         await submitted(queue, "a")
@@ -310,7 +314,7 @@ class TestTheServersClock:
         assert await queue.expired(60 * TTL) == [lease]
         assert (await queue.load("a")).running[0].since == pytest.approx(lease.expires, abs=60)
 
-    async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: TaskQueue, other: TaskQueue) -> None:
+    async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: QueueBackend, other: QueueBackend) -> None:
         waiting = await started(other.lease("w", wanted("p"), TTL, wait=30.0))
         await settled(other)
         await submitted(queue, "a", not_before=await queue.now() + 0.2)
@@ -318,7 +322,7 @@ class TestTheServersClock:
         assert [lease.task.request for lease in await waiting] == ["a"]
 
 
-async def test_a_claim_nobody_heard_of_is_taken_back(queue: TaskQueue) -> None:
+async def test_a_claim_nobody_heard_of_is_taken_back(queue: QueueBackend) -> None:
     """Given a call that was cancelled while it was under way, then the task is there, under its first attempt."""
     await submitted(queue, "a")
     leaving = await started(queue.lease("w", wanted("p"), TTL))
@@ -328,7 +332,7 @@ async def test_a_claim_nobody_heard_of_is_taken_back(queue: TaskQueue) -> None:
     assert (await leased(queue)).task == task("a")
 
 
-async def test_more_wait_than_share_a_call(queue: TaskQueue) -> None:
+async def test_more_wait_than_share_a_call(queue: QueueBackend) -> None:
     names = [f"{number:03}" for number in range(MAX_BATCH + 10)]
     waiting = [await started(queue.lease("w", wanted("p"), TTL, wait=30.0)) for _ in names]
     await asyncio.gather(*(submitted(queue, name) for name in names))
@@ -336,7 +340,7 @@ async def test_more_wait_than_share_a_call(queue: TaskQueue) -> None:
     assert sorted(lease.task.request for lease in leases) == names
 
 
-async def test_long_lists_are_read_in_pieces(queue: TaskQueue) -> None:
+async def test_long_lists_are_read_in_pieces(queue: QueueBackend) -> None:
     names = [f"{number:04}" for number in range(2 * SCANNED + 1)]
     limits = Limits(max_active=10_000)
     await asyncio.gather(*(queue.submit(request(n, tenant=n[-1]), [], [], limits) for n in names))
@@ -348,7 +352,7 @@ async def test_long_lists_are_read_in_pieces(queue: TaskQueue) -> None:
     assert sorted(await queue.forget(2.0)) == [name for name in names if name[-1] == "7"]
 
 
-async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: TaskQueue, server: Server) -> None:
+async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBackend, server: Server) -> None:
     """Given outcomes that come together, then they share a run, and each is applied or refused by itself."""
     names = ("a", "b", "c", "d")
     records = {name: await submitted(queue, name) for name in names}
@@ -375,7 +379,7 @@ def test_long_calls_share_no_run(sizes: list[int]) -> None:
     assert all(len(one) == RUN_CALLS or sum(one) + other[0] > RUN_BYTES for one, other in pairwise(lengths))
 
 
-async def test_names_may_hold_anything(queue: TaskQueue) -> None:
+async def test_names_may_hold_anything(queue: QueueBackend) -> None:
     """Given names that would run into each other if they were only joined, then they are different tasks."""
     for name, stage in (("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")):
         await queue.submit(request(name), [task(name, stage, pool="p:ü\n")], [], LIMITS)
@@ -383,14 +387,14 @@ async def test_names_may_hold_anything(queue: TaskQueue) -> None:
     assert [lease.task.key for lease in leases] == [("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")]
 
 
-async def test_watching_asks_the_server_for_ids_of_others(queue: TaskQueue, other: TaskQueue) -> None:
+async def test_watching_asks_the_server_for_ids_of_others(queue: QueueBackend, other: QueueBackend) -> None:
     await submitted(other, "a")
     assert (await anext(queue.watch("a"))).type == "queued"
     with pytest.raises(NotFound, match="no request b"):
         await anext(queue.watch("b"))
 
 
-async def test_a_closed_queue_hands_out_nothing(queue: TaskQueue) -> None:
+async def test_a_closed_queue_hands_out_nothing(queue: QueueBackend) -> None:
     await queue.close()
     assert await queue.lease("w", wanted("p"), TTL, wait=60.0) == []
     with pytest.raises(TransientError, match="was closed"):
@@ -507,13 +511,13 @@ def test_without_the_library_the_extra_is_named() -> None:
     assert "ConfigError: a queue in Redis needs the library redis: pip install 'unfuse[redis]'" in end.stderr
 
 
-async def settled(queue: TaskQueue) -> None:
+async def settled(queue: QueueBackend) -> None:
     """Until what the queue does in the background has been done: its waiters wait, and it listens."""
     await asyncio.sleep(0.1)
     await queue.now()
 
 
-async def answering(queue: TaskQueue) -> None:
+async def answering(queue: QueueBackend) -> None:
     """Until the server answers this queue again."""
     while True:
         try:

@@ -17,7 +17,7 @@ from unfuse.core.errors import ConfigError, Conflict, LeaseLost, Overloaded, Tra
 from unfuse.core.request import Who, request_ids
 from unfuse.core.task import Lease
 from unfuse.queues.address import parse_address
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -113,7 +113,7 @@ def at(*servers: Server, shards: int = 2) -> str:
     return f"redis://{','.join(f'127.0.0.1:{server.port}' for server in servers)}?shards={shards}"
 
 
-def shards_of(url: str, clock: ManualClock) -> list[TaskQueue]:
+def shards_of(url: str, clock: ManualClock) -> list[QueueBackend]:
     queue = queues.open(url, clock)
     assert isinstance(queue, ShardedQueue)
     return list(queue._answering.shards)
@@ -191,7 +191,7 @@ class Load:
         self.accepted, self.made, self.refused = dict[str, float](), Counter[str](), 0
         self.over, self.running = False, set[asyncio.Task[None]]()
 
-    async def submit(self, queue: TaskQueue) -> None:
+    async def submit(self, queue: QueueBackend) -> None:
         while not self.over:
             id = queue.placed(request_ids(), Who())
             try:
@@ -201,7 +201,7 @@ class Load:
                 self.refused += 1
             await asyncio.sleep(self.random.random() / 100)
 
-    async def work(self, queue: TaskQueue, name: str) -> None:
+    async def work(self, queue: QueueBackend, name: str) -> None:
         await queue.hello(worker(name))
         while True:
             leases: list[Lease] = []
@@ -212,7 +212,7 @@ class Load:
                 self.running.add(one)
                 one.add_done_callback(self.running.discard)
 
-    async def sweep(self, queue: TaskQueue) -> None:
+    async def sweep(self, queue: QueueBackend) -> None:
         """What schedulers do: whose lease is over, of that the next attempt is queued."""
         while True:
             with suppress(TransientError):
@@ -223,7 +223,7 @@ class Load:
                         await queue.commit(change(record, lease.claim, push=(again,)))
             await asyncio.sleep(0.1)
 
-    async def complete(self, queue: TaskQueue, lease: Lease) -> None:
+    async def complete(self, queue: QueueBackend, lease: Lease) -> None:
         async def commit() -> None:
             record = await queue.load(lease.task.request)
             with suppress(LeaseLost):
@@ -313,7 +313,7 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
             await check_rule(rule, Spread(shards_of(url, clock)), clock)
 
 
-def home(queue: TaskQueue, name: str) -> bytes:
+def home(queue: QueueBackend, name: str) -> bytes:
     assert isinstance(queue, ShardedQueue)
     return b"{unfuse:%d}" % queue.home(name)
 

@@ -11,10 +11,9 @@ import pytest
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.event import Event
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
+from unfuse.queues.connection import SWEEP_S, Call, Calls
 from unfuse.queues.remote_waiters import MAX_BATCH, Background
-from unfuse.queues.runs import Call, Calls
-from unfuse.queues.subscription import SWEEP_S
 from unfuse.testing.queue_samples import TTL, change, following, started, submitted, wanted
 
 
@@ -108,12 +107,12 @@ class TestCalls:
 
 class TestMessages:
     @pytest.fixture
-    async def queue(self, server: Server) -> AsyncIterator[TaskQueue]:
+    async def queue(self, server: Server) -> AsyncIterator[QueueBackend]:
         queue = queues.open(server.url)
         yield queue
         await queue.close()
 
-    async def test_all_changes_of_a_run_are_one_message(self, queue: TaskQueue, server: Server) -> None:
+    async def test_all_changes_of_a_run_are_one_message(self, queue: QueueBackend, server: Server) -> None:
         waiting = await started(queue.lease("w", wanted("elsewhere"), TTL, wait=30.0))
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
             await asyncio.sleep(0.01)
@@ -122,7 +121,7 @@ class TestMessages:
         assert published(server) - before == 1
         waiting.cancel()
 
-    async def test_of_several_in_one_message_all_are_heard(self, queue: TaskQueue, server: Server) -> None:
+    async def test_of_several_in_one_message_all_are_heard(self, queue: QueueBackend, server: Server) -> None:
         records = [await submitted(queue, name) for name in "abc"]
         watching = [asyncio.create_task(following(queue.watch(name, after=1))) for name in "abc"]
         while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:

@@ -12,8 +12,8 @@ from unfuse.core.errors import NotFound, Overloaded, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.request import Allowance, Who, request_ids
-from unfuse.queues import answering
-from unfuse.queues.base import Declaration, Filter, Limits, TaskQueue
+from unfuse.queues import turns
+from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
@@ -22,6 +22,7 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    count_waiting,
     done,
     following,
     handle,
@@ -253,7 +254,7 @@ class TestLeasing:
         await asyncio.gather(submitted(queue, "a"), submitted(queue, "b"))
         (lease,) = await waiting
         other = "b" if lease.task.request == "a" else "a"
-        while await queue.size("p") != 1:
+        while await count_waiting(queue, "p") != 1:
             await asyncio.sleep(0)
         assert (await leased(queue, worker="v")).task.request == other
 
@@ -286,7 +287,7 @@ class TestOneAway:
 
     @pytest.fixture
     async def queue(self, shards: list[Cut], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(answering, "LOOK_S", 0.001)
+        monkeypatch.setattr(turns, "LOOK_S", 0.001)
         queue = Spread(shards)
         for name in "ab":
             await submitted(queue, name)
@@ -351,7 +352,7 @@ class TestOneAway:
     async def test_one_that_hangs_is_given_up_soon(
         self, queue: Spread, shards: list[Cut], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(answering, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
         self.away(queue, shards).frozen = True
         assert [one.context.id for one in await queue.list(Filter())] == ["b"]
         assert "no answer in" in queue.away()[0]
@@ -420,4 +421,4 @@ def test_no_address_has_them_alone() -> None:
         ShardedQueue.at("memory")
     assert sharded.ShardedTwins.shards > 1
     assert not ShardedQueue([MemoryQueue(ManualClock())]).shared
-    assert isinstance(ShardedQueue([]), TaskQueue)
+    assert isinstance(ShardedQueue([]), QueueBackend)

@@ -32,17 +32,19 @@ from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, Proto
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import StageState
-from unfuse.queues import journal, writer
+from unfuse.queues import journal
 from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.row import StoredTask
 from unfuse.queues.sqlite import SqliteQueue
+from unfuse.queues.stored import StoredTask
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    append,
     change,
+    count_waiting,
     done,
     drained,
     following,
@@ -231,7 +233,7 @@ class TestARestart:
         await queue.close()
         restarted = ManualClock(now=7.0, wall=1_700_000_004.0)
         queue = SqliteQueue(path, restarted)
-        assert (await queue.size("p"), list(await queue.peek("p"))) == (1, [])
+        assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (1, [])
         waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
         restarted.advance(1)
         assert [lease.task.request for lease in await waiting] == ["a"]
@@ -279,15 +281,15 @@ class TestARestart:
         """And how much that is, under a lease of before, and under the next one; until its request is dropped."""
         record = await submitted(queue, "a")
         lease = await leased(queue)
-        await queue.append(lease.claim, 0, [b"a", b"b"])
-        await queue.append(lease.claim, 2, [b"c"])
+        await append(queue, lease.claim, 0, [b"a", b"b"])
+        await append(queue, lease.claim, 2, [b"c"])
         queue = await again(queue, clock)
         assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
-        assert await queue.append(lease.claim, 2, [b"C", b"d"])
+        assert await append(queue, lease.claim, 2, [b"C", b"d"])
         await queue.hand_back(lease.claim)
         lease = await leased(queue)
         assert lease.appended == 4
-        await raised(ProtocolError, queue.append(lease.claim, 5, [b"f"]))
+        await raised(ProtocolError, append(queue, lease.claim, 5, [b"f"]))
         await queue.commit(change(record, status="cancelled", completed_at=1.0))
         queue = await again(queue, clock)
         assert await queue.appended("a", "s", 1) == [b"b", b"c", b"d"]
@@ -392,27 +394,27 @@ class TestADiskThatIsFull:
     async def test_shows_nothing_that_has_grown_meanwhile(self, path: Path, clock: ManualClock) -> None:
         """Given pieces that cannot be written, then neither they nor their repeat are taken for recorded, and who
         watches hears of none, until there is room."""
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             await submitted(queue, "a")
             claim = (await leased(queue)).claim
-            await queue.append(claim, 0, [b"a"])
+            await append(queue, claim, 0, [b"a"])
             disk.full = True
             watching = await started(following(queue.watch("a", after=3)))
-            calls = [await started(queue.append(claim, 1, [b"b", b"c"])) for _ in range(2)]
-            for call in (*calls, queue.append(claim, 1, [b"b"]), queue.appended("a", "s")):
+            calls = [await started(append(queue, claim, 1, [b"b", b"c"])) for _ in range(2)]
+            for call in (*calls, append(queue, claim, 1, [b"b"]), queue.appended("a", "s")):
                 assert "full" in str(await raised(TransientError, call))
             assert not watching.done()
             assert [pieces for *_, pieces in stored_pieces(queue)] == [msgspec.msgpack.encode([b"a"])]
             disk.full = False
             event = await watching
             assert event is not None and event.step == 3
-            assert await queue.append(claim, 1, [b"b", b"c"])
+            assert await append(queue, claim, 1, [b"b", b"c"])
             assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
             await queue.close()
 
     async def test_refuses_a_declaration_and_keeps_the_one_before(self, path: Path, clock: ManualClock) -> None:
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             await queue.declare("model m", Declaration(()))
             disk.full = True
@@ -428,7 +430,7 @@ class TestADiskThatIsFull:
     async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
         """Given a full disk, then changes are refused and named, what is written can be read, and nobody is told of
         what is not; with room again all goes on by itself, and the file has what memory has."""
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             record, other = await submitted(queue, "a"), await submitted(queue, "b")
             lease = await leased(queue)
@@ -466,7 +468,7 @@ class TestADiskThatIsFull:
     async def test_lists_what_can_be_read(self, path: Path, clock: ManualClock) -> None:
         """Given one request that cannot be written as it is now, and a new one that cannot be written at all, then the
         others are listed, the first one as it was written last, where that is asked for; nothing else is over."""
-        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             record, _ = await submitted(queue, "a"), await submitted(queue, "b")
             ended = await submitted(queue, "c")
@@ -525,7 +527,7 @@ class TestADiskThatIsFull:
 
     @pytest.mark.slow
     async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
-        with small_disk(tmp_path, 256) as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+        with small_disk(tmp_path, 256) as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)
@@ -668,12 +670,12 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
     """Also where another request of that id follows in it."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
-    growing = await started(queue.append(lease.claim, 0, [b"a"]))
+    growing = await started(append(queue, lease.claim, 0, [b"a"]))
     queue._state.commit(change(record, status="cancelled", completed_at=1.0))
     queue._state.drop("a")
     submitting = await started(submitted(queue, "a"))
     (lease,) = queue._state.claim("w", wanted("p"), TTL)
-    assert await queue.append(lease.claim, 0, [b"of the next"])
+    assert await append(queue, lease.claim, 0, [b"of the next"])
     await asyncio.gather(growing, submitting)
     assert await queue.appended("a", "s") == [b"of the next"]
     assert len(stored_pieces(queue)) == 1

@@ -24,10 +24,11 @@ def test_a_request_lives_without_an_event_loop() -> None:
     record = filled(state)
     (lease,) = state.claim("w", wanted("p"), TTL)
     assert state.hand_back(lease.claim)
-    assert [found.stage for found in state.peek("r", 9)] == []
+    assert state.pool_queues.front("r", 9) == []
     assert state.pool_queues.next_due() == 1_005.0
     clock.advance(5)
-    assert [found.stage for found in state.peek("r", 9)] == ["u"]
+    state.release_due(clock.now())
+    assert [rank[3].stage for rank in state.pool_queues.front("r", 9)] == ["u"]
     assert state.pool_queues.next_due() is None
     state.commit(change(record, status="cancelled", completed_at=1.0))
     assert (state.pool_queues.size("p"), state.list(Filter(over=False), None, 9, False)) == (0, [])

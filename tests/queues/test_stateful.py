@@ -23,12 +23,12 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Pipeline
 from unfuse.core.request import Change, RequestContext, ResultFile, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import append, wanted
 
 POOLS = ("pool0", "pool1")
 TTL = 10.0
@@ -116,7 +116,7 @@ class Histories(RuleBasedStateMachine):
         self.lost: Counter[tuple[str, str]] = Counter()
         self.grown: dict[tuple[str, str], list[bytes]] = {}
 
-    def opened(self) -> TaskQueue:
+    def opened(self) -> QueueBackend:
         return MemoryQueue(self.clock)
 
     def teardown(self) -> None:
@@ -162,7 +162,7 @@ class Histories(RuleBasedStateMachine):
             self.do(self.queue.commit(lifecycle.completed(context, done, "w", 0.0)))
         assert not self.do(self.queue.hand_back(lease.claim))
         assert not self.do(self.queue.progress(lease.claim, []))
-        assert not self.do(self.queue.append(lease.claim, 0, [b"by whom?"] * 9))
+        assert not self.do(append(self.queue, lease.claim, 0, [b"by whom?"] * 9))
         assert self.do(self.queue.renew([lease.claim], TTL)).ended == (lease.claim,)
 
     @rule(pipeline=pipelines(), samples=st.integers(1, 2), priority=st.integers(-1, 1))
@@ -236,7 +236,7 @@ class Histories(RuleBasedStateMachine):
         kept = self.grown.setdefault(lease.task.key, [])
         offset = max(0, len(kept) - behind)
         pieces = [b"%d of attempt %d" % (offset + piece, lease.task.attempt) for piece in range(length)]
-        assert self.do(self.queue.append(lease.claim, offset, pieces))
+        assert self.do(append(self.queue, lease.claim, offset, pieces))
         kept += pieces[len(kept) - offset :]
 
     @rule(seconds=st.sampled_from([0.3, 1.0, 4.0, TTL]))
@@ -269,7 +269,7 @@ class Histories(RuleBasedStateMachine):
             line = self.oracle.line((pool,), now)
             assert list(self.do(self.queue.peek(pool, 10_000))) == [entry.task for entry in line]
             waiting = [entry for entry in self.oracle.entries if entry.token is None and entry.task.pool == pool]
-            assert self.do(self.queue.size(pool)) == len(waiting)
+            assert self.do(self.queue.stats([pool])).pools[pool].waiting == len(waiting)
 
     @invariant()
     def what_is_told_of_all_is_what_looking_at_each_would_find(self) -> None:
@@ -285,7 +285,6 @@ class Histories(RuleBasedStateMachine):
                 if stage.pool == pool and context.stages[stage.name].status != "done"
             ]
             assert stats.pools[pool].left_s == float(sum(left))
-            assert stats.pools[pool].waiting == self.do(self.queue.size(pool))
 
     @invariant()
     def nothing_is_lost_and_nothing_is_there_twice(self) -> None:
@@ -325,7 +324,7 @@ class RestartedHistories(Histories):
         self.folder = tempfile.TemporaryDirectory()
         super().__init__()
 
-    def opened(self) -> TaskQueue:
+    def opened(self) -> QueueBackend:
         return SqliteQueue(Path(self.folder.name) / "queue.db", self.clock)
 
     def teardown(self) -> None:

@@ -14,10 +14,9 @@ from tests.queues.twins import Twins
 from unfuse import queues
 from unfuse.core.clock import Clock
 from unfuse.core.task import SLOTS
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import Offer, QueueBackend, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
-from unfuse.queues.wanted import Offer, Wanted
 
 FEW = settings(
     max_examples=15, stateful_step_count=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -45,7 +44,7 @@ def sqlite_twins(folder: str) -> type[Twins]:
     class SqliteTwins(Twins):
         lengths: list[int] = []
 
-        def opened(self) -> TaskQueue:
+        def opened(self) -> QueueBackend:
             return SqliteQueue(Path(folder) / f"{next(numbers)}.db", self.clock)
 
     return SqliteTwins
@@ -57,7 +56,7 @@ def shared_twins(server: Server) -> type[Twins]:
 
         lengths: list[int] = []
 
-        def opened(self) -> TaskQueue:
+        def opened(self) -> QueueBackend:
             server.client.flushall()
             self.over_one = [queues.open(server.url, self.clock) for _ in range(2)]
             return self.over_one[0]
@@ -67,7 +66,7 @@ def shared_twins(server: Server) -> type[Twins]:
             self.sides[1].queue = self.over_one[0]
             return super().both(ask)
 
-        def close(self, *queues: TaskQueue) -> None:
+        def close(self, *queues: QueueBackend) -> None:
             super().close(*queues, self.over_one[1])
 
     return SharedTwins
@@ -106,7 +105,7 @@ def test_they_would_not_be_taken_for_equal() -> None:
     class CarelessTwins(Twins):
         lengths: list[int] = []
 
-        def opened(self) -> TaskQueue:
+        def opened(self) -> QueueBackend:
             clock: Clock = self.clock
             return Careless(clock)
 

@@ -15,12 +15,13 @@ from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.errors import Damaged, NotFound
 from unfuse.core.event import Event
-from unfuse.queues.base import Filter, PoolStats, TaskQueue
+from unfuse.queues.base import Filter, PoolStats, QueueBackend
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    count_waiting,
     done,
     handle,
     history,
@@ -85,7 +86,7 @@ DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
 }  # fmt: skip
 
 
-async def filled(server: Server, clock: ManualClock) -> TaskQueue:
+async def filled(server: Server, clock: ManualClock) -> QueueBackend:
     """A queue with one request and one worker that are to be damaged, among others."""
     server.client.flushall()
     queue = queues.open(server.url, clock)
@@ -116,7 +117,7 @@ async def test_a_damaged_task_is_not_preferred(server: Server) -> None:
     await queue.close()
 
 
-async def all_answers(queue: TaskQueue, clock: ManualClock) -> None:
+async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     """Whoever asks for what is whole gets it."""
     (lease,) = await queue.lease("v", wanted("p"), TTL)
     assert lease.task.request == RUNS
@@ -137,7 +138,7 @@ async def all_answers(queue: TaskQueue, clock: ManualClock) -> None:
         assert (await anext(queue.watch(name))).type == "queued"
     assert [event.type for event in await history(queue, OVER)] == ["queued"]
     assert {found.request for found in await queue.peek("p")} >= set(HEALTHY)
-    assert await queue.size("p") >= len(HEALTHY)
+    assert await count_waiting(queue, "p") >= len(HEALTHY)
     assert (await queue.submit(request("again", tenant="t", idempotency_key="a"), [], [], LIMITS)).context.id == "a"
     await queue.submit(request("new", tenant="t", idempotency_key="k"), [task("new", pool="q")], [], LIMITS)
 

@@ -22,9 +22,8 @@ from unfuse.core.growth import Grown
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Allowance, Change, Record, RequestContext, StageState, Webhook
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Declaration, Filter, Limits, Stats, TaskQueue
+from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.wanted import Wanted
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import handle, request, wanted, worker
 
@@ -94,7 +93,7 @@ filters = st.builds(
 class Side:
     """One of the two queues, and what it calls things."""
 
-    def __init__(self, queue: TaskQueue, now: float) -> None:
+    def __init__(self, queue: QueueBackend, now: float) -> None:
         self.queue, self.began = queue, now
         self.tokens: dict[bytes, bytes] = {b"": b""}
         self.leases: list[Lease] = []
@@ -154,7 +153,7 @@ class Twins(RuleBasedStateMachine):
         self.names: list[str] = []
         self.submitted = 0
 
-    def opened(self) -> TaskQueue:
+    def opened(self) -> QueueBackend:
         raise NotImplementedError
 
     def named(self, name: str, tenant: str, key: str, limits: Limits) -> tuple[str, Limits]:
@@ -175,7 +174,7 @@ class Twins(RuleBasedStateMachine):
         finally:
             self.close(*(side.queue for side in self.sides))
 
-    def close(self, *queues: TaskQueue) -> None:
+    def close(self, *queues: QueueBackend) -> None:
         for queue in queues:
             self.do(queue.close())
         self.loop.close()
@@ -450,7 +449,6 @@ class Twins(RuleBasedStateMachine):
     def they_stand_alike(self) -> None:
         for pool in self.pools():
             self.both(lambda side, pool=pool: side.queue.peek(pool, 100))  # type: ignore[misc]
-            self.both(lambda side, pool=pool: side.queue.size(pool))  # type: ignore[misc]
         self.both(self.stats)
 
     async def stats(self, side: Side) -> Stats:

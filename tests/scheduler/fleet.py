@@ -32,7 +32,7 @@ from unfuse.core.messages import (
 )
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -77,7 +77,7 @@ class Fleet:
     held its lease. Of a worker that was killed nobody can know more.
     """
 
-    def __init__(self, queues: Sequence[TaskQueue], clock: ManualClock) -> None:
+    def __init__(self, queues: Sequence[QueueBackend], clock: ManualClock) -> None:
         self.clock, self.ledger = clock, Ledger()
         self.devices = {"worker-0": 1, "worker-1": 1, "worker-2": 2}
         self.at = dict.fromkeys(self.devices, 0)
@@ -89,7 +89,7 @@ class Fleet:
         self.requests: list[str] = []
         self.open(queues)
 
-    def open(self, queues: Sequence[TaskQueue]) -> None:
+    def open(self, queues: Sequence[QueueBackend]) -> None:
         """Start the schedulers over these queues."""
         self.schedulers = [Scheduler(queue, cards=[CARD], clock=self.clock) for queue in queues]
         for scheduler in self.schedulers:

@@ -45,6 +45,7 @@ from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.upkeep import RETURN_S
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import count_waiting
 from unfuse.testing.virtual_time import in_virtual_time
 
 PEER, OTHER = b"peer-1", b"peer-2"
@@ -477,7 +478,7 @@ async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> No
         clock.advance(BEATS_MISSED * welcome.beat)
         assert await asking == []
         await submit(dispatcher)
-        assert await dispatcher.scheduler.queue.size(ENCODE) == 1
+        assert await count_waiting(dispatcher.scheduler.queue, ENCODE) == 1
         assert await dispatcher.answer(PEER, Ask(1, None, 0.0)) == Stranger()
         await dispatcher.answer(PEER, HELLO)
         assert len(await granted(dispatcher)) == 1
@@ -520,7 +521,7 @@ async def test_an_outcome_waits_for_the_queue_to_be_back(
     assert await dispatcher.answer(PEER, done(lease)) == answer
     queue.commits = 0
     assert await dispatcher.answer(PEER, done(lease)) == Accepted()
-    assert await queue.size(DENOISE) == 1
+    assert await count_waiting(queue, DENOISE) == 1
 
 
 @pytest.mark.parametrize(

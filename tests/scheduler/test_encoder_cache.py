@@ -23,7 +23,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import count_waiting, wanted
 
 WORKER, ROOM, SIZE = "worker-1", 100, 40
 
@@ -90,7 +90,7 @@ async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
 
         second = await scheduler.submit(*asking(SHARING, params(seed=2), n=2))
 
-        assert await scheduler.queue.size(ENCODE) == 0
+        assert await count_waiting(scheduler.queue, ENCODE) == 0
         state = second.context.stages["text_encode"]
         assert (state.status, state.attempt, state.worker, state.output) == ("done", 0, WORKER, made)
         tasks = await scheduler.queue.peek(DENOISE)

@@ -20,6 +20,7 @@ from unfuse.queues.base import Declaration
 from unfuse.scheduler.backpressure import AHEAD
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.queue_samples import count_waiting
 
 CPU, GPU = f"{DENOISE}@cpu", f"{DENOISE}@gpu"
 
@@ -113,7 +114,7 @@ class TestWhoGetsIt:
 async def waits_in(scheduler: Scheduler, request: str, pool: str) -> RequestContext:
     """The context once its first task waits in that pool."""
     for _ in range(100):
-        if await scheduler.queue.size(pool):
+        if await count_waiting(scheduler.queue, pool):
             return (await scheduler.queue.load(request)).context
         await asyncio.sleep(0)
     raise AssertionError(f"nothing came to wait in {pool}")
@@ -127,10 +128,10 @@ class TestWhenWorkersGo:
             contexts = [await encoded(scheduler, seed) for seed in range(3)]
             await scheduler.queue.bye("c")
             await settled(scheduler, contexts)
-            assert await scheduler.queue.size(CPU) == 3, "nobody else could serve it"
+            assert await count_waiting(scheduler.queue, CPU) == 3, "nobody else could serve it"
             await come(scheduler, "g", GPU)
             await settled(scheduler, contexts)
-            assert (await scheduler.queue.size(CPU), await scheduler.queue.size(GPU)) == (0, 3)
+            assert (await count_waiting(scheduler.queue, CPU), await count_waiting(scheduler.queue, GPU)) == (0, 3)
             leases = await take(scheduler, GPU, slots=9)
             assert [lease.task.params["seed"] for lease in leases] == [0, 1, 2], "in the order in which they came"
             assert {lease.task.attempt for lease in leases} == {1}, "nobody had begun"

@@ -29,7 +29,7 @@ from unfuse.scheduler import draft
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import count_waiting, wanted
 
 TTL = 15.0
 
@@ -228,7 +228,7 @@ async def _live(card: ModelCard, n: int, dice: random.Random, trouble: float, ca
         kinds = [event.type for event in await events_of(scheduler, request)]
         assert kinds[-1] in TERMINAL_EVENTS
         assert sum(kind in TERMINAL_EVENTS for kind in kinds) == 1
-    assert [await scheduler.queue.size(pool) for pool in pools] == [0] * len(pools)
+    assert [await count_waiting(scheduler.queue, pool) for pool in pools] == [0] * len(pools)
     assert not (await scheduler.queue.renew([lease.claim for lease in fate.leases + fate.reported], TTL)).held
     for context in contexts:
         assert all(getattr(state, name) <= most + 1 for name, most in draft.BUDGETS.items()

@@ -25,7 +25,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import BLAMELESS, GIVEN_UP
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import count_waiting, wanted
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 WORKER = "worker-1"
@@ -124,7 +124,7 @@ async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() 
         second = await scheduler.submit(*asking(CARD, params(), idempotency_key="k"))
         other = await scheduler.submit(*asking(CARD, params(), idempotency_key="k", tenant="somebody"))
         assert second.context.id == first.context.id != other.context.id
-        assert await scheduler.queue.size(ENCODE) == 2
+        assert await count_waiting(scheduler.queue, ENCODE) == 2
 
 
 async def test_beyond_its_limit_or_while_it_drains_it_refuses_before_acceptance() -> None:
@@ -171,7 +171,7 @@ async def test_a_completion_said_twice_is_a_success_without_a_second_effect() ->
         (lease,) = await take(scheduler)
         first, _ = await scheduler.complete(done(lease), WORKER)
         assert (await scheduler.complete(done(lease), WORKER))[0].context == first.context
-        assert await scheduler.queue.size(DENOISE) == 1
+        assert await count_waiting(scheduler.queue, DENOISE) == 1
 
 
 async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
@@ -181,7 +181,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
         seen = [event.type async for event in scheduler.queue.watch(record.context.id)]
         context = (await scheduler.queue.load(record.context.id)).context
         assert (seen[-1], context.status) == ("failed", "expired")
-        assert await scheduler.queue.size(ENCODE) == 0
+        assert await count_waiting(scheduler.queue, ENCODE) == 0
 
 
 async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:

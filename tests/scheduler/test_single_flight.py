@@ -24,10 +24,10 @@ from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.messages import Failed
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.task import Lease
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import count_waiting, wanted
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 WORKER, TTL = "worker-1", 5.0
@@ -52,7 +52,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @asynccontextmanager
-async def scheduling(queue: TaskQueue, **options: Any) -> AsyncIterator[Scheduler]:
+async def scheduling(queue: QueueBackend, **options: Any) -> AsyncIterator[Scheduler]:
     """A scheduler on a queue, with a live worker of all pools; it looks through the queue when it is told to."""
     scheduler = Scheduler(queue, cards=[SHARING], cache_bytes=1000, lease_ttl=TTL, **options)
     await queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
@@ -106,7 +106,7 @@ async def test_what_is_encoded_already_is_waited_for_and_not_encoded_again(url: 
         (encode,) = await lease(scheduler)
         others = [await ask(scheduler, seed) for seed in (2, 3)]
         assert {record.context.stages[ENCODED].follows for record in others} == {first.context.id}
-        assert await scheduler.queue.size(ENCODE) == 0
+        assert await count_waiting(scheduler.queue, ENCODE) == 0
 
         await scheduler.complete(done(encode), WORKER)
 
@@ -131,7 +131,7 @@ async def until(scheduler: Scheduler, record: Record, kind: str) -> AsyncIterato
 async def test_what_waits_is_waited_for_too_and_all_come_to_their_end(url: str) -> None:
     async with one(url) as scheduler:
         records = [await ask(scheduler, seed, prompt="ab"[seed % 2]) for seed in range(6)]
-        assert await scheduler.queue.size(ENCODE) == 2
+        assert await count_waiting(scheduler.queue, ENCODE) == 2
         assert await run(scheduler, *records) == {"text_encode": 2, "denoise": 6, "vae_decode": 6}
         assert await statuses(scheduler, *records) == ["completed"] * 6
 
@@ -141,7 +141,7 @@ async def test_nobody_waits_for_what_is_not_the_same_or_goes_behind(url: str, ot
     """Given an encode that waits, then what is more urgent does not wait behind it, and nothing that differs."""
     async with one(url) as scheduler:
         records = [await ask(scheduler), await ask(scheduler, **other)]
-        assert await scheduler.queue.size(ENCODE) == 2
+        assert await count_waiting(scheduler.queue, ENCODE) == 2
         assert not (await context(scheduler, records[1])).stages[ENCODED].follows
         assert (await run(scheduler, *records))["text_encode"] == 2
 

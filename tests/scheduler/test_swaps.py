@@ -19,7 +19,7 @@ from tests.scheduler.test_scheduler import done, info, scheduling
 from tools.redis_server import RedisServer
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo, WorkerStatus
-from unfuse.queues.base import Member, PoolStats, Stats, TaskQueue
+from unfuse.queues.base import Member, PoolStats, QueueBackend, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -299,7 +299,7 @@ class Several:
     """A scheduler and a worker for each of these queues, which are one. All workers have denoising loaded, and clocks
     that go together."""
 
-    queues: Sequence[TaskQueue]
+    queues: Sequence[QueueBackend]
     clock: ManualClock
     each: list[Dispatcher] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)

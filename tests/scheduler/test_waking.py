@@ -20,7 +20,7 @@ from tools.redis_server import RedisServer
 from unfuse import queues
 from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import RequestContext, StageState, Waking
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ LIMIT_S = 100.0
 
 
 @asynccontextmanager
-async def sleeping(queue: TaskQueue | None = None, **options: Any) -> AsyncIterator[tuple[Scheduler, ManualClock]]:
+async def sleeping(queue: QueueBackend | None = None, **options: Any) -> AsyncIterator[tuple[Scheduler, ManualClock]]:
     """A scheduler whose encoder and decoder are there, and whose denoisers sleep."""
     clock = ManualClock()
     queue = queue or MemoryQueue(clock)

@@ -14,7 +14,7 @@ from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.said import pieces
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import LIMITS, change, leased, raised, request, started, task
+from unfuse.testing.queue_samples import LIMITS, append, change, leased, raised, request, started, task
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ async def test_they_come_as_they_are_recorded_to_whoever_reads_from_wherever(que
     mine, other = await running(queue)
     early = pieces(queue, "a", "s")
     first = await started(anext(early))  # type: ignore[arg-type]
-    await queue.append(other.claim, 0, [b"other"])
+    await append(queue, other.claim, 0, [b"other"])
     assert not (await started(asyncio.wait({first}))).done()
-    await queue.append(mine.claim, 0, [b"0", b"1"])
+    await append(queue, mine.claim, 0, [b"0", b"1"])
     assert (await first, await anext(early)) == (b"0", b"1")
     between = await started(rest(pieces(queue, "a", "s", 1)))
     ahead = await started(rest(pieces(queue, "a", "s", 3)))
     for number in range(2, 5):
-        await queue.append(mine.claim, number, [b"%d" % number])
+        await append(queue, mine.claim, number, [b"%d" % number])
         assert await anext(early) == b"%d" % number
     await end(queue)
     assert (await rest(early), await between, await ahead) == ([], [b"1", b"2", b"3", b"4"], [b"3", b"4"])
@@ -65,11 +65,11 @@ async def test_they_come_as_they_are_recorded_to_whoever_reads_from_wherever(que
 async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue: MemoryQueue) -> None:
     """Given one that stops after a piece, then all goes on to the end, at which it gets the rest, in few calls."""
     mine, _ = await running(queue)
-    await queue.append(mine.claim, 0, [b"0"])
+    await append(queue, mine.claim, 0, [b"0"])
     slow = pieces(queue, "a", "s")
     assert await anext(slow) == b"0"
     for number in range(1, 3000):
-        await queue.append(mine.claim, number, [b"%d" % number])
+        await append(queue, mine.claim, number, [b"%d" % number])
     await end(queue)
     calls, read = list[int](), queue.appended
 
@@ -87,7 +87,7 @@ async def test_what_is_recorded_is_read_also_when_its_event_is_gone(queue: Memor
     mine, _ = await running(queue)
     history, stream = queue._state.entry("a").history, pieces(queue, "a", "s")
     for number in range(2):
-        await queue.append(mine.claim, number, [b"%d" % number])
+        await append(queue, mine.claim, number, [b"%d" % number])
         history._events = {seq: event for seq, event in history._events.items() if event.type != "appended"}
         if number == 0:
             assert await anext(stream) == b"0"

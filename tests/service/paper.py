@@ -16,7 +16,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.messages import Places
 from unfuse.launch.base import Launcher
 from unfuse.launch.placement import PROCESS
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -53,7 +53,7 @@ class Machine:
     """A scheduler, its crews, all launchers of workers that were started, in order, and what plans were asked with."""
 
     def __init__(
-        self, mib: int, queue: TaskQueue | None = None, server: str = "here:8000", workers: str = "auto"
+        self, mib: int, queue: QueueBackend | None = None, server: str = "here:8000", workers: str = "auto"
     ) -> None:
         self.scheduler = Scheduler(queue or MemoryQueue(SystemClock()))
         dispatcher = Dispatcher(self.scheduler, [], Places("memory:"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unfuse.core.clock import Clock
 from unfuse.core.registry import resolve
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 
 BACKENDS = {
     "memory": "unfuse.queues.memory:MemoryQueue",
@@ -18,7 +18,7 @@ BACKENDS = {
 }
 
 
-def open(url: str, clock: Clock | None = None) -> TaskQueue:
+def open(url: str, clock: Clock | None = None) -> QueueBackend:
     """Open the queue at `url`: the name of a backend, which may be followed by ":" and an address for that backend.
 
     A backend outside unfuse is named `module:attr`, which may be followed by "://" and an address. Raises ConfigError
@@ -26,8 +26,8 @@ def open(url: str, clock: Clock | None = None) -> TaskQueue:
     """
     known = url.partition(":")[0]
     name = known if known in BACKENDS else url.partition("://")[0]
-    backend: type[TaskQueue] = resolve(BACKENDS, name, "queue")
+    backend: type[QueueBackend] = resolve(BACKENDS, name, "queue")
     return backend.at(url, clock)
 
 
-__all__ = ["BACKENDS", "TaskQueue", "open"]
+__all__ = ["BACKENDS", "QueueBackend", "open"]

@@ -1,13 +1,21 @@
-"""The queue port: where tasks wait and contexts live. All state is here, so schedulers keep none.
+"""What every queue backend must guarantee: four ports, and the backend that has all of them.
 
-To check a new backend, run `unfuse.testing.check_queue`: the contract in executable form. The simplest is in memory.
+- `TaskQueue`: tasks that wait, leases, and the transitions of requests.
+- `RequestStore`: the stored requests, their events, and what their outputs have grown by.
+- `WorkerRegistry`: what all processes of a queue agree on: workers, declared models and secrets.
+- `EncoderIndex`: which encoder outputs can be used again.
+
+Users take the port that they need; who needs several takes the `QueueBackend`. All state is in the backend, so
+schedulers keep none. To check a new backend, run `unfuse.testing.check_queue`. The simplest backend is in memory.
+
+Every method is one transaction: all of its effects are visible or none. Times are seconds of the queue's own clock.
 """
 
 from __future__ import annotations
 
 import builtins
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,8 +27,7 @@ from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Timings, Who
-from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.wanted import Wanted
+from unfuse.core.task import SLOTS, Claim, Lease, Task
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -151,47 +158,60 @@ class Renewal(msgspec.Struct, frozen=True):
     ended: tuple[Claim, ...]
 
 
-class TaskQueue(ABC):
-    """Tasks, leases, contexts, events and the registry of workers, changed by transactions.
+PREFERENCE_AMONG = 16
+PREFERENCE_S = 0.02  # a preference chooses among so many tasks; a task can be passed over for so many seconds
 
-    Every method is one transaction: all of its effects are visible or none. Times are seconds of the queue's own clock.
-    A `shared` queue is used by the schedulers of several processes.
+
+class Offer(msgspec.Struct, frozen=True):
+    """What tasks of one pool may take. `amounts` bounds resources by name; a resource that it lacks is unbounded.
+
+    Among tasks of equal priority, those of the pool with the highest `later` go first. `behind` maps the pools that
+    this pool feeds to numbers of tasks: while more tasks wait in one of them, tasks of this pool are held back.
     """
 
-    shared = False
+    amounts: dict[str, int]
+    later: int = 0
+    behind: dict[str, int] = {}
 
-    @classmethod
-    @abstractmethod
-    def at(cls, url: str, clock: Clock | None = None) -> TaskQueue:
-        """Open the queue at `url`, which begins with this backend's name.
+    def lacks(self, needs: Mapping[str, int], used: Mapping[str, int]) -> set[str]:
+        """The names of the resources of which less than `needs` is left, after `used` is taken."""
+        return {name for name, most in self.amounts.items() if used.get(name, 0) + needs.get(name, 0) > most}
 
-        It keeps time by `clock`, if one is given, instead of by its server's or this machine's. Raises ConfigError for
-        an address that it cannot use, and TransientError for one that it cannot use yet.
-        """
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a worker would take, by pool. All pools draw on the same resources.
+
+    With `above`, the worker takes only tasks of a higher priority than that: its slots are taken by less urgent ones.
+    It prefers tasks with inputs on the node `near`, then tasks of this `affinity` (see `TaskQueue.lease`). Among
+    workers that wait, the one with the lowest `rank` is served first.
+    """
+
+    pools: dict[str, Offer]
+    above: int | None = None
+    near: str = ""
+    affinity: str = ""
+    rank: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        """The most tasks that the worker can get."""
+        return max((offer.amounts.get(SLOTS, 0) for offer in self.pools.values()), default=0)
+
+    def watched_pools(self) -> frozenset[str]:
+        """The pools whose changes may let the worker take a task."""
+        return frozenset(self.pools).union(*(offer.behind for offer in self.pools.values()))
+
+
+class QueueClock(ABC):
+    """The clock of a queue. All processes that share the queue read the same time."""
 
     @abstractmethod
     async def now(self) -> float:
         """The reading of this queue's clock, in seconds; it never runs backwards."""
 
-    async def reach(self) -> None:
-        """Raise ConfigError if what is at the address can never be this queue; an error that may pass is no reason."""
-        return
 
-    @abstractmethod
-    async def check(self) -> None:
-        """Raise TransientError while this queue cannot work; returns within a few seconds."""
-
-    def away(self) -> Sequence[str]:
-        """What does not answer of a queue that works all the same, in words."""
-        return ()
-
-    def answers(self, request: str) -> bool:
-        """Whether the part of the queue answers, as far as is known, where a request of this id lives or would."""
-        return True
-
-    def placed(self, ids: Iterator[str], who: Who) -> str:
-        """Of endless new ids, one under which a request lies with those of its key, or of a tenant with limits."""
-        return next(ids)
+class TaskQueue(QueueClock):
+    """Tasks that wait in pools, leases on them, and the transitions of requests that queue and end them."""
 
     @abstractmethod
     async def submit(
@@ -237,26 +257,6 @@ class TaskQueue(ABC):
         context's version.
         """
 
-    async def append(self, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
-        """`append_all` of one task: whether its lease is held."""
-        (is_held,) = await self.append_all([Grown(claim, offset, tuple(pieces))])
-        return is_held
-
-    @abstractmethod
-    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
-        """Record what the outputs of leased tasks have grown by, as durably as a commit. Says of each whether it holds.
-
-        A claim that does not hold its lease changes nothing. A piece that is recorded stays as it is, whichever attempt
-        it was of; those behind it are added. Of each stage that has more pieces now, an event `appended` with their
-        number as its `step` replaces the last such one. The context's version does not change. Pieces go with their
-        request, and before that whatever else becomes of their stage. Raises ProtocolError, with nothing changed, for
-        an offset beyond what is recorded, and for what `check_growth` refuses.
-        """
-
-    @abstractmethod
-    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
-        """The recorded pieces of a stage from number `after` on, up to `limit`. Raises NotFound."""
-
     @abstractmethod
     async def commit(self, change: Change) -> Record:
         """Apply a transition. Raises NotFound, LeaseLost or Conflict, with nothing changed.
@@ -271,7 +271,7 @@ class TaskQueue(ABC):
     @abstractmethod
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
-    ) -> tuple[Record, builtins.list[Lease]]:
+    ) -> tuple[Record, list[Lease]]:
         """Apply a transition as `commit` does and claim tasks as `lease` does without waiting, in one transaction.
 
         The claim sees what the change pushes, closes and frees, and comes before callers that wait. If this raises,
@@ -302,6 +302,18 @@ class TaskQueue(ABC):
         """
 
     @abstractmethod
+    async def stats(self, pools: Sequence[str]) -> Stats:
+        """How much there is to do. Its cost does not grow with the number of requests, since no request is read."""
+
+    @abstractmethod
+    async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
+        """The first tasks of a pool that may be leased now, in their order."""
+
+
+class RequestStore(ABC):
+    """The stored requests: their records, their events, and the pieces that their outputs have grown by."""
+
+    @abstractmethod
     async def load(self, request: str) -> Record:
         """The stored request. Raises NotFound, and Damaged for one that cannot be read.
 
@@ -310,15 +322,8 @@ class TaskQueue(ABC):
         """
 
     def known(self, claim: Claim) -> Record | None:
-        """What may be, if it is not out of date, the record of a leased task's request: `commit` finds out. Or None."""
+        """Return the cached record of a leased task's request, possibly stale, or None. `commit` detects staleness."""
         return None
-
-    @abstractmethod
-    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over or unknown, in the order of the argument.
-
-        A request of which this cannot be read, or stored, is left out. No context is read, however many ids there are.
-        """
 
     @abstractmethod
     async def list(
@@ -332,16 +337,11 @@ class TaskQueue(ABC):
         """
 
     @abstractmethod
-    async def size(self, pool: str) -> int:
-        """The number of tasks that wait in a pool, also those whose `not_before` is in the future; not leased ones."""
+    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        """Which of these requests are over or unknown, in the order of the argument.
 
-    @abstractmethod
-    async def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do. Its cost does not grow with the number of requests, since no request is read."""
-
-    @abstractmethod
-    async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        """The first tasks of a pool that may be leased now, in their order."""
+        A request of which this cannot be read, or stored, is left out. No context is read, however many ids there are.
+        """
 
     @abstractmethod
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
@@ -351,6 +351,88 @@ class TaskQueue(ABC):
         terminal event (at once, if `after` is its number or higher), when the request is forgotten, and on `close`.
         Raises NotFound for an unknown request, at once or at the first event.
         """
+
+    @abstractmethod
+    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+        """Record new pieces of the outputs of leased tasks, as durably as a commit. Returns whether each lease is held.
+
+        A claim that does not hold its lease changes nothing. A piece that is recorded stays as it is, whichever attempt
+        it was of; those behind it are added. Of each stage that has more pieces now, an event `appended` with their
+        number as its `step` replaces the last such one. The context's version does not change. Pieces go with their
+        request, and before that whatever else becomes of their stage. Raises ProtocolError, with nothing changed, for
+        an offset beyond what is recorded, and for what `check_growth` refuses.
+        """
+
+    @abstractmethod
+    async def appended(
+        self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
+    ) -> builtins.list[bytes]:
+        """The recorded pieces of a stage from number `after` on, up to `limit`. Raises NotFound."""
+
+    def placed(self, ids: Iterator[str], who: Who) -> str:
+        """Return one of these endless new ids, whose request is stored with the others of its key or limited tenant."""
+        return next(ids)
+
+    def answers(self, request: str) -> bool:
+        """Whether the part of the queue that stores a request of this id answers, as far as is known."""
+        return True
+
+    @abstractmethod
+    async def forget(self, before: float) -> Sequence[str]:
+        """Drop requests that ended before the Unix time `before`. Returns their ids."""
+
+    @abstractmethod
+    async def drop(self, request: str) -> None:
+        """Drop one request, if it is over. Idempotent."""
+
+    async def damaged(self) -> Sequence[Damage]:
+        """Records that could not be read, and are still there."""
+        return ()
+
+    async def discard(self, id: str) -> None:
+        """Drop the unreadable records of the request or worker with this id, and everything that belongs to them."""
+        await self.drop(id)
+
+
+class WorkerRegistry(QueueClock):
+    """What all processes of a queue agree on: registered workers, declared models and secrets."""
+
+    @abstractmethod
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+        """Register a worker, or note that it is alive. Its cards are known as long as it is registered.
+
+        A worker that brings no cards keeps those that it brought before.
+        """
+
+    @abstractmethod
+    async def bye(self, worker: str) -> None:
+        """Forget a worker: its leases expire now."""
+
+    @abstractmethod
+    async def workers(self) -> Sequence[Member]:
+        """All registered workers."""
+
+    @abstractmethod
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        """Store a declaration in place of the last one named `by`, as durably as a request.
+
+        With `new`, one that is current stays: then nothing changes, and the answer is False.
+        """
+
+    @abstractmethod
+    async def declared(self) -> dict[str, Declaration]:
+        """All declarations, by the name under which each was stored."""
+
+    @abstractmethod
+    async def secret(self, name: str, proposed: str) -> str:
+        """Return the secret of this name. If there is none yet, store `proposed`; all callers get the same value.
+
+        It must be as durable as a request, and is never replaced or deleted.
+        """
+
+
+class EncoderIndex(ABC):
+    """Encoder outputs by cache key, the least recently used first to go. It need not survive a restart."""
 
     @abstractmethod
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
@@ -372,54 +454,32 @@ class TaskQueue(ABC):
     async def uncache(self, key: str, id: str) -> None:
         """Remove the object of this id from the key; another object stays. Idempotent."""
 
-    @abstractmethod
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker, or note that it is alive. Its cards are known as long as it is registered.
 
-        A worker that brings no cards keeps those that it brought before.
+class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
+    """All four ports over one state. A `shared` queue is used by the schedulers of several processes."""
+
+    shared = False
+
+    @classmethod
+    @abstractmethod
+    def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
+        """Open the queue at `url`, which begins with this backend's name.
+
+        It keeps time by `clock`, if one is given, instead of by its server's or this machine's. Raises ConfigError for
+        an address that it cannot use, and TransientError for one that it cannot use yet.
         """
 
-    @abstractmethod
-    async def bye(self, worker: str) -> None:
-        """Forget a worker: its leases expire now."""
+    async def reach(self) -> None:
+        """Raise ConfigError if what is at the address can never be this queue. Errors that may pass are not raised."""
+        return
 
     @abstractmethod
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
-        """Store a declaration in place of the last one named `by`, as durably as a request.
+    async def check(self) -> None:
+        """Raise TransientError while this queue cannot work; returns within a few seconds."""
 
-        With `new`, one that is current stays: then nothing changes, and the answer is False.
-        """
-
-    @abstractmethod
-    async def declared(self) -> dict[str, Declaration]:
-        """All declarations, by the name under which each was stored."""
-
-    @abstractmethod
-    async def secret(self, name: str, proposed: str) -> str:
-        """Return the secret of this name. If there is none yet, store `proposed`; all callers get the same value.
-
-        It must be as durable as a request, and is never replaced or deleted.
-        """
-
-    @abstractmethod
-    async def workers(self) -> Sequence[Member]:
-        """All registered workers."""
-
-    @abstractmethod
-    async def forget(self, before: float) -> Sequence[str]:
-        """Drop requests that ended before the Unix time `before`. Returns their ids."""
-
-    @abstractmethod
-    async def drop(self, request: str) -> None:
-        """Drop one request, if it is over. Idempotent."""
-
-    async def damaged(self) -> Sequence[Damage]:
-        """Records that could not be read, and are still there."""
+    def away(self) -> Sequence[str]:
+        """Return, in words, which parts of the queue do not answer while the others go on."""
         return ()
-
-    async def discard(self, id: str) -> None:
-        """Drop the unreadable records of the request or worker with this id, and everything that belongs to them."""
-        await self.drop(id)
 
     @abstractmethod
     async def close(self) -> None:

@@ -6,10 +6,14 @@ one task at a time.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import msgspec
+from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
@@ -18,19 +22,164 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Declaration, Filter, Limits, Member, Renewal, Stats, TaskQueue
-from unfuse.queues.index import Entry
+from unfuse.queues.base import (
+    MAX_CACHED,
+    Declaration,
+    EncoderIndex,
+    Filter,
+    Limits,
+    Member,
+    QueueBackend,
+    Renewal,
+    Stats,
+    Wanted,
+)
+from unfuse.queues.index import Entry, History
 from unfuse.queues.state import QueueState
-from unfuse.queues.waiters import Waiters
-from unfuse.queues.wanted import Wanted
 
 
-class LocalQueue(TaskQueue):
+class LocalEncoderIndex(EncoderIndex):
+    """Refs of cached encoder outputs by cache key, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._refs: dict[str, ObjectRef] = {}
+        self._nbytes = 0
+
+    @override
+    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+        self._remove(key)
+        if ref.nbytes > room:
+            return
+        self._refs[key] = ref
+        self._nbytes += ref.nbytes
+        while self._nbytes > room or len(self._refs) > MAX_CACHED:
+            self._remove(next(iter(self._refs)))
+
+    @override
+    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+        found = {key: self._refs[key] for key in keys if key in self._refs}
+        for key in keys:
+            if use and key in found:
+                self._refs[key] = self._refs.pop(key)
+        return found
+
+    @override
+    async def cached_bytes(self) -> int:
+        return self._nbytes
+
+    @override
+    async def uncache(self, key: str, id: str) -> None:
+        if key in self._refs and self._refs[key].id == id:
+            self._remove(key)
+
+    def _remove(self, key: str) -> None:
+        if ref := self._refs.pop(key, None):
+            self._nbytes -= ref.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A caller of `lease` that waits. A change in one of `pools` may let it take a task."""
+
+    worker: str
+    wanted: Wanted
+    pools: frozenset[str]
+    woken: asyncio.Future[None]
+
+
+class Waiters:
+    """All callers that wait for tasks. Whoever changes the state must call `wake` before it awaits anything."""
+
+    def __init__(self, state: QueueState, clock: Clock) -> None:
+        self._state, self._clock = state, clock
+        self._waiters: dict[_Waiter, None] = {}
+        self._closed = False
+        self._due: float | None = None
+        self._withdraw_alarm: Callable[[], None] = lambda: None
+
+    async def claim(self, worker: str, wanted: Wanted, ttl: float, wait: float) -> list[Lease]:
+        """Claim tasks, waiting up to `wait` seconds for a first one."""
+        until = self._clock.now() + wait
+        while True:
+            leases = self._state.claim(worker, wanted, ttl)
+            self.wake()
+            if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
+                return leases
+            await self._wait(worker, wanted, until)
+
+    def wake(self) -> None:
+        """For each pool that has changed, wake the first waiter that can take a task there now.
+
+        One waiter is enough, since its claim is a change again. An alarm wakes waiters for tasks that are delayed.
+        """
+        pools, self._state.changed_pools = self._state.changed_pools, {}
+        for pool in pools:
+            self._wake_for(pool)
+        due = None if self._closed else self._state.pool_queues.next_due()
+        if due != self._due:
+            self._withdraw_alarm()
+            self._due, self._withdraw_alarm = due, lambda: None
+            if due is not None:
+                self._withdraw_alarm = self._clock.call_at(due, partial(self._release, due))
+
+    def close(self) -> None:
+        """Wake all waiters for good."""
+        self._closed = True
+        for waiter in self._waiters:
+            _done(waiter.woken)
+        self.wake()
+
+    def _release(self, at: float) -> None:
+        self._state.release_due(at)
+        self.wake()
+
+    def _wake_for(self, pool: str) -> None:
+        for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
+            if pool in waiter.pools and not waiter.woken.done() and self._state.next_task(waiter.worker, waiter.wanted):
+                _done(waiter.woken)
+                return
+
+    async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
+        waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
+        self._waiters[waiter] = None
+        withdraw_alarm = self._clock.call_at(until, partial(_done, waiter.woken))
+        try:
+            await waiter.woken
+        except asyncio.CancelledError:
+            self._state.changed_pools |= dict.fromkeys(wanted.pools)
+            self.wake()
+            raise
+        finally:
+            withdraw_alarm()
+            del self._waiters[waiter]
+
+
+async def follow(history: History, after: int) -> AsyncIterator[Event]:
+    """Events with a number above `after`; waits for more until the history has ended."""
+    while True:
+        while unseen := history.above(after):
+            for event in unseen:
+                yield event
+            after = unseen[-1].seq
+        if history.ended:
+            return
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with history.listening(partial(_done, news)):
+            await news
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class LocalQueue(LocalEncoderIndex, QueueBackend):
     """A queue of one process and one event loop, which keeps nothing: a backend that does says so in `_may_change`,
     `_may_read` and `_kept`. `changed` is called with each entry that it would have to write.
     """
 
     def __init__(self, clock: Clock, changed: Callable[[Entry], object] = lambda _: None) -> None:
+        super().__init__()
         self._clock = clock
         self._state = QueueState(clock, changed)
         self._waiters = Waiters(self._state, clock)
@@ -59,48 +208,49 @@ class LocalQueue(TaskQueue):
         """The record of an entry as it was kept last; None if it was not, or if the filter does not select that."""
         return None
 
+    @override
     async def now(self) -> float:
-        """The clock's reading."""
         return self._clock.now()
 
+    @override
     async def check(self) -> None:
-        """Raise TransientError if nothing can be changed now."""
         self._may_change()
 
+    @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        """Store a new request; a repeat returns the stored one."""
         self._may_change()
         return await self._when_kept(self._state.submit(context, tasks, events, limits))
 
+    @override
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks. Returns before the leases are kept: after a crash, a task may be leased a second time."""
+        """Returns before the leases are kept: after a crash, a task may be leased a second time."""
         self._may_change()
         leases = await self._waiters.claim(worker, wanted, ttl, wait)
         self._may_read()
         return leases
 
+    @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Extend the leases that are held, in memory."""
         if claims:
             self._may_change()
         return self._state.leases.renew(claims, self._clock.now() + ttl)
 
+    @override
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
-        """Publish progress of a lease that is held, in memory."""
         self._may_change()
         return self._state.progress(claim, events, used)
 
+    @override
     async def commit(self, change: Change) -> Record:
-        """Apply a transition."""
         self._may_change()
         return await self._when_kept(self._state.commit(change))
 
+    @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, list[Lease]]:
-        """Apply a transition and claim tasks; returns when it is kept."""
         self._may_change()
         entry = self._state.commit(change)
         leases = self._state.claim(worker, wanted, ttl)
@@ -112,8 +262,8 @@ class LocalQueue(TaskQueue):
             self._waiters.wake()
             raise
 
+    @override
     async def hand_back(self, claim: Claim) -> bool:
-        """Return a leased task to its place."""
         self._may_change()
         was_held = self._state.hand_back(claim)
         self._waiters.wake()
@@ -121,36 +271,38 @@ class LocalQueue(TaskQueue):
             await self._kept(self._state.entry(claim.request))
         return was_held
 
+    @override
     async def turn_down(self, claim: Claim) -> int:
-        """Return a leased task to its place, and count that for its worker."""
         self._may_change()
         excluded = self._state.turn_down(claim)
         self._waiters.wake()
         await self._kept(self._state.entry(claim.request))
         return excluded
 
+    @override
     async def expired(self, ttl: float) -> builtins.list[Lease]:
-        """Leases whose time has passed; none after a gap, which extends all leases."""
         self._may_change()
         return self._state.leases.expired(self._clock.now(), ttl)
 
+    @override
     async def load(self, request: str) -> Record:
-        """The stored record of a request."""
         entry = self._entry(request)
         record = self._state.record(entry)
         await self._kept(entry)
         return record
 
+    @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over or unknown, once that is kept; without those of which it cannot be kept."""
+        """Leaves out a request whose end cannot be kept now."""
         self._may_read()
-        over = [(request, self._state.requests.get(request)) for request in self._state.over(requests)]
+        known = [(request, self._state.requests.get(request)) for request in requests]
+        over = [(request, entry) for request, entry in known if entry is None or entry.context.over]
         return [request for request, entry in over if entry is None or await self._can_be_kept(entry)]
 
+    @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
-        """Requests in the order of their arrival. One that cannot be kept as it is now is listed as it was kept."""
         self._may_read()
         entries = self._state.list(which, after, limit, oldest_first)
         listed = builtins.list[Record]()
@@ -159,79 +311,60 @@ class LocalQueue(TaskQueue):
             listed += [found] if found else []
         return listed
 
-    async def size(self, pool: str) -> int:
-        """The number of tasks that wait in a pool, delayed ones included."""
-        return self._state.pool_queues.size(pool)
-
+    @override
     async def stats(self, pools: Sequence[str]) -> Stats:
-        """The number of active requests, and the statistics of these pools."""
         return self._state.stats(pools)
 
+    @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        """The tasks of a pool that would be leased next."""
-        return self._state.peek(pool, limit)
+        self._state.release_due(self._clock.now())
+        return [rank[3] for rank in self._state.pool_queues.front(pool, limit)]
 
-    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
-        """Put an output into the cache; remove the least recently used ones above `room` bytes."""
-        self._state.cached.add(key, ref, room)
-
-    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        """Find cached outputs."""
-        return self._state.cached.find(keys, use)
-
-    async def cached_bytes(self) -> int:
-        """Bytes of all cached outputs."""
-        return self._state.cached.bytes
-
-    async def uncache(self, key: str, id: str) -> None:
-        """Remove this object from the cache."""
-        self._state.cached.remove(key, id)
-
+    @override
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker. One that brings no cards keeps those that it brought before."""
         known = self._members.get(worker.id)
         self._members[worker.id] = Member(worker, tuple(cards) or (known.cards if known else ()), self._clock.now())
 
+    @override
     async def bye(self, worker: str) -> None:
-        """Forget a worker: its leases expire now."""
         self._members.pop(worker, None)
         self._state.leases.lapse(worker, self._clock.now())
 
+    @override
     async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
-        """Store a declaration for as long as this process lives."""
         if new and by in self._declared and self._declared[by].is_current:
             return False
         self._declared[by] = declaration
         return True
 
+    @override
     async def declared(self) -> dict[str, Declaration]:
-        """All declarations."""
         return dict(self._declared)
 
+    @override
     async def secret(self, name: str, proposed: str) -> str:
-        """Return the secret of this name. It lasts as long as this process."""
         return self._secrets.setdefault(name, proposed)
 
+    @override
     async def workers(self) -> Sequence[Member]:
-        """All registered workers, in order of arrival. After a start there are none, until workers register again."""
         self._may_read()
         leased = self._state.leases.by_worker()
         return [msgspec.structs.replace(member, leased=leased[name]) for name, member in self._members.items()]
 
+    @override
     async def forget(self, before: float) -> Sequence[str]:
-        """Drop requests that ended before the Unix time `before`."""
         old = [entry.context.id for entry in self._state.index.over_before(before)]
         for request in old:
             await self.drop(request)
         return old
 
+    @override
     async def drop(self, request: str) -> None:
-        """Drop a request, if it is over."""
         if entry := self._state.drop(request):
             await self._kept(entry)
 
+    @override
     async def close(self) -> None:
-        """Wake all callers that wait."""
         self._end()
 
     def _end(self) -> None:

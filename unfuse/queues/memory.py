@@ -10,8 +10,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.queues.local import LocalQueue
-from unfuse.queues.waiters import follow
+from unfuse.queues.local import LocalQueue, follow
 from unfuse.supervision.clock import SystemClock
 
 
@@ -27,20 +26,20 @@ class MemoryQueue(LocalQueue):
         """A new, empty queue: memory has no address."""
         return cls(clock or SystemClock())
 
+    @override
     async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
-        """Keep what is new."""
         new = self._state.append(grown)
         for one in filter(None, new):
             self._pieces[one.claim.request][one.claim.stage] += one.pieces
         return [one is not None for one in new]
 
+    @override
     async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
-        """The pieces that are kept of a stage."""
         self._state.entry(request)
         return self._pieces[request][stage][after : after + limit]
 
+    @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Follow a request's history."""
         return follow(self._state.entry(request).history, after)
 
     @override

@@ -32,33 +32,33 @@ from unfuse.queues.base import (
     FRONT,
     MAX_CACHED,
     MOST_RETURNS,
+    PREFERENCE_AMONG,
+    PREFERENCE_S,
     Damage,
     Declaration,
     Filter,
     Limits,
     Member,
     PoolStats,
+    QueueBackend,
     Renewal,
     Stats,
-    TaskQueue,
+    Wanted,
 )
-from unfuse.queues.history import MAX_EVENTS
+from unfuse.queues.index import MAX_EVENTS
 from unfuse.queues.known import KnownRecords
-from unfuse.queues.remaining import NANOSECONDS
 from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
+from unfuse.queues.script import Unreadable
 from unfuse.queues.shards import ShardedQueue
-from unfuse.queues.storable import check_numbers
-from unfuse.queues.unreadable import Unreadable
-from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
+from unfuse.queues.stored import NANOSECONDS, check_numbers
 from unfuse.supervision.clock import SystemClock
 
 try:
     from redis.exceptions import RedisError
 
     from unfuse.queues import address
-    from unfuse.queues.obstacles import obstacle
-    from unfuse.queues.runs import Call, Calls, answers
-    from unfuse.queues.subscription import Subscription
+    from unfuse.queues.address import obstacle
+    from unfuse.queues.connection import Call, Calls, Subscription, answers
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
@@ -69,7 +69,7 @@ SCANNED = 500
 """How many requests one run of the script may read."""
 
 
-class RedisQueue(TaskQueue):
+class RedisQueue(QueueBackend):
     """A queue that many processes share. Its clock is the server's wall clock, made to never run backwards.
 
     A method raises TransientError when the server does not answer; then it may have had its effect or not. Callers of
@@ -93,20 +93,20 @@ class RedisQueue(TaskQueue):
         self._latest = 0.0
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> TaskQueue:
+    def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
         """Open the queue, or its shards, at such an address as ADDRESS says. A given clock replaces the servers'."""
         found = address.parse_address(url)
         shards = [cls(one, clock) for one in found]
         beside = [cls(one, clock) for one in {one.beside for one in found if one.beside}]
         return ShardedQueue(shards, beside) if len(shards) > 1 else shards[0]
 
+    @override
     async def now(self) -> float:
-        """The server's clock, in seconds."""
         self._latest = max(self._latest, float(await self._call("now")))
         return self._latest
 
+    @override
     async def reach(self) -> None:
-        """Have the server run the script, with the user and password of the address."""
 
         async def ask() -> None:
             (reply,) = await self._execute([("now", encode({"part": self._address.part}))])
@@ -116,61 +116,61 @@ class RedisQueue(TaskQueue):
         if reason := await obstacle(self._address.server, ask):
             raise UsageError(f"the queue at {self._address.shown} cannot be used: {reason}")
 
+    @override
     async def check(self) -> None:
-        """Have the server change something. Raises TransientError if it does not within CHECK_S."""
         try:
             async with asyncio.timeout(CHECK_S):
                 await self._call("check")
         except TimeoutError as error:
             raise script.error(error, self._address.shown) from error
 
+    @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        """Store a new request; a repeat returns the stored one."""
         check_numbers(context, *tasks, *events)
         fields, more = script.context_fields(context, tasks, events), Counter(task.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
+    @override
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks, waiting up to `wait` seconds for a first one."""
         if wanted.slots < 1 or self._closed:
             return []
         if wait > 0:
             self._background.run("listen", self._subscription.listen)
         return await self._waiting.claim(worker, wanted, ttl, wait)
 
+    @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Extend the leases that are held."""
         held = await self._call("renew", claims=[script.claim_fields(claim) for claim in claims], ttl=ttl)
         marked = list(zip(claims, held, strict=True))
         return Renewal(tuple(c for c, held in marked if held), tuple(c for c, held in marked if not held))
 
+    @override
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
-        """Publish progress of a lease that is held."""
         check_numbers(*events)
         return bool(await self._call("progress", claim=script.claim_fields(claim), events=events, used=used))
 
+    @override
     async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
-        """Add what is new, in one run of the script."""
         check_growth(grown)
         held = await self._call("append_all", grown=[script.grown_fields(one) for one in grown])
         return [bool(one) for one in held]
 
+    @override
     async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
-        """The recorded pieces of a stage."""
         return list(await self._call("appended", id=request, stage=stage, after=after, limit=limit))
 
+    @override
     async def commit(self, change: Change) -> Record:
-        """Apply a transition."""
         check_numbers(change.context, *change.push, *change.events)
         answer = await self._call("commit", **script.change_fields(change))
         return self._known.keep(script.record(answer, change.context))
 
+    @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, list[Lease]]:
-        """Apply a transition, then claim tasks, in one run of the script."""
         check_numbers(change.context, *change.push, *change.events)
         asking = Waiter(worker, wanted, ttl, patient=False)
         record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
@@ -179,24 +179,24 @@ class RedisQueue(TaskQueue):
         self._known.leased(leases, float(wall))
         return kept, leases
 
+    @override
     async def hand_back(self, claim: Claim) -> bool:
-        """Return a leased task to its place."""
         return bool(await self._call("hand_back", claim=script.claim_fields(claim)))
 
+    @override
     async def turn_down(self, claim: Claim) -> int:
-        """Return a leased task to its place, and count that for its worker."""
         return int(await self._call("turn_down", claim=script.claim_fields(claim)))
 
+    @override
     async def expired(self, ttl: float) -> list[Lease]:
-        """Leases whose time has passed; none after a gap, which extends all leases."""
         found = await self._call("expired", ttl=ttl)
         leases = (
             self._unreadable.read("lease", script.printable_name(one[5]), partial(script.lease, *one)) for one in found
         )
         return [lease for lease in leases if lease]
 
+    @override
     async def load(self, request: str) -> Record:
-        """The stored record of a request."""
         try:
             return script.record(await self._call("load", id=request))
         except (ProtocolError, TypeError, Damaged) as error:
@@ -207,10 +207,10 @@ class RedisQueue(TaskQueue):
     def known(self, claim: Claim) -> Record | None:
         return self._known.of(claim)
 
+    @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
-        """Requests in the order of their arrival."""
         tenant, field, value = which.heading
         asked = {name: script.text(value) for name, value in which.asked().items()}
         asks = {"which": asked, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
@@ -231,30 +231,26 @@ class RedisQueue(TaskQueue):
             after, beyond = None, last and last.decode()
         return found
 
+    @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over, or unknown."""
         pieces = [requests[first : first + SCANNED] for first in range(0, len(requests), SCANNED)]
         answers = await asyncio.gather(*(self._call("over", ids=piece) for piece in pieces))
         found = (is_over for answer in answers for is_over in answer)
         return [request for request, is_over in zip(requests, found, strict=True) if is_over]
 
-    async def size(self, pool: str) -> int:
-        """The number of tasks that wait in a pool, delayed ones included."""
-        return int(await self._call("size", pool=pool))
-
+    @override
     async def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do."""
         active, lines = await self._call("stats", pools=list(pools), front=FRONT)
         shown = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
         return Stats(int(active), dict(zip(pools, shown, strict=True)))
 
+    @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        """The tasks of a pool that would be leased next."""
         found = await self._call("peek", pool=pool, limit=limit)
         return [one for kept in found if (one := self._unreadable.read("task", pool, partial(script.task, *kept)))]
 
+    @override
     async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Follow a request's history."""
         self._background.run("listen", self._subscription.listen)
         is_known = is_over = False
         try:
@@ -280,53 +276,53 @@ class RedisQueue(TaskQueue):
         finally:
             self._subscription.notify(request)
 
+    @override
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
-        """Put an output into the cache; remove the least recently used ones above `room` bytes."""
         kept = {"id": ref.id, "nbytes": ref.nbytes, "ref": script.raw(encode(ref))}
         await self._call("cache", key=key, room=room, most=MAX_CACHED, **kept)
 
+    @override
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        """Find cached outputs."""
         found = await self._call("cached", keys=keys, use=use)
         kept = {key: partial(decode, ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
         refs = {key: self._unreadable.read("cached output", key, read) for key, read in kept.items()}
         return {key: ref for key, ref in refs.items() if ref}
 
+    @override
     async def cached_bytes(self) -> int:
-        """Bytes of all cached outputs."""
         return int(await self._call("cached_bytes"))
 
+    @override
     async def uncache(self, key: str, id: str) -> None:
-        """Remove this object from the cache."""
         await self._call("uncache", key=key, id=id)
 
+    @override
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker. One that brings no cards keeps those that it brought before."""
         brought = script.raw(encode(tuple(cards))) if cards else None
         await self._call("hello", worker=worker.id, info=script.raw(encode(worker)), cards=brought)
 
+    @override
     async def bye(self, worker: str) -> None:
-        """Forget a worker."""
         await self._call("bye", worker=worker)
 
+    @override
     async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
-        """Store a declaration; a `new` one not in place of a current one."""
         body = script.raw(encode(declaration))
         return bool(await self._call("declare", by=by, declaration=body, new=new))
 
+    @override
     async def secret(self, name: str, proposed: str) -> str:
-        """Return the secret of this name."""
         return bytes(await self._call("secret", name=name, proposed=proposed)).decode()
 
+    @override
     async def declared(self) -> dict[str, Declaration]:
-        """All declarations that can be read."""
         stored = await self._call("declared")
         named = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
         read = {by: self._unreadable.read("declaration", by, partial(script.declaration, data)) for by, data in named}
         return {by: found for by, found in read.items() if found}
 
+    @override
     async def workers(self) -> Sequence[Member]:
-        """All registered workers, in order of arrival."""
         found: list[Member] = []
         for id, info, brought, seen, leased in await self._call("workers"):
             name = script.printable_name(id)
@@ -335,8 +331,8 @@ class RedisQueue(TaskQueue):
             found += [member] if member else []
         return found
 
+    @override
     async def damaged(self) -> Sequence[Damage]:
-        """Unreadable records that are still there, and tasks that the script has put aside."""
         await self.workers()
         for one in [one for one in self._unreadable.all() if one.kind == "request"]:
             with suppress(Damaged):
@@ -348,24 +344,24 @@ class RedisQueue(TaskQueue):
         found = [Damage(script.printable_name(name), kind.decode(), "its task is not whole") for name, kind in pairs]
         return [*(one for one in self._unreadable.all() if one.kind in script.DROPPABLE), *found]
 
+    @override
     async def discard(self, id: str) -> None:
-        """Drop a record, of whatever kind it is."""
         await self._call("discard", id=script.raw_name(id))
         self._unreadable.forget(id)
 
+    @override
     async def forget(self, before: float) -> Sequence[str]:
-        """Drop requests that ended before the Unix time `before`."""
         old: list[str] = []
         while some := await self._call("forget", before=before):
             old += [script.printable_name(request) for request in some]
         return old
 
+    @override
     async def drop(self, request: str) -> None:
-        """Drop a request, if it is over."""
         await self._call("drop", id=request)
 
+    @override
     async def close(self) -> None:
-        """Wake all callers that wait, and close the connections."""
         self._closed = True
         self._subscription.close()
         await self._background.end("listen")

@@ -16,9 +16,9 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
+from unfuse.queues.base import Wanted
 from unfuse.queues.known import KnownRecords
-from unfuse.queues.unreadable import Unreadable
-from unfuse.queues.wanted import Wanted
+from unfuse.queues.script import Unreadable
 
 RETRY_S = 0.2  # seconds until a server that did not answer is asked again
 MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one call

@@ -1,27 +1,29 @@
-"""The Lua script of the queue in Redis: how its arguments are encoded and its answers decoded."""
+"""The Lua script of the queue in Redis: its arguments, its answers, and records that cannot be read."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from unfuse.core import errors
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode, encode
+from unfuse.core.errors import ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import SCHEMA, Declaration, Member
-from unfuse.queues.remaining import remaining_of
+from unfuse.queues.base import SCHEMA, Damage, Declaration, Member
+from unfuse.queues.stored import remaining_of
+from unfuse.supervision.supervisor import RepeatedErrors
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(
@@ -172,3 +174,40 @@ def change_fields(change: Change) -> dict[str, Any]:
     """The arguments of `commit`."""
     more = {"close": change.close, "claim": change.claim and claim_fields(change.claim)}
     return context_fields(change.context, change.push, change.events) | more
+
+
+MOST = 1000  # how many are remembered: enough to begin a repair
+
+T = TypeVar("T")
+
+
+class Unreadable:
+    """Records that could not be read, by kind and id. The records themselves stay in Redis."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, str], str] = {}
+        self._errors = RepeatedErrors()
+
+    def read(self, kind: str, id: str, read: Callable[[], T]) -> T | None:
+        """What `read` returns; None, and noted, if the record cannot be read."""
+        try:
+            found = read()
+        except (ProtocolError, TypeError, ValueError) as error:
+            self.note(kind, id, str(error))
+            return None
+        self._reasons.pop((kind, id), None)
+        return found
+
+    def note(self, kind: str, id: str, reason: str) -> None:
+        """Log and remember a record that cannot be read."""
+        self._errors.log(f"reading a {kind}", ProtocolError(reason), id=id)
+        if len(self._reasons) < MOST:
+            self._reasons[kind, id] = reason
+
+    def forget(self, id: str) -> None:
+        """Forget the records of this id, because they are gone."""
+        self._reasons = {key: reason for key, reason in self._reasons.items() if key[1] != id}
+
+    def all(self) -> list[Damage]:
+        """All records that are remembered."""
+        return [Damage(id, kind, reason) for (kind, id), reason in self._reasons.items()]

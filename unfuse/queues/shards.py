@@ -31,17 +31,15 @@ from unfuse.core.growth import Grown, check_growth
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Allowance, Change, Record, RequestContext, Who
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.answering import Answering
-from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, Renewal, Stats, TaskQueue
-from unfuse.queues.turns import Turns
-from unfuse.queues.wanted import Wanted
+from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
+from unfuse.queues.turns import Answering, Turns
 
 MOST_LISTED = 1024  # pages whose last requests are remembered
 
 P = ParamSpec("P")
 T = TypeVar("T")
 One = TypeVar("One")
-Verb = Callable[Concatenate[TaskQueue, P], Awaitable[T]]
+Verb = Callable[Concatenate[QueueBackend, P], Awaitable[T]]
 Asked = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 
@@ -90,7 +88,7 @@ def _by_all(verb: Verb[P, Sequence[T]]) -> Asked[P, list[T]]:
     return ask
 
 
-class ShardedQueue(TaskQueue):
+class ShardedQueue(QueueBackend):
     """A queue whose requests are spread over `shards`, of whatever kind; all users name the same in the same order.
 
     Leases, limits and the order of tasks are those of each shard; a worker asks them in turns. Each has its part of the
@@ -99,16 +97,24 @@ class ShardedQueue(TaskQueue):
     start.
     """
 
-    load, commit = _by_request(TaskQueue.load), _by_request(TaskQueue.commit)
-    progress, appended = _by_request(TaskQueue.progress), _by_request(TaskQueue.appended)
-    hand_back, turn_down = _by_request(TaskQueue.hand_back), _by_request(TaskQueue.turn_down)
-    drop = _by_request(TaskQueue.drop)
-    cache, uncache = _by_first(TaskQueue.cache), _by_first(TaskQueue.uncache)
-    secret = _by_first(TaskQueue.secret)
-    check, hello, discard = _told_all(TaskQueue.check), _told_all(TaskQueue.hello), _told_all(TaskQueue.discard)
-    expired, forget, damaged = _by_all(TaskQueue.expired), _by_all(TaskQueue.forget), _by_all(TaskQueue.damaged)
+    load, commit = _by_request(QueueBackend.load), _by_request(QueueBackend.commit)
+    progress, appended = _by_request(QueueBackend.progress), _by_request(QueueBackend.appended)
+    hand_back, turn_down = _by_request(QueueBackend.hand_back), _by_request(QueueBackend.turn_down)
+    drop = _by_request(QueueBackend.drop)
+    cache, uncache = _by_first(QueueBackend.cache), _by_first(QueueBackend.uncache)
+    secret = _by_first(QueueBackend.secret)
+    check, hello, discard = (
+        _told_all(QueueBackend.check),
+        _told_all(QueueBackend.hello),
+        _told_all(QueueBackend.discard),
+    )
+    expired, forget, damaged = (
+        _by_all(QueueBackend.expired),
+        _by_all(QueueBackend.forget),
+        _by_all(QueueBackend.damaged),
+    )
 
-    def __init__(self, shards: Sequence[TaskQueue], beside: Sequence[TaskQueue] = ()) -> None:
+    def __init__(self, shards: Sequence[QueueBackend], beside: Sequence[QueueBackend] = ()) -> None:
         self.shared, self._beside = any(shard.shared for shard in shards), beside
         self._count = len(shards)
         self._answering = Answering(shards, self._returned)
@@ -118,7 +124,7 @@ class ShardedQueue(TaskQueue):
         self._latest = 0.0
 
     @classmethod
-    def at(cls, url: str, clock: Clock | None = None) -> TaskQueue:
+    def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
         """Shards have no address of their own: that of a queue in Redis says how many there are."""
         raise NotImplementedError
 
@@ -126,7 +132,7 @@ class ShardedQueue(TaskQueue):
         """The number of the shard where the request of this id lives, or requests that have to be together."""
         return crc32(name.encode(errors="replace")) % self._count
 
-    def _at(self, request: str, work: Callable[[TaskQueue], Awaitable[T]]) -> Awaitable[T]:
+    def _at(self, request: str, work: Callable[[QueueBackend], Awaitable[T]]) -> Awaitable[T]:
         return self._answering.ask(self.home(request), work)
 
     @override
@@ -287,10 +293,6 @@ class ShardedQueue(TaskQueue):
             del self._listed[next(iter(self._listed))]
 
     @override
-    async def size(self, pool: str) -> int:
-        return sum((await self._each(lambda queue: queue.size(pool))).values())
-
-    @override
     async def stats(self, pools: Sequence[str]) -> Stats:
         found = (await self._each(lambda queue: queue.stats(pools))).values()
         lines = {pool: [one.pools[pool] for one in found] for pool in pools}
@@ -325,7 +327,7 @@ class ShardedQueue(TaskQueue):
     async def cached_bytes(self) -> int:
         return 0 if 0 in self._answering.away else await self._first(lambda queue: queue.cached_bytes())
 
-    async def _first(self, work: Callable[[TaskQueue], Awaitable[T]]) -> T:
+    async def _first(self, work: Callable[[QueueBackend], Awaitable[T]]) -> T:
         """What the first shard answers. Raises TransientError at once while it is known to be away."""
         if reason := self._answering.away.get(0):
             raise TransientError(reason)
@@ -367,7 +369,7 @@ class ShardedQueue(TaskQueue):
     async def close(self) -> None:
         await asyncio.gather(self._answering.close(), *(queue.close() for queue in self._beside))
 
-    async def _returned(self, shard: TaskQueue) -> None:
+    async def _returned(self, shard: QueueBackend) -> None:
         """Tell a shard that answers again what was declared here."""
         for by, declaration in self._declared.items():
             await shard.declare(by, declaration)
@@ -376,15 +378,15 @@ class ShardedQueue(TaskQueue):
         self,
         all: Sequence[One],
         request: Callable[[One], str],
-        ask: Callable[[TaskQueue, builtins.list[One]], Awaitable[T]],
+        ask: Callable[[QueueBackend, builtins.list[One]], Awaitable[T]],
     ) -> Iterable[T]:
         """What the shards that answer say, each of its part of all."""
-        parts = defaultdict[TaskQueue, builtins.list[One]](list)
+        parts = defaultdict[QueueBackend, builtins.list[One]](list)
         for one in all:
             parts[self._answering.shards[self.home(request(one))]].append(one)
         homes = {self.home(request(one)) for one in all}
         return (await self._each(lambda queue: ask(queue, parts[queue]), homes)).values()
 
 
-async def _append_all(grown: Sequence[Grown], queue: TaskQueue) -> Sequence[bool]:
+async def _append_all(grown: Sequence[Grown], queue: QueueBackend) -> Sequence[bool]:
     return await queue.append_all(grown)

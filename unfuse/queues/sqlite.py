@@ -24,11 +24,9 @@ from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry
-from unfuse.queues.journal import Journal
-from unfuse.queues.local import LocalQueue
-from unfuse.queues.row import Pieces, Row
-from unfuse.queues.waiters import follow
-from unfuse.queues.writer import Writer
+from unfuse.queues.journal import Journal, Writer
+from unfuse.queues.local import LocalQueue, follow
+from unfuse.queues.stored import Pieces, Row
 from unfuse.supervision.clock import SystemClock
 
 EVENTS_A_START = 2**24  # above a request's events between two starts: numbers go on at the next multiple after one
@@ -41,6 +39,7 @@ class _UnixClock(Clock):
         self._clock = clock
         self._shift = clock.wall() - clock.now()
 
+    @override
     def now(self) -> float:
         return self._clock.now() + self._shift
 
@@ -120,8 +119,9 @@ class SqliteQueue(LocalQueue):
         self._restored.difference_update(claims)
         return renewal
 
+    @override
     async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
-        """Record pieces; returns when they are written. Memory has only their number."""
+        """Memory has only the number of pieces; the file has the pieces."""
         self._writer.check()
         new = self._state.append(grown)
         entries = [self._state.entry(one.claim.request) for one in new if one]
@@ -132,8 +132,8 @@ class SqliteQueue(LocalQueue):
             await self._writer.wait_until_written(entry)
         return [one is not None for one in new]
 
+    @override
     async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
-        """The pieces of a stage, once they are written."""
         await self._writer.wait_until_written(self._entry(request))
         loop = asyncio.get_running_loop()
         try:
@@ -141,16 +141,17 @@ class SqliteQueue(LocalQueue):
         except Exception as error:
             raise TransientError(f"the queue's file cannot be read: {error}") from error
 
+    @override
     async def expired(self, ttl: float) -> builtins.list[Lease]:
-        """Leases whose time has passed. A lease from before the start that was never renewed since is handed back."""
+        """A lease from before the start that was never renewed since is handed back."""
         late = await super().expired(ttl)
         for lease in late:
             if lease.claim in self._restored:
                 await self.hand_back(lease.claim)
         return [lease for lease in late if lease.claim not in self._restored]
 
+    @override
     async def load(self, request: str) -> Record:
-        """The stored record of a request."""
         if request in self._journal.damaged:
             raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
         return await super().load(request)
@@ -161,7 +162,6 @@ class SqliteQueue(LocalQueue):
 
     @override
     async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
-        """Store a declaration; returns when it is written. Raises TransientError, with nothing changed."""
         self._may_change()
         async with self._declaring:
             known = self._declared.get(by)
@@ -180,7 +180,6 @@ class SqliteQueue(LocalQueue):
 
     @override
     async def secret(self, name: str, proposed: str) -> str:
-        """Return the secret of this name after it was written to disk. Raises TransientError."""
         self._may_read()
         loop = asyncio.get_running_loop()
         try:
@@ -188,16 +187,17 @@ class SqliteQueue(LocalQueue):
         except Exception as error:
             raise TransientError(f"the queue's file cannot be written: {error}") from error
 
+    @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Follow a request's history; an event comes after it is written."""
+        """An event comes after it is written."""
         return self._watch(self._entry(request), after)
 
+    @override
     async def damaged(self) -> Sequence[Damage]:
-        """The rows that could not be read at the start."""
         return [Damage(id, "request", reason) for id, (_, reason) in self._journal.damaged.items()]
 
+    @override
     async def discard(self, id: str) -> None:
-        """Delete a row that cannot be read, or drop a request that is over."""
         if id not in self._journal.damaged:
             await self.drop(id)
             return
@@ -209,8 +209,8 @@ class SqliteQueue(LocalQueue):
             raise TransientError(f"the queue's file cannot be written: {error}") from error
         self._journal.damaged.pop(id, None)
 
+    @override
     async def close(self) -> None:
-        """Wake all callers that wait, write what is not written, and close the file."""
         await super().close()
         await self._writer.close()
         self._journal.close()

@@ -10,31 +10,62 @@ import builtins
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from math import ceil
 from types import MappingProxyType
 
 import msgspec
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Conflict, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_gap, check_growth
-from unfuse.core.request import Change, Record, RequestContext, Timings
+from unfuse.core.request import Allowance, Change, Record, RequestContext, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats
-from unfuse.queues.cached import CachedRefs
-from unfuse.queues.history import History
-from unfuse.queues.index import Entry, Index
-from unfuse.queues.leases import Leases, Returned
-from unfuse.queues.pool_queues import Key, PoolQueues, Rank
-from unfuse.queues.remaining import NANOSECONDS, remaining_of
-from unfuse.queues.row import Row, StoredTask
-from unfuse.queues.storable import check_storable
-from unfuse.queues.tenants import Tenants
-from unfuse.queues.wanted import Wanted
+from unfuse.queues.base import FRONT, MOST_RETURNS, Filter, Limits, PoolStats, Stats, Wanted
+from unfuse.queues.index import Entry, History, Index
+from unfuse.queues.stored import NANOSECONDS, Row, StoredTask, check_storable, remaining_of
+from unfuse.queues.tasks import Key, Leases, PoolQueues, Rank, Returned
+
+MICROSECONDS = 10**6  # times are whole microseconds, which every backend adds exactly
+
+
+class Tenants:
+    """A queue's tenants: how many requests are not over, and when each rate will be whole again."""
+
+    def __init__(self) -> None:
+        self._active = Counter[str]()
+        self._whole_at: dict[str, int] = {}
+
+    def count(self, tenant: str, change: int) -> None:
+        """Count requests that begin, or end."""
+        self._active[tenant] += change
+        if not self._active[tenant]:
+            del self._active[tenant]
+
+    def require(self, tenant: str, may: Allowance, now: float) -> None:
+        """Raise LimitReached if the tenant may not have another request now, in seconds of the queue's clock."""
+        if may.concurrent and (has := self._active[tenant]) >= may.concurrent:
+            message = f"{tenant} has {has} requests in progress, its key allows {may.concurrent}"
+            raise LimitReached(f"{message}: try again when one is over")
+        early = self._next(tenant, may, now) - int(now * MICROSECONDS) - may.per_s * MICROSECONDS
+        if may.rate and early > 0:
+            wait = ceil(early / MICROSECONDS)
+            message = f"the key of {tenant} allows {may.rate} requests in {may.per_s} s: try again in {wait} s"
+            raise LimitReached(message, early / MICROSECONDS)
+
+    def take(self, tenant: str, may: Allowance, now: float) -> None:
+        """Use some of the tenant's rate, if it has one."""
+        if may.rate:
+            self._whole_at[tenant] = self._next(tenant, may, now)
+
+    def _next(self, tenant: str, may: Allowance, now: float) -> int:
+        """When all of the rate is there again if another request is accepted now."""
+        each = may.per_s * MICROSECONDS // may.rate if may.rate else 0
+        return max(self._whole_at.get(tenant, 0), int(now * MICROSECONDS)) + each
 
 
 class QueueState:
-    """Requests with their tasks, leases and events, and the encoder cache's index.
+    """Requests with their tasks, leases and events.
 
     `changed` is called with each entry that a journal has to write, when it has changed. `changed_pools` has the pools
     in which a caller may find something new; the queue takes them from there.
@@ -43,7 +74,6 @@ class QueueState:
     def __init__(self, clock: Clock, changed: Callable[[Entry], object] = lambda _: None) -> None:
         self.requests: dict[str, Entry] = {}
         self.changed_pools: dict[str, None] = {}
-        self.cached = CachedRefs()
         self._clock, self._changed = clock, changed
         self.index = Index()
         self._active = 0
@@ -118,7 +148,7 @@ class QueueState:
     def append(self, grown: Sequence[Grown]) -> builtins.list[Grown | None]:
         """Count what outputs have grown by. Returns of each what is new of it, None if its lease is not held.
 
-        See `TaskQueue.append_all`; the pieces themselves are the queue's to keep.
+        See `RequestStore.append_all`; the pieces themselves are the queue's to keep.
         """
         check_growth(grown)
         new: builtins.list[Grown | None] = []
@@ -201,11 +231,6 @@ class QueueState:
         position = min((self.pool_queues.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position, entry.number)
 
-    def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over, or unknown."""
-        known = ((request, self.requests.get(request)) for request in requests)
-        return [request for request, entry in known if entry is None or entry.context.over]
-
     def list(self, which: Filter, after: str | int | None, limit: int, oldest_first: bool) -> builtins.list[Entry]:
         """Requests in the order of their arrival. Raises NotFound for `after`."""
         if isinstance(after, str):
@@ -224,11 +249,6 @@ class QueueState:
         wall = self._clock.wall()
         oldest = max((wall - self._pushed[rank[3].key] for rank in self.pool_queues.front(pool, FRONT)), default=0.0)
         return PoolStats(self.pool_queues.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
-
-    def peek(self, pool: str, limit: int) -> Sequence[Task]:
-        """The tasks of a pool that would be leased next."""
-        self.release_due(self._clock.now())
-        return [rank[3] for rank in self.pool_queues.front(pool, limit)]
 
     def drop(self, request: str) -> Entry | None:
         """Drop a request if it is over. Returns its entry; None if nothing was dropped."""

@@ -13,8 +13,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, WorkerInfo
 from unfuse.core.pool import declared
 from unfuse.core.task import ARENA, SLOTS
-from unfuse.queues.base import Member
-from unfuse.queues.wanted import Offer, Wanted
+from unfuse.queues.base import Member, Offer, Wanted
 from unfuse.scheduler.in_flight import InFlight
 
 Dispatch = Literal["locality", "round_robin", "max_free_slots"]

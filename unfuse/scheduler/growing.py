@@ -13,7 +13,7 @@ from unfuse.core.errors import Damaged, NotFound, ProtocolError
 from unfuse.core.growth import Grown
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
 from unfuse.supervision.observers import Observers
 
@@ -45,8 +45,8 @@ class Growing(Observer):
     Attempts at a stage follow one another: a piece that is made again is not counted again.
     """
 
-    def __init__(self, queue: TaskQueue, clock: Clock, observers: Observers[Observer]) -> None:
-        self._queue, self._clock, self._observers = queue, clock, observers
+    def __init__(self, store: RequestStore, clock: Clock, observers: Observers[Observer]) -> None:
+        self._store, self._clock, self._observers = store, clock, observers
         self._requests: dict[str, _Request] = {}
 
     async def append(self, grown: Sequence[Grown]) -> set[Claim]:
@@ -57,7 +57,7 @@ class Growing(Observer):
         if not grown:
             return set()
         try:
-            held = await self._queue.append_all(grown)
+            held = await self._store.append_all(grown)
         except ProtocolError as error:
             if len(grown) > 1:
                 return {claim for one in grown for claim in await self.append([one])}
@@ -91,7 +91,7 @@ class Growing(Observer):
     async def _known(self, id: str) -> _Request | None:
         """A request that grows here from now on; None if it is gone already."""
         try:
-            context = (await self._queue.load(id)).context
+            context = (await self._store.load(id)).context
         except (NotFound, Damaged):
             return None
         self._requests[id] = request = _Request(context.model, context.created_at, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from unfuse.core.request import RequestContext
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 
 Order = Literal["fifo", "edf", "shortest", "fair"]  # by arrival, by deadline, short ones first, every tenant its share
 
@@ -18,7 +18,7 @@ PATIENCE = 10.0
 seconds lets shorter ones pass for 100 seconds, no longer."""
 
 
-async def place(order: Order, queue: TaskQueue, context: RequestContext) -> float:
+async def place(order: Order, queue: QueueBackend, context: RequestContext) -> float:
     """Where a new request of known cost stands; lower goes first.
 
     For fair it is when the request would end if its tenant had a machine of its own: it begins behind the newest one of

@@ -13,7 +13,7 @@ from unfuse.core.messages import ChangedFile, WorkerInfo
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared
 from unfuse.core.task import Lease
-from unfuse.queues.base import Declaration, Member, TaskQueue
+from unfuse.queues.base import Declaration, Member, WorkerRegistry
 
 ADMITTED = "model "  # what a declaration is called, before a model's name, by which it was admitted or dismissed
 
@@ -27,7 +27,7 @@ class Registry:
     answered without waiting is as of the last look at the queue.
     """
 
-    def __init__(self, queue: TaskQueue, lease_ttl: float, cards: Sequence[ModelCard] = ()) -> None:
+    def __init__(self, queue: WorkerRegistry, lease_ttl: float, cards: Sequence[ModelCard] = ()) -> None:
         self._queue, self._lease_ttl = queue, lease_ttl
         self._cards = {card.name: card for card in cards}
         self._manned: dict[str, Counter[str]] = {}

@@ -20,9 +20,8 @@ from unfuse.core.plan import ExecutionPlan, Params, PlannedStage, compile_plan, 
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Limits, TaskQueue
-from unfuse.queues.storable import EXACT
-from unfuse.queues.wanted import Wanted
+from unfuse.queues.base import Limits, QueueBackend, Wanted
+from unfuse.queues.stored import EXACT
 from unfuse.scheduler import lifecycle, waking
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
@@ -56,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        queue: TaskQueue,
+        queue: QueueBackend,
         *,
         limits: Limits | None = None,
         lease_ttl: float = 15.0,

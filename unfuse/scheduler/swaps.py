@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unfuse.core.clock import Clock
 from unfuse.core.messages import WorkerInfo
-from unfuse.queues.base import PoolStats, TaskQueue
+from unfuse.queues.base import PoolStats, QueueBackend
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 from unfuse.supervision.observers import Observers
@@ -75,7 +75,7 @@ class Swaps:
     one time the later one at least knows of the other's, and if both do, the worker with the lower id goes.
     """
 
-    def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
+    def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
         self._queue, self._registry, self._clock, self._observers = queue, registry, clock, observers
         self._held: dict[str, _Held] = {}
         self._took: dict[str, float] = {}

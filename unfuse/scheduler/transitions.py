@@ -18,7 +18,7 @@ from unfuse.core.pool import declared
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Task
 from unfuse.core.usage import billed_seconds, increase, lost_seconds
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
@@ -58,7 +58,7 @@ class Transitions:
     Every task is queued with the room that was learned for it, where somebody is.
     """
 
-    def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
+    def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
         self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
         self.output_sizes = OutputSizes()
 

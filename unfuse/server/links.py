@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import TransientError, UsageError
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import WorkerRegistry
 from unfuse.server.errors import Refusal
 
 LASTS_S = 3600
@@ -39,8 +39,8 @@ class Links:
     Times are Unix seconds of this gateway's clock. If the clock is set, links expire earlier or later accordingly.
     """
 
-    def __init__(self, queue: TaskQueue, clock: Clock, *, signs: bool) -> None:
-        self._queue, self._clock, self._signs = queue, clock, signs
+    def __init__(self, registry: WorkerRegistry, clock: Clock, *, signs: bool) -> None:
+        self._registry, self._clock, self._signs = registry, clock, signs
         self._secret = b""
 
     async def signer(self, lasts_s: int = LASTS_S) -> Sign:
@@ -82,7 +82,7 @@ class Links:
 
     async def _load_secret(self) -> bytes:
         if not self._secret:
-            self._secret = bytes.fromhex(await self._queue.secret(SECRET, secrets.token_hex(32)))
+            self._secret = bytes.fromhex(await self._registry.secret(SECRET, secrets.token_hex(32)))
         return self._secret
 
 

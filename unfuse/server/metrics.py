@@ -14,7 +14,7 @@ from unfuse.core.messages import Memory, Moved
 from unfuse.core.pool import outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.core.text import CHUNK
-from unfuse.queues.base import Member, TaskQueue
+from unfuse.queues.base import Member, QueueBackend
 from unfuse.scheduler.observer import Observer
 from unfuse.server.metrics_audience import EVERYTHING, Audience, VisibleMetrics
 from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
@@ -136,7 +136,7 @@ class Metrics(Observer):
 
     async def page(
         self,
-        queue: TaskQueue,
+        queue: QueueBackend,
         members: Sequence[Member],
         pools: Sequence[str],
         roles: Mapping[str, tuple[str, str]] | None = None,

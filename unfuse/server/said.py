@@ -12,10 +12,10 @@ from unfuse.core.reading import AnswerReader
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
 from unfuse.core.tool_calls import Part
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import RequestStore
 
 
-async def pieces(queue: TaskQueue, request: str, stage: str, after: int = 0) -> AsyncIterator[bytes]:
+async def pieces(queue: RequestStore, request: str, stage: str, after: int = 0) -> AsyncIterator[bytes]:
     """The recorded pieces of a stage from number `after` on, as they come, until the request is over.
 
     Whoever counts what came may go on from there with another call. For a slow reader nothing is kept but one answer of

@@ -10,7 +10,7 @@ import structlog
 
 from unfuse import queues
 from unfuse.core.errors import TransientError
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 
 RETRY_S = 0.5  # seconds between two tries
 
@@ -34,13 +34,13 @@ class QueueStart:
         self._stop, self._on_wait = stop, waits
         self._has_waited = False
 
-    async def open(self, url: str) -> TaskQueue:
+    async def open(self, url: str) -> QueueBackend:
         """Open the queue at `url` and see that it works. Raises ConfigError if it can never be the queue.
 
         Raises TransientError if it does not work in time, and Stopped.
         """
 
-        async def opened() -> TaskQueue:
+        async def opened() -> QueueBackend:
             return queues.open(url)
 
         async def answers() -> None:

@@ -23,7 +23,7 @@ from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted
 from unfuse.models.composed import parse_component_sources
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend, RequestStore
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -334,7 +334,7 @@ class Service:
 
         await budget.within(budget.left(reserve), waits())
 
-    async def _close(self, queue: TaskQueue) -> None:
+    async def _close(self, queue: QueueBackend) -> None:
         """Close the queue; in a stop, not beyond its budget, for a server that does not answer takes long."""
         if not self._stop.is_set():
             await queue.close()
@@ -344,16 +344,16 @@ class Service:
                 await queue.close()
 
 
-async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:
+async def _forget(requests: RequestStore, results: ResultStore, retention: float) -> None:
     """Delete requests and results that ended more than `retention` seconds ago."""
     await asyncio.sleep(min(FORGET_S, retention))
     before = time.time() - retention
     with contextlib.suppress(TransientError):
-        await queue.forget(before)
+        await requests.forget(before)
     await asyncio.to_thread(results.forget, before)
 
 
-async def _bound(queue: TaskQueue, results: ResultStore, limit: int) -> None:
+async def _bound(requests: RequestStore, results: ResultStore, limit: int) -> None:
     """Delete the oldest requests that are over, with their results, while these take more than `limit` bytes.
 
     Who reads a result meanwhile gets all of it, since a file that is open stays.
@@ -361,12 +361,12 @@ async def _bound(queue: TaskQueue, results: ResultStore, limit: int) -> None:
     await asyncio.sleep(BOUND_S)
     kept = await asyncio.to_thread(results.kept)
     too_many = sum(nbytes for _, nbytes in kept.values()) - limit
-    for request in await queue.over(list(kept)) if too_many > 0 else ():
+    for request in await requests.over(list(kept)) if too_many > 0 else ():
         if too_many > 0:
             await asyncio.to_thread(results.delete, request)
             too_many -= kept[request][1]
             with contextlib.suppress(TransientError):  # of a full disk: there is more room now, and retention follows
-                await queue.drop(request)
+                await requests.drop(request)
 
 
 async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:

@@ -10,11 +10,12 @@ from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.growth import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.task import Claim
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    append,
     change,
     done,
     following,
@@ -30,14 +31,14 @@ from unfuse.testing.queue_samples import (
 )
 
 
-async def what_grows_is_read_from_any_number(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_grows_is_read_from_any_number(queue: QueueBackend, clock: ManualClock) -> None:
     """Byte for byte, each stage for itself, in pages; of a stage that has grown by nothing there is nothing."""
     await queue.submit(request("a"), [task("a"), task("a", "t")], [], LIMITS)
     first, second = await leased(queue), await leased(queue)
-    assert await queue.append(first.claim, 0, [b"\0\xff", b"", "é".encode()])
-    assert await queue.append(second.claim, 0, [b"other"])
-    assert await queue.append(first.claim, 3, [bytes(PIECE_BYTES)])
-    assert await queue.append(first.claim, 4, [])
+    assert await append(queue, first.claim, 0, [b"\0\xff", b"", "é".encode()])
+    assert await append(queue, second.claim, 0, [b"other"])
+    assert await append(queue, first.claim, 3, [bytes(PIECE_BYTES)])
+    assert await append(queue, first.claim, 4, [])
     whole = [b"\0\xff", b"", "é".encode(), bytes(PIECE_BYTES)]
     assert await queue.appended("a", "s") == whole
     assert [await queue.appended("a", "s", after) for after in range(6)] == [whole[after:] for after in range(6)]
@@ -46,78 +47,78 @@ async def what_grows_is_read_from_any_number(queue: TaskQueue, clock: ManualCloc
     await raised(NotFound, queue.appended("nobody", "s"))
     many = [b"%d" % number for number in range(4, 3000)]
     for at in range(0, len(many), PIECES_AT_ONCE):
-        assert await queue.append(first.claim, 4 + at, many[at : at + PIECES_AT_ONCE])
+        assert await append(queue, first.claim, 4 + at, many[at : at + PIECES_AT_ONCE])
     assert await queue.appended("a", "s", 2900, limit=50) == many[2896:2946]
     assert len(await queue.appended("a", "s")) == PIECES_AT_ONCE
 
 
-async def growing_needs_a_lease(queue: TaskQueue, clock: ManualClock) -> None:
+async def growing_needs_a_lease(queue: QueueBackend, clock: ManualClock) -> None:
     """That is held, also when its time has passed; a claim that differs in anything, or is old, changes nothing."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
     wrong = ({"token": bytes(16)}, {"token": b""}, {"attempt": 2}, {"stage": "t"}, {"request": "z"})
     for fields in wrong:
-        assert not await queue.append(msgspec.structs.replace(lease.claim, **fields), 0, [b"forged"])
+        assert not await append(queue, msgspec.structs.replace(lease.claim, **fields), 0, [b"forged"])
     assert await queue.appended("a", "s") == await queue.appended("a", "t") == []
     assert await passing(queue, clock, TTL) == [lease]
-    assert await queue.append(lease.claim, 0, [b"late"])
+    assert await append(queue, lease.claim, 0, [b"late"])
     record = await queue.commit(change(record, lease.claim, push=(task("a", attempt=2),)))
-    assert not await queue.append(lease.claim, 1, [b"too late"])
-    assert not await queue.append(lease.claim, 99, [b"much too late"])
+    assert not await append(queue, lease.claim, 1, [b"too late"])
+    assert not await append(queue, lease.claim, 99, [b"much too late"])
     again = await leased(queue)
     await queue.commit(done(record, again, status="completed", events=(Event("completed"),)))
-    assert not await queue.append(again.claim, 1, [b"after the end"])
+    assert not await append(queue, again.claim, 1, [b"after the end"])
     assert await queue.appended("a", "s") == [b"late"]
     assert [event.step for event in await history(queue, "a") if event.type == "appended"] == [1]
 
 
-async def what_was_recorded_first_stays(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_was_recorded_first_stays(queue: QueueBackend, clock: ManualClock) -> None:
     """A repeat adds nothing, and what is behind it is added, also by another attempt, which is told what is there."""
     await submitted(queue, "a")
     lease = await leased(queue)
     assert lease.appended == 0
     for offset, pieces in ((0, b"ab"), (0, b"ab"), (1, b"bc"), (0, b"xyzd"), (2, b"!"), (4, b"")):
-        assert await queue.append(lease.claim, offset, [bytes([one]) for one in pieces])
+        assert await append(queue, lease.claim, offset, [bytes([one]) for one in pieces])
     assert b"".join(await queue.appended("a", "s")) == b"abcd"
     await queue.hand_back(lease.claim)
     lease = await leased(queue)
     assert (lease.task.attempt, lease.appended) == (2, 4)
-    assert await queue.append(lease.claim, 2, [b"C", b"D", b"e"])
+    assert await append(queue, lease.claim, 2, [b"C", b"D", b"e"])
     assert b"".join(await queue.appended("a", "s")) == b"abcde"
     counts = [event.step for event in await seen(queue, "a") if event.type == "appended"]
     assert counts == [5]
 
 
-async def a_gap_is_refused(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_gap_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
     """With all that came with it."""
     for name in "ab":
         await submitted(queue, name)
     first, second = await leased(queue), await leased(queue)
-    await raised(ProtocolError, queue.append(first.claim, 1, [b"b"]))
+    await raised(ProtocolError, append(queue, first.claim, 1, [b"b"]))
     together = [Grown(first.claim, 0, (b"a",)), Grown(second.claim, 1, (b"b",))]
     await raised(ProtocolError, queue.append_all(together))
     await raised(ProtocolError, queue.append_all(together[::-1]))
     assert await queue.appended("a", "s") == await queue.appended("b", "s") == []
-    assert await queue.append(first.claim, 0, [b"a"])
-    await raised(ProtocolError, queue.append(first.claim, 2, [b"c"]))
+    assert await append(queue, first.claim, 0, [b"a"])
+    await raised(ProtocolError, append(queue, first.claim, 2, [b"c"]))
     assert await queue.appended("a", "s") == [b"a"]
 
 
-async def growth_is_bounded(queue: TaskQueue, clock: ManualClock) -> None:
+async def growth_is_bounded(queue: QueueBackend, clock: ManualClock) -> None:
     """A piece, the pieces of a call, and those of a stage; a call has each task once, and no number below 0."""
     await submitted(queue, "a")
     claim = (await leased(queue)).claim
-    await raised(ProtocolError, queue.append(claim, 0, [b"a", bytes(PIECE_BYTES + 1)]))
-    await raised(ProtocolError, queue.append(claim, 0, [b"a"] * (PIECES_AT_ONCE + 1)))
-    await raised(ProtocolError, queue.append(claim, -1, [b"a"]))
-    await raised(ProtocolError, queue.append(claim, MOST_PIECES, [b"a"]))
+    await raised(ProtocolError, append(queue, claim, 0, [b"a", bytes(PIECE_BYTES + 1)]))
+    await raised(ProtocolError, append(queue, claim, 0, [b"a"] * (PIECES_AT_ONCE + 1)))
+    await raised(ProtocolError, append(queue, claim, -1, [b"a"]))
+    await raised(ProtocolError, append(queue, claim, MOST_PIECES, [b"a"]))
     await raised(ProtocolError, queue.append_all([Grown(claim, 0, (b"a",)), Grown(claim, 1, (b"b",))]))
     assert await queue.appended("a", "s") == []
-    assert await queue.append(claim, 0, [bytes(PIECE_BYTES)] * PIECES_AT_ONCE)
+    assert await append(queue, claim, 0, [bytes(PIECE_BYTES)] * PIECES_AT_ONCE)
     assert await queue.append_all([]) == []
 
 
-async def several_grow_in_one_call(queue: TaskQueue, clock: ManualClock) -> None:
+async def several_grow_in_one_call(queue: QueueBackend, clock: ManualClock) -> None:
     """Each for itself: one whose lease is gone does not harm the others."""
     for name in "abcd":
         await submitted(queue, name)
@@ -130,19 +131,19 @@ async def several_grow_in_one_call(queue: TaskQueue, clock: ManualClock) -> None
     assert found == [b"a!", b"", b"c!", b""]
 
 
-async def who_watches_is_told_how_many_there_are(queue: TaskQueue, clock: ManualClock) -> None:
+async def who_watches_is_told_how_many_there_are(queue: QueueBackend, clock: ManualClock) -> None:
     """By an event without the pieces; a repeat is no news; neither moves the version, or what runs."""
     await submitted(queue, "a")
     lease = await leased(queue)
     stream = queue.watch("a", 2)
     coming = await started(following(stream))
-    await queue.append(lease.claim, 0, [b"a", b"b"])
+    await append(queue, lease.claim, 0, [b"a", b"b"])
     event = await coming
     assert event is not None
     assert (event.type, event.stage, event.attempt, event.step) == ("appended", "s", 1, 2)
     assert (event.seq, event.at, event.message) == (3, clock.wall(), "")
-    await queue.append(lease.claim, 0, [b"a", b"b"])
-    await queue.append(lease.claim, 1, [b"b", b"c"])
+    await append(queue, lease.claim, 0, [b"a", b"b"])
+    await append(queue, lease.claim, 1, [b"b", b"c"])
     event = await following(stream)
     assert event is not None
     assert (event.seq, event.step) == (4, 3)
@@ -150,13 +151,13 @@ async def who_watches_is_told_how_many_there_are(queue: TaskQueue, clock: Manual
     assert (record.context.version, record.running[0].step) == (0, 0)
 
 
-async def of_a_stage_only_the_last_count_is_kept(queue: TaskQueue, clock: ManualClock) -> None:
+async def of_a_stage_only_the_last_count_is_kept(queue: QueueBackend, clock: ManualClock) -> None:
     """However often it grows, what structures the history stays, and each stage has its own count."""
     record = await queue.submit(request("a"), [task("a"), task("a", "t")], [Event("queued")], LIMITS)
     first, second = await leased(queue), await leased(queue)
     for number in range(600):
         await queue.append_all([Grown(one.claim, number, (b"x",)) for one in (first, second)])
-    await queue.append(first.claim, 600, [b"x"])
+    await append(queue, first.claim, 600, [b"x"])
     record = await queue.commit(done(record, first, events=(Event("stage_completed", stage="s"),)))
     await queue.commit(done(record, second, status="completed", events=(Event("completed"),)))
     events = await history(queue, "a")
@@ -171,17 +172,17 @@ async def of_a_stage_only_the_last_count_is_kept(queue: TaskQueue, clock: Manual
     assert (events[3].seq, events[-1].seq) == (3 + 1200, 3 + 1203)
 
 
-async def what_has_grown_goes_with_its_request(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_has_grown_goes_with_its_request(queue: QueueBackend, clock: ManualClock) -> None:
     """Not with its task, its output or its end; one of the same id, or another stage, has none of it."""
     for name in "ab":
         record = await submitted(queue, name)
         lease = await leased(queue)
-        await queue.append(lease.claim, 0, [b"kept"])
+        await append(queue, lease.claim, 0, [b"kept"])
         record = await queue.commit(done(record, lease, push=(task(name, "t"),)))
         record = await queue.commit(change(record, push=(task(name, attempt=2),), close=((name, "t"),)))
         lease = await leased(queue)
         assert lease.appended == 1
-        assert await queue.append(lease.claim, 1, [b"more"])
+        assert await append(queue, lease.claim, 1, [b"more"])
         await queue.turn_down(lease.claim)
         await queue.commit(change(record, status="cancelled", completed_at=5.0))
         assert await queue.appended(name, "s") == [b"kept", b"more"]
@@ -194,19 +195,19 @@ async def what_has_grown_goes_with_its_request(queue: TaskQueue, clock: ManualCl
         assert await queue.appended(name, "s") == []
 
 
-async def who_grows_it_at_once_agrees(queue: TaskQueue, clock: ManualClock) -> None:
+async def who_grows_it_at_once_agrees(queue: QueueBackend, clock: ManualClock) -> None:
     """Calls that overlap, in any order: each number is there once, and what was there before them stays."""
     await submitted(queue, "a")
     claim = (await leased(queue)).claim
-    assert await queue.append(claim, 0, [b"0 first", b"1 first", b"2 first"])
+    assert await append(queue, claim, 0, [b"0 first", b"1 first", b"2 first"])
     calls = [(at, [b"%d of %d" % (number, at) for number in range(at, at + 4)]) for at in (3, 0, 1, 2, 3, 3, 0)]
-    assert all(await asyncio.gather(*(queue.append(claim, at, pieces) for at, pieces in calls)))
+    assert all(await asyncio.gather(*(append(queue, claim, at, pieces) for at, pieces in calls)))
     found = await queue.appended("a", "s")
     assert [int(piece.split()[0]) for piece in found] == list(range(7))
     assert found[:3] == [b"0 first", b"1 first", b"2 first"]
 
 
-async def seen(queue: TaskQueue, name: str) -> list[Event]:
+async def seen(queue: QueueBackend, name: str) -> list[Event]:
     """The events of a request, which ends by this."""
     await queue.commit(change(await queue.load(name), status="cancelled", events=(Event("cancelled"),)))
     return [*await history(queue, name)]

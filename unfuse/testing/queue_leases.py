@@ -6,12 +6,12 @@ import asyncio
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
-from unfuse.queues.base import MOST_RETURNS, TaskQueue
-from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S
+from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     TTL,
     change,
+    count_waiting,
     done,
     drained,
     leased,
@@ -24,28 +24,28 @@ from unfuse.testing.queue_samples import (
 )
 
 
-async def tasks_of_one_priority_leave_as_they_arrived(queue: TaskQueue, clock: ManualClock) -> None:
+async def tasks_of_one_priority_leave_as_they_arrived(queue: QueueBackend, clock: ManualClock) -> None:
     """First in, first out."""
     for name in "abcde":
         await submitted(queue, name)
     assert await drained(queue) == list("abcde")
 
 
-async def a_higher_priority_goes_first(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_higher_priority_goes_first(queue: QueueBackend, clock: ManualClock) -> None:
     """Whatever the order number; within one priority it is first in, first out."""
     for name, priority in zip("abcdef", (0, 5, -1, 5, 0, 1), strict=True):
         await submitted(queue, name, priority=priority, order=float(-priority))
     assert await drained(queue) == list("bdfaec")
 
 
-async def a_lower_order_number_goes_first(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_lower_order_number_goes_first(queue: QueueBackend, clock: ManualClock) -> None:
     """Within one priority, before arrival."""
     for name, order in zip("abcd", (3.5, 1.0, 2.0, 1.0), strict=True):
         await submitted(queue, name, order=order)
     assert await drained(queue) == list("bdca")
 
 
-async def several_pools_are_one_line(queue: TaskQueue, clock: ManualClock) -> None:
+async def several_pools_are_one_line(queue: QueueBackend, clock: ManualClock) -> None:
     """A lease over several pools merges them by the same order, and leaves the other pools alone."""
     for name, pool, priority in (("a", "p", 0), ("b", "q", 0), ("c", "r", 9), ("d", "p", 1), ("e", "q", 1)):
         await submitted(queue, name, pool=pool, priority=priority)
@@ -53,7 +53,7 @@ async def several_pools_are_one_line(queue: TaskQueue, clock: ManualClock) -> No
     assert await drained(queue, "r") == ["c"]
 
 
-async def no_more_than_slots_are_leased(queue: TaskQueue, clock: ManualClock) -> None:
+async def no_more_than_slots_are_leased(queue: QueueBackend, clock: ManualClock) -> None:
     """And each task only once."""
     for name in "abc":
         await submitted(queue, name)
@@ -64,7 +64,7 @@ async def no_more_than_slots_are_leased(queue: TaskQueue, clock: ManualClock) ->
     assert await queue.lease("w", wanted("p", slots=2), TTL) == []
 
 
-async def a_lease_says_what_it_is(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_lease_says_what_it_is(queue: QueueBackend, clock: ManualClock) -> None:
     """Task, worker, end and 128 secret bits, which differ from lease to lease."""
     await submitted(queue, "a", room=7, deadline=5.0)
     await submitted(queue, "b")
@@ -75,7 +75,7 @@ async def a_lease_says_what_it_is(queue: TaskQueue, clock: ManualClock) -> None:
     assert first.token != second.token
 
 
-async def what_is_known_of_a_lease_is_its_record(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_known_of_a_lease_is_its_record(queue: QueueBackend, clock: ManualClock) -> None:
     """As it would be loaded but for its steps, if anything is known; of a request that is over nothing is."""
     record = await submitted(queue, "a")
     clock.advance(1.0)
@@ -91,7 +91,7 @@ async def what_is_known_of_a_lease_is_its_record(queue: TaskQueue, clock: Manual
     assert [queue.known(one.claim) for one in leases] == [None, None]
 
 
-async def claiming_stops_where_room_ends(queue: TaskQueue, clock: ManualClock) -> None:
+async def claiming_stops_where_room_ends(queue: QueueBackend, clock: ManualClock) -> None:
     """At the first task that does not fit, although a smaller one behind it would."""
     for name, room in (("a", 40), ("b", 50), ("c", 30), ("d", 1)):
         await submitted(queue, name, room=room)
@@ -101,7 +101,7 @@ async def claiming_stops_where_room_ends(queue: TaskQueue, clock: ManualClock) -
     assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=9, room=31), TTL)] == ["c", "d"]
 
 
-async def a_lease_is_held_until_it_is_closed(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_lease_is_held_until_it_is_closed(queue: QueueBackend, clock: ManualClock) -> None:
     """Its time passes, `expired` lists it, and still it may complete and nobody else has the task."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
@@ -112,7 +112,7 @@ async def a_lease_is_held_until_it_is_closed(queue: TaskQueue, clock: ManualCloc
     assert await queue.expired(TTL) == []
 
 
-async def a_gap_in_sweeping_is_forgiven(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_gap_in_sweeping_is_forgiven(queue: QueueBackend, clock: ManualClock) -> None:
     """Leases that ran on while nobody asked for longer than half their time get a full one, once; while somebody asks,
     they end, and one that would end later keeps its end.
     """
@@ -131,7 +131,7 @@ async def a_gap_in_sweeping_is_forgiven(queue: TaskQueue, clock: ManualClock) ->
     assert len(await passing(queue, clock, 1)) == 2
 
 
-async def time_limits_leave_out_gaps_in_sweeping(queue: TaskQueue, clock: ManualClock) -> None:
+async def time_limits_leave_out_gaps_in_sweeping(queue: QueueBackend, clock: ManualClock) -> None:
     """How long a lease has run is the time in which somebody swept; of a longer pause half a lease time counts, so
     neither a pause of all schedulers nor a step of the clock makes it long.
     """
@@ -156,7 +156,7 @@ async def time_limits_leave_out_gaps_in_sweeping(queue: TaskQueue, clock: Manual
     assert await ran_s() == 0
 
 
-async def renewing_extends_a_lease(queue: TaskQueue, clock: ManualClock) -> None:
+async def renewing_extends_a_lease(queue: QueueBackend, clock: ManualClock) -> None:
     """To a full time from now, also after its time has passed; a claim that is not held is answered as ended."""
     await submitted(queue, "a")
     lease = await leased(queue)
@@ -169,7 +169,7 @@ async def renewing_extends_a_lease(queue: TaskQueue, clock: ManualClock) -> None
     assert [late.claim for late in await passing(queue, clock, 1)] == [lease.claim]
 
 
-async def an_old_claim_is_worth_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+async def an_old_claim_is_worth_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Once its lease was ended and the task leased again: it cannot commit, renew, report or hand back."""
     record = await submitted(queue, "a")
     old = await leased(queue)
@@ -189,7 +189,7 @@ async def an_old_claim_is_worth_nothing(queue: TaskQueue, clock: ManualClock) ->
     await queue.commit(done(record, new))
 
 
-async def handing_back_keeps_the_place(queue: TaskQueue, clock: ManualClock) -> None:
+async def handing_back_keeps_the_place(queue: QueueBackend, clock: ManualClock) -> None:
     """The task stands where it stood, under the next attempt; its old claim ends and its context does not move."""
     for name in "abc":
         await submitted(queue, name)
@@ -204,7 +204,7 @@ async def handing_back_keeps_the_place(queue: TaskQueue, clock: ManualClock) -> 
     assert (await queue.load("a")).context.version == 0
 
 
-async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: TaskQueue, clock: ManualClock) -> None:
+async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: QueueBackend, clock: ManualClock) -> None:
     """A worker that hands a task back MOST_RETURNS times without a step is passed over for it, and gets what stands
     behind; others get it in its old place. Who made a step, or hands back otherwise, is not counted, and a task that is
     pushed again is a new one. The answer is how many get it no more.
@@ -229,13 +229,13 @@ async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: TaskQueue, clock
     assert (await leased(queue, worker="v")).task.attempt == 99
 
 
-async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: QueueBackend, clock: ManualClock) -> None:
     """Neither by preference nor after another worker handed it back, until it is pushed again without `avoids`."""
     record = await submitted(queue, "a", avoids="w", near="here", affinity="red")
     await submitted(queue, "b")
     assert await drained(queue) == ["b"]
     assert await queue.lease("w", wanted("p", near="here", affinity="red"), TTL) == []
-    assert await queue.size("p") == 1
+    assert await count_waiting(queue, "p") == 1
     lease = await leased(queue, worker="other")
     assert await queue.hand_back(lease.claim)
     assert await queue.lease("w", wanted("p"), TTL) == []
@@ -244,7 +244,7 @@ async def a_task_is_not_leased_to_the_worker_that_it_avoids(queue: TaskQueue, cl
     assert (await leased(queue)).task.request == "a"
 
 
-async def a_preference_does_not_bring_back_what_was_turned_down(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_preference_does_not_bring_back_what_was_turned_down(queue: QueueBackend, clock: ManualClock) -> None:
     """Among a whole line of such, the one that was not is found; when there is none, nothing is leased."""
     names = [f"{number:02}" for number in range(PREFERENCE_AMONG + 4)]
     for name in names:
@@ -258,7 +258,7 @@ async def a_preference_does_not_bring_back_what_was_turned_down(queue: TaskQueue
     assert await drained(queue) == names
 
 
-async def a_preference_chooses_behind_what_was_turned_down(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_preference_chooses_behind_what_was_turned_down(queue: QueueBackend, clock: ManualClock) -> None:
     """Also where that is more urgent: who turned it down has its preference among the rest."""
     await submitted(queue, "urgent", priority=1)
     for _ in range(MOST_RETURNS):
@@ -269,13 +269,13 @@ async def a_preference_chooses_behind_what_was_turned_down(queue: TaskQueue, clo
     assert [one.task.request for one in await queue.lease("v", wanted("p", affinity="x"), TTL)] == ["b"]
 
 
-async def a_task_waits_for_its_time(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_task_waits_for_its_time(queue: QueueBackend, clock: ManualClock) -> None:
     """Passed over before `not_before`, in its place of the order from then on, counted all along."""
     soon = await queue.now() + 5
     await submitted(queue, "a", not_before=soon, priority=1)
     await submitted(queue, "b")
     await submitted(queue, "c")
-    assert await queue.size("p") == 3
+    assert await count_waiting(queue, "p") == 3
     assert [waiting.request for waiting in await queue.peek("p")] == ["b", "c"]
     assert (await leased(queue)).task.request == "b"
     clock.advance(5)
@@ -283,7 +283,7 @@ async def a_task_waits_for_its_time(queue: TaskQueue, clock: ManualClock) -> Non
     assert await drained(queue) == ["a", "c"]
 
 
-async def what_is_more_urgent_can_be_asked_for(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_more_urgent_can_be_asked_for(queue: QueueBackend, clock: ManualClock) -> None:
     """With `above`, only tasks of a higher priority are leased; who waits without it is served first."""
     for name, priority in zip("abc", (0, 3, 7), strict=True):
         await submitted(queue, name, priority=priority)
@@ -301,7 +301,7 @@ async def what_is_more_urgent_can_be_asked_for(queue: TaskQueue, clock: ManualCl
     assert [lease.task.request for lease in await busy] == ["f"]
 
 
-async def a_preference_chooses_among_equals_for_a_moment(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_preference_chooses_among_equals_for_a_moment(queue: QueueBackend, clock: ManualClock) -> None:
     """Inputs that are near, then company, but never before a higher priority nor past a task that has waited."""
     await submitted(queue, "a", near="here")
     await submitted(queue, "b", affinity="alike")
@@ -318,7 +318,7 @@ async def a_preference_chooses_among_equals_for_a_moment(queue: TaskQueue, clock
     assert await drained(queue) == ["g"]
 
 
-async def a_pool_waits_behind_one_that_is_full(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_pool_waits_behind_one_that_is_full(queue: QueueBackend, clock: ManualClock) -> None:
     """And its workers are woken when that one has room again."""
     for name, pool in (("a", "p"), ("b", "q"), ("c", "q")):
         await submitted(queue, name, pool=pool)
@@ -329,7 +329,7 @@ async def a_pool_waits_behind_one_that_is_full(queue: TaskQueue, clock: ManualCl
     assert [lease.task.request for lease in await waiting] == ["a"]
 
 
-async def later_pools_go_first(queue: TaskQueue, clock: ManualClock) -> None:
+async def later_pools_go_first(queue: QueueBackend, clock: ManualClock) -> None:
     """Of one priority, whatever their order and arrival; a pool without a number stands at 0."""
     for name, pool, priority, order in (
         ("a", "p", 0, -1.0), ("b", "q", 0, 0.0), ("c", "r", 0, 9.0), ("d", "p", 1, 0.0), ("e", "q", 0, -1.0),
@@ -340,7 +340,7 @@ async def later_pools_go_first(queue: TaskQueue, clock: ManualClock) -> None:
     assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("fdcebag")
 
 
-async def a_preference_does_not_reach_over_pools(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_preference_does_not_reach_over_pools(queue: QueueBackend, clock: ManualClock) -> None:
     """A task near the worker, or in company, goes before others of pools that are as late as its own, of no others."""
     for name, pool, near in (("a", "p", "here"), ("b", "q", ""), ("c", "q", "here"), ("d", "r", "here")):
         await submitted(queue, name, pool=pool, near=near)
@@ -348,7 +348,7 @@ async def a_preference_does_not_reach_over_pools(queue: TaskQueue, clock: Manual
     assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("cdba")
 
 
-async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: QueueBackend, clock: ManualClock) -> None:
     """And none that are not later, however small their tasks are and whatever their priority is."""
     for name, pool, room, priority in (
         ("a", "q", 60, 9), ("b", "p", 1, 8), ("c", "r", 30, 0), ("d", "q", 1, 0), ("e", "s", 30, 0), ("f", "r", 30, 0)
@@ -362,7 +362,7 @@ async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: TaskQueue, clock:
     assert [lease.task.request for lease in await waiting] == ["b"]
 
 
-async def a_pool_keeps_room_for_others(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_pool_keeps_room_for_others(queue: QueueBackend, clock: ManualClock) -> None:
     """Its tasks are claimed as long as they leave so many bytes free; other pools may use those."""
     for name, pool in (("a", "p"), ("b", "p"), ("c", "p"), ("d", "q"), ("e", "q"), ("f", "q")):
         await submitted(queue, name, pool=pool, room=30)
@@ -374,7 +374,7 @@ async def a_pool_keeps_room_for_others(queue: TaskQueue, clock: ManualClock) -> 
     assert await drained(queue) == ["c"]
 
 
-async def every_resource_is_counted_for_itself(queue: TaskQueue, clock: ManualClock) -> None:
+async def every_resource_is_counted_for_itself(queue: QueueBackend, clock: ManualClock) -> None:
     """A task that needs more of one than is left stops those of pools that draw on that one; who does not goes on."""
     for name, pool, needs in (
         ("a", "p", {"kv": 3}), ("b", "p", {"kv": 3}), ("c", "q", {"kv": 1}), ("d", "r", {}), ("e", "s", {"kv": 2}),

@@ -6,20 +6,20 @@ import asyncio
 
 from unfuse.core.errors import LimitReached, Overloaded
 from unfuse.core.request import Allowance, Record
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, QueueBackend
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import change, done, leased, raised, request, task
+from unfuse.testing.queue_samples import change, count_waiting, done, leased, raised, request, task
 
 TWO = Allowance(concurrent=2)
 THREE_A_MINUTE = Allowance(rate=3, per_s=60)
 
 
-async def _submit(queue: TaskQueue, name: str, may: Allowance, tenant: str = "t", **fields: str) -> Record:
+async def _submit(queue: QueueBackend, name: str, may: Allowance, tenant: str = "t", **fields: str) -> Record:
     limits = Limits(max_active=1000, tenant=may)
     return await queue.submit(request(name, tenant=tenant, **fields), [task(name)], [], limits)
 
 
-async def a_tenant_has_as_many_requests_as_it_may(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_tenant_has_as_many_requests_as_it_may(queue: QueueBackend, clock: ManualClock) -> None:
     """One more is refused with nothing stored, whatever becomes of those it has, until one of them is over.
 
     The requests of others neither count nor are refused.
@@ -35,14 +35,14 @@ async def a_tenant_has_as_many_requests_as_it_may(queue: TaskQueue, clock: Manua
     await queue.hand_back(lease.claim)
     await raised(LimitReached, _submit(queue, "c", TWO))
     await queue.commit(change(record, status="cancelled", completed_at=1.0))
-    assert await queue.size("p") == 3
+    assert await count_waiting(queue, "p") == 3
     await _submit(queue, "c", TWO)
     await raised(LimitReached, _submit(queue, "d", TWO))
     await queue.drop("b")
     await raised(LimitReached, _submit(queue, "d", TWO))
 
 
-async def a_tenant_s_count_follows_a_repeated_commit_once(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_tenant_s_count_follows_a_repeated_commit_once(queue: QueueBackend, clock: ManualClock) -> None:
     """What ends a request and is sent again makes room for one, not for two; a repeated submit takes none."""
     record = await _submit(queue, "a", TWO)
     ending = done(record, await leased(queue), status="completed", completed_at=1.0)
@@ -55,7 +55,7 @@ async def a_tenant_s_count_follows_a_repeated_commit_once(queue: TaskQueue, cloc
     await raised(LimitReached, _submit(queue, "d", TWO))
 
 
-async def a_tenant_s_limit_holds_among_many_at_once(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_tenant_s_limit_holds_among_many_at_once(queue: QueueBackend, clock: ManualClock) -> None:
     """Of twenty that come at one time as many are accepted as may be."""
     tries = (_submit(queue, str(number), TWO) for number in range(20))
     answers = await asyncio.gather(*tries, return_exceptions=True)
@@ -63,7 +63,7 @@ async def a_tenant_s_limit_holds_among_many_at_once(queue: TaskQueue, clock: Man
     assert sum(isinstance(answer, LimitReached) for answer in answers) == 18
 
 
-async def a_rate_is_there_again_as_time_passes(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_rate_is_there_again_as_time_passes(queue: QueueBackend, clock: ManualClock) -> None:
     """Three a minute may come at once; then one in twenty seconds. Who comes too early is told for how long to wait;
     what was refused, and a repeat, took nothing; the ends of requests give nothing back.
     """
@@ -86,7 +86,7 @@ async def a_rate_is_there_again_as_time_passes(queue: TaskQueue, clock: ManualCl
     await raised(LimitReached, _submit(queue, "h", THREE_A_MINUTE))
 
 
-async def what_all_may_not_have_costs_no_rate(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_all_may_not_have_costs_no_rate(queue: QueueBackend, clock: ManualClock) -> None:
     """A request that is refused for the sake of all takes nothing of its tenant's rate."""
     once = Allowance(rate=1, per_s=60)
     await queue.submit(request("a"), [task("a")], [], Limits())

@@ -7,9 +7,20 @@ from typing import Any
 
 from unfuse.core.errors import NotFound
 from unfuse.core.request import REQUEST_MOVES, Record, Webhook
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, QueueBackend
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import LIMITS, TTL, change, done, raised, request, submitted, task, wanted
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    count_waiting,
+    done,
+    raised,
+    request,
+    submitted,
+    task,
+    wanted,
+)
 
 TENANTS = (None, "t", "nobody")
 ASKED: dict[str, tuple[Any, ...]] = {
@@ -24,7 +35,7 @@ ASKED: dict[str, tuple[Any, ...]] = {
 """What is asked of each field, within each tenant."""
 
 
-async def every_filter_finds_what_there_is(queue: TaskQueue, clock: ManualClock) -> None:
+async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClock) -> None:
     """Alone and within a tenant, in both orders, in any pages, while requests run, end, are looked at and are gone."""
     fields: dict[str, Any]
     for number, name in enumerate(("a", "video_b", "c", "video_d", "e", "video_f", "g", "h")):
@@ -49,7 +60,7 @@ async def every_filter_finds_what_there_is(queue: TaskQueue, clock: ManualClock)
     assert {one.context.id for one in await queue.list(Filter())} == {"a", "video_b", "video_f", "g", "h"}
 
 
-async def a_status_is_the_one_that_is_shown(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_status_is_the_one_that_is_shown(queue: QueueBackend, clock: ManualClock) -> None:
     """What runs is in progress, from its lease on; handed back it is queued again."""
     record = await submitted(queue, "a")
     assert (record.status, await _ids(queue, Filter(status="queued"))) == ("queued", ["a"])
@@ -60,7 +71,7 @@ async def a_status_is_the_one_that_is_shown(queue: TaskQueue, clock: ManualClock
     assert (await _ids(queue, Filter(status="queued")), await _ids(queue, Filter(status="in_progress"))) == (["a"], [])
 
 
-async def a_page_begins_behind_what_its_tenant_has(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: ManualClock) -> None:
     """Behind any request of the tenant, asked for or not. What is another's, gone, or never was is unknown."""
     for name, tenant in (("a", "t"), ("b", "u"), ("g", "t"), ("c", "t")):
         await queue.submit(request(name, tenant=tenant), [], [], LIMITS)
@@ -76,14 +87,14 @@ async def a_page_begins_behind_what_its_tenant_has(queue: TaskQueue, clock: Manu
             assert told == [told[0].replace(" b", f" {name}") for name in "bgn"]
 
 
-async def of_simultaneous_repeats_one_is_stored(queue: TaskQueue, clock: ManualClock) -> None:
+async def of_simultaneous_repeats_one_is_stored(queue: QueueBackend, clock: ManualClock) -> None:
     """Submitted at the same time under one key, all are answered with the same request, which alone is queued."""
     same = (queue.submit(request(n, tenant="t", idempotency_key="k"), [task(n)], [], LIMITS) for n in "abcdefgh")
     assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
-    assert (len(await queue.list(Filter())), await queue.size("p")) == (1, 1)
+    assert (len(await queue.list(Filter())), await count_waiting(queue, "p")) == (1, 1)
 
 
-async def check_lists(queue: TaskQueue) -> None:
+async def check_lists(queue: QueueBackend) -> None:
     """Compare what each filter finds with what looking through everything does."""
     everything = await queue.list(Filter())
     filters = [Filter(tenant=tenant) for tenant in TENANTS]
@@ -92,7 +103,7 @@ async def check_lists(queue: TaskQueue) -> None:
     await asyncio.gather(*(_check_list(queue, which, everything) for which in filters))
 
 
-async def _check_list(queue: TaskQueue, which: Filter, everything: list[Record]) -> None:
+async def _check_list(queue: QueueBackend, which: Filter, everything: list[Record]) -> None:
     found = [record for record in everything if _is_asked_for(record, which)]
     assert await queue.list(which) == found, which
     assert await queue.list(which, oldest_first=True) == found[::-1], which
@@ -106,7 +117,7 @@ def _is_asked_for(record: Record, which: Filter) -> bool:
     return all(has[name] == value for name, value in which.asked().items())
 
 
-async def _ids(queue: TaskQueue, which: Filter, after: str | None = None) -> list[str]:
+async def _ids(queue: QueueBackend, which: Filter, after: str | None = None) -> list[str]:
     return [record.context.id for record in await queue.list(which, after=after)]
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.event import Event
-from unfuse.queues.base import FRONT, MAX_CACHED, Filter, Limits, PoolStats, Stats, TaskQueue
+from unfuse.queues.base import FRONT, MAX_CACHED, Filter, Limits, PoolStats, QueueBackend, Stats
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    count_waiting,
     done,
     handle,
     history,
@@ -26,7 +27,7 @@ from unfuse.testing.queue_samples import (
 )
 
 
-async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
+async def requests_are_listed_newest_first(queue: QueueBackend, clock: ManualClock) -> None:
     """In pages behind a request, filtered by any of: over, tenant, idempotency key."""
 
     async def names(which: Filter, after: str | None = None, limit: int = 100) -> Sequence[str]:
@@ -45,7 +46,7 @@ async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock)
     await raised(NotFound, queue.list(Filter(), after="nobody"))
 
 
-async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_over_is_forgotten(queue: QueueBackend, clock: ManualClock) -> None:
     """Once it is old, with its idempotency key; what is not over stays however old it is."""
     for name in ("old", "new", "active"):
         await queue.submit(request(name, idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
@@ -58,7 +59,7 @@ async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> Non
     assert again.context.status == "queued"
 
 
-async def a_secret_is_the_one_that_was_proposed_first(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_secret_is_the_one_that_was_proposed_first(queue: QueueBackend, clock: ManualClock) -> None:
     """All callers get the first proposal for each name, even if several propose at the same time."""
     proposed = [f"{number:02}" * 16 for number in range(8)]
     found = await asyncio.gather(*(queue.secret("links", one) for one in proposed))
@@ -68,7 +69,7 @@ async def a_secret_is_the_one_that_was_proposed_first(queue: TaskQueue, clock: M
     assert await queue.secret("links", "c" * 32) == found[0]
 
 
-async def one_that_is_over_is_dropped_at_once(queue: TaskQueue, clock: ManualClock) -> None:
+async def one_that_is_over_is_dropped_at_once(queue: QueueBackend, clock: ManualClock) -> None:
     """With its idempotency key, and once is enough; one that is not over stays."""
     await queue.submit(request("a", idempotency_key="k"), [task("a")], [], LIMITS)
     await queue.drop("a")
@@ -79,7 +80,7 @@ async def one_that_is_over_is_dropped_at_once(queue: TaskQueue, clock: ManualClo
     assert (await queue.submit(request("b", idempotency_key="k"), [], [], LIMITS)).context.id == "b"
 
 
-async def it_is_told_which_are_over(queue: TaskQueue, clock: ManualClock) -> None:
+async def it_is_told_which_are_over(queue: QueueBackend, clock: ManualClock) -> None:
     """Those that ended, however they did, and names that nobody knows (any more); in the order they were asked for."""
     for name in ("completed", "failed", "running", "queued", "dropped"):
         await submitted(queue, name, pool="q" if name == "running" else "p")
@@ -95,7 +96,7 @@ async def it_is_told_which_are_over(queue: TaskQueue, clock: ManualClock) -> Non
     assert await queue.over([*many, "queued", *many, "failed"]) == [*many, *many, "failed"]
 
 
-async def what_there_is_to_do_is_told(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -> None:
     """Requests that are not over; of each pool that is asked for the tasks that wait, the longest wait of the first
     FRONT that may be leased, through hand-backs too, and the seconds predicted of what is not done.
     """
@@ -131,7 +132,7 @@ async def what_there_is_to_do_is_told(queue: TaskQueue, clock: ManualClock) -> N
     assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT + 1, 8.0 * FRONT)
 
 
-async def a_prediction_that_is_no_time_counts_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_prediction_that_is_no_time_counts_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Neither what is no number, nor infinite, nor less than nothing, nor longer than anybody waits."""
     costs = {f"p{n}": cost for n, cost in enumerate((float("nan"), float("inf"), -1.0, 1e300, 1e-12, 2.0))}
     record = await queue.submit(request("a", plan=planned(**costs)), [], [], LIMITS)
@@ -140,7 +141,7 @@ async def a_prediction_that_is_no_time_counts_nothing(queue: TaskQueue, clock: M
     assert (await queue.stats(["p"])).pools == {"p": PoolStats()}
 
 
-async def dead_ones_are_found(queue: TaskQueue, clock: ManualClock) -> None:
+async def dead_ones_are_found(queue: QueueBackend, clock: ManualClock) -> None:
     """Among all that are over, those somebody should look at."""
     for name in "abc":
         await submitted(queue, name)
@@ -149,7 +150,7 @@ async def dead_ones_are_found(queue: TaskQueue, clock: ManualClock) -> None:
     assert [record.context.id for record in await queue.list(Filter(dead=False))] == ["b"]
 
 
-async def what_is_over_may_still_be_marked(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClock) -> None:
     """One that was dead and has been looked at: by its version, as any change, and nothing of it is queued by that."""
     record = await submitted(queue, "a")
     over = await queue.commit(change(record, status="failed", dead=True, completed_at=5.0, events=(Event("failed"),)))
@@ -159,7 +160,7 @@ async def what_is_over_may_still_be_marked(queue: TaskQueue, clock: ManualClock)
     assert (await queue.load("a")).context == seen.context
     assert await queue.list(Filter(dead=True)) == []
     assert [one.context.id for one in await queue.list(Filter(over=True, dead=False))] == ["a"]
-    assert (await queue.size("p"), list(await queue.peek("p"))) == (0, [])
+    assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (0, [])
     assert [event.type for event in await history(queue, "a")] == ["queued", "failed"]
     tight = Limits(max_active=1)
     await queue.submit(request("b"), [], [], tight)
@@ -167,7 +168,7 @@ async def what_is_over_may_still_be_marked(queue: TaskQueue, clock: ManualClock)
     assert await queue.forget(5.1) == ["a"]
 
 
-async def what_is_over_when_it_comes_stays_so(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: ManualClock) -> None:
     """It is found, listed, watched, repeated and forgotten as any that is over, and takes nobody's place."""
     tight, events = Limits(max_active=1), (Event("queued"), Event("completed"))
     over = request("a", status="completed", completed_at=5.0, idempotency_key="k", cost=9.0, plan=planned(p=9.0))
@@ -184,14 +185,14 @@ async def what_is_over_when_it_comes_stays_so(queue: TaskQueue, clock: ManualClo
     await raised(NotFound, queue.load("a"))
 
 
-async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
     tight = Limits(max_active=2, max_queue=2)
     await queue.submit(request("a"), [task("a", pool="q")], [], tight)
     refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
     assert (await raised(Overloaded, refused)).retry_after > 0
     await raised(NotFound, queue.load("b"))
-    assert await queue.size("p") == 0
+    assert await count_waiting(queue, "p") == 0
     await queue.submit(request("b"), [task("b", stage) for stage in "xy"], [], tight)
     await raised(Overloaded, queue.submit(request("c"), [task("c", pool="r")], [], tight))
     assert (await queue.submit(request("a"), [], [], tight)).context.id == "a"
@@ -199,7 +200,7 @@ async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
     await queue.submit(request("c"), [task("c")], [], tight)
 
 
-async def what_costs_too_much_together_is_refused(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_costs_too_much_together_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
     """What ends gives its cost back; one that alone costs more than everything may is taken when nothing else is."""
     tight = Limits(max_cost=10.0)
     await queue.submit(request("huge", cost=99.0), [], [], tight)
@@ -212,7 +213,7 @@ async def what_costs_too_much_together_is_refused(queue: TaskQueue, clock: Manua
     await queue.submit(request("d", cost=4.5), [], [], tight)
 
 
-async def what_was_encoded_is_found_by_its_key(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_was_encoded_is_found_by_its_key(queue: QueueBackend, clock: ManualClock) -> None:
     """As it was kept, the newest under a key, until that very object is given up."""
     for key, id in (("k", "a"), ("l", "b"), ("k", "c")):
         await queue.cache(key, handle(id), 100)
@@ -223,7 +224,7 @@ async def what_was_encoded_is_found_by_its_key(queue: TaskQueue, clock: ManualCl
     assert await queue.cached(["k", "l"]) == {"k": handle("c")}
 
 
-async def what_was_encoded_is_given_up_when_unused(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_was_encoded_is_given_up_when_unused(queue: QueueBackend, clock: ManualClock) -> None:
     """The least recently used goes first, as much as there must be room for; what is larger than all room is not kept,
     and does not push out others; who looks without `use` does not use.
     """
@@ -253,7 +254,7 @@ async def what_was_encoded_is_given_up_when_unused(queue: TaskQueue, clock: Manu
     assert await kept("h", "i") == ["h", "i"]
 
 
-async def so_much_may_be_kept_of_what_was_encoded(queue: TaskQueue, clock: ManualClock) -> None:
+async def so_much_may_be_kept_of_what_was_encoded(queue: QueueBackend, clock: ManualClock) -> None:
     """However small it is."""
     keys = [str(number) for number in range(MAX_CACHED + 1)]
     for key in keys:

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from unfuse.core.event import Event
+from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import ARENA, SLOTS, Claim, Lease, Task
-from unfuse.queues.base import Limits, TaskQueue
-from unfuse.queues.wanted import Offer, Wanted
+from unfuse.queues.base import Limits, Offer, QueueBackend, Wanted
 from unfuse.testing.clock import ManualClock
 
 TTL = 10.0
@@ -44,7 +44,7 @@ def task(name: str, stage: str = "s", pool: str = "p", attempt: int = 1, **field
     return Task(name, stage, attempt, pool, kind="denoise", model="model", params={}, **fields)
 
 
-async def submitted(queue: TaskQueue, name: str, **fields: Any) -> Record:
+async def submitted(queue: QueueBackend, name: str, **fields: Any) -> Record:
     """A stored request with one queued task that has these fields."""
     return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
 
@@ -71,15 +71,26 @@ def wanted(
     return Wanted(offers, **more)
 
 
-async def leased(queue: TaskQueue, *pools: str, worker: str = "w") -> Lease:
+async def leased(queue: QueueBackend, *pools: str, worker: str = "w") -> Lease:
     """The one next lease of these pools."""
     (lease,) = await queue.lease(worker, wanted(*(pools or ("p",))), TTL)
     return lease
 
 
-async def drained(queue: TaskQueue, *pools: str) -> list[str]:
+async def drained(queue: QueueBackend, *pools: str) -> list[str]:
     """Requests of all the tasks of these pools, in the order in which they are leased."""
     return [lease.task.request for lease in await queue.lease("w", wanted(*(pools or ("p",)), slots=1000), TTL)]
+
+
+async def count_waiting(queue: QueueBackend, pool: str) -> int:
+    """The number of tasks that wait in a pool."""
+    return (await queue.stats([pool])).pools[pool].waiting
+
+
+async def append(queue: QueueBackend, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
+    """Append pieces to the output of one task. Returns whether its lease is held."""
+    (is_held,) = await queue.append_all([Grown(claim, offset, tuple(pieces))])
+    return is_held
 
 
 def change(record: Record, claim: Claim | None = None, **fields: Any) -> Change:
@@ -96,7 +107,7 @@ def done(record: Record, lease: Lease, **fields: Any) -> Change:
     return change(record, lease.claim, stages=stages, **{"status": "in_progress", **fields})
 
 
-async def passing(queue: TaskQueue, clock: ManualClock, seconds: float) -> list[Lease]:
+async def passing(queue: QueueBackend, clock: ManualClock, seconds: float) -> list[Lease]:
     """Let time pass while somebody sweeps; returns what has expired at its end."""
     late = await queue.expired(TTL)
     for _ in range(ceil(seconds / TTL * 4)):
@@ -119,7 +130,7 @@ async def following(stream: AsyncIterator[Event]) -> Event | None:
     return await anext(stream, None)
 
 
-async def history(queue: TaskQueue, name: str, after: int = 0) -> Sequence[Event]:
+async def history(queue: QueueBackend, name: str, after: int = 0) -> Sequence[Event]:
     """All events of a request that is over."""
     return [event async for event in queue.watch(name, after)]
 

@@ -13,7 +13,7 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, StageState, Timings
-from unfuse.queues.base import Declaration, TaskQueue
+from unfuse.queues.base import Declaration, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_growth import GROWTH_RULES
 from unfuse.testing.queue_leases import LEASE_RULES
@@ -24,6 +24,7 @@ from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
     change,
+    count_waiting,
     done,
     drained,
     following,
@@ -39,7 +40,7 @@ from unfuse.testing.queue_samples import (
 )
 from unfuse.testing.queue_waiting import WAITING_RULES
 
-Rule = Callable[[TaskQueue, ManualClock], Awaitable[None]]
+Rule = Callable[[QueueBackend, ManualClock], Awaitable[None]]
 
 PATIENCE_S = 30.0
 """A rule that takes longer waits for something that will never come."""
@@ -47,7 +48,7 @@ PATIENCE_S = 30.0
 T = TypeVar("T", bound=UnfuseError)
 
 
-async def check_queue(open: Callable[[], Awaitable[TaskQueue]], clock: ManualClock) -> None:
+async def check_queue(open: Callable[[], Awaitable[QueueBackend]], clock: ManualClock) -> None:
     """Hold every rule against a fresh queue that `open` gives, one after the other.
 
     The queue must read its time from `clock`. Raises an ExceptionGroup with one error for each rule that is broken,
@@ -64,7 +65,7 @@ async def check_queue(open: Callable[[], Awaitable[TaskQueue]], clock: ManualClo
         raise ExceptionGroup(f"{len(broken)} of {len(RULES)} rules of the queue port are broken", broken)
 
 
-async def check_rule(rule: Rule, queue: TaskQueue, clock: ManualClock) -> None:
+async def check_rule(rule: Rule, queue: QueueBackend, clock: ManualClock) -> None:
     """Hold one rule against an empty queue, and close it."""
     try:
         async with timeout(PATIENCE_S):
@@ -73,15 +74,15 @@ async def check_rule(rule: Rule, queue: TaskQueue, clock: ManualClock) -> None:
         await queue.close()
 
 
-async def a_known_id_is_submitted_once(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_known_id_is_submitted_once(queue: QueueBackend, clock: ManualClock) -> None:
     """The second time nothing changes and the stored record is the answer."""
     first = await submitted(queue, "a")
     again = await queue.submit(request("a", priority=7), [task("a", "t")], [Event("queued")], LIMITS)
     assert again.context == first.context
-    assert await queue.size("p") == 1
+    assert await count_waiting(queue, "p") == 1
 
 
-async def an_idempotency_key_is_submitted_once_a_tenant(queue: TaskQueue, clock: ManualClock) -> None:
+async def an_idempotency_key_is_submitted_once_a_tenant(queue: QueueBackend, clock: ManualClock) -> None:
     """Another id under the same key joins the first, also when it is over; an empty key joins nothing."""
     for name, tenant, key in (("a", "t", "k"), ("b", "t", "k"), ("c", "u", "k"), ("d", "t", ""), ("e", "t", "")):
         record = await queue.submit(request(name, tenant=tenant, idempotency_key=key), [task(name)], [], LIMITS)
@@ -92,7 +93,7 @@ async def an_idempotency_key_is_submitted_once_a_tenant(queue: TaskQueue, clock:
     assert (again.context.id, again.context.status) == ("a", "cancelled")
 
 
-async def a_repeated_commit_succeeds_once(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_repeated_commit_succeeds_once(queue: QueueBackend, clock: ManualClock) -> None:
     """Same task, attempt and token: no second push, event or version, however late, also after the request is over."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
@@ -100,7 +101,7 @@ async def a_repeated_commit_succeeds_once(queue: TaskQueue, clock: ManualClock) 
     record = await queue.commit(first)
     assert (await queue.commit(first)).context == record.context
     last = await leased(queue)
-    assert await queue.size("p") == 0
+    assert await count_waiting(queue, "p") == 0
     ending = done(record, last, status="completed", events=(Event("completed"),))
     await queue.commit(ending)
     assert (await queue.commit(ending)).context.version == 2
@@ -109,7 +110,7 @@ async def a_repeated_commit_succeeds_once(queue: TaskQueue, clock: ManualClock) 
     assert kinds == ["queued", "stage_started", "stage_completed", "stage_started", "completed"]
 
 
-async def a_claim_counts_as_a_whole(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_claim_counts_as_a_whole(queue: QueueBackend, clock: ManualClock) -> None:
     """A token that differs in one bit, is cut short or longer, another attempt, another stage: none holds the lease,
     nor does any pass for the commit that was applied.
     """
@@ -131,7 +132,7 @@ async def a_claim_counts_as_a_whole(queue: TaskQueue, clock: ManualClock) -> Non
     assert (await queue.renew([lease.claim, other.claim], TTL)).held == (other.claim,)
 
 
-async def a_commit_that_raises_has_no_effect(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualClock) -> None:
     """Not one of its parts: context, lease, pushes, closes, events."""
     record = await queue.submit(request("a"), [task("a"), task("a", "u")], [Event("queued")], LIMITS)
     lease = await leased(queue)
@@ -157,7 +158,7 @@ async def a_commit_that_raises_has_no_effect(queue: TaskQueue, clock: ManualCloc
     assert [event.type for event in await history(queue, "a", after=2)] == ["stage_completed", "cancelled"]
 
 
-async def two_who_decide_at_once_conflict(queue: TaskQueue, clock: ManualClock) -> None:
+async def two_who_decide_at_once_conflict(queue: QueueBackend, clock: ManualClock) -> None:
     """The second change from one version is refused, and accepted once it is made from the new one."""
     record = await submitted(queue, "a")
     await queue.commit(change(record, priority=1))
@@ -166,7 +167,7 @@ async def two_who_decide_at_once_conflict(queue: TaskQueue, clock: ManualClock) 
     assert (after.context.version, after.context.priority) == (2, 2)
 
 
-async def a_push_takes_the_place_of_its_key(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_push_takes_the_place_of_its_key(queue: QueueBackend, clock: ManualClock) -> None:
     """One task a key: it replaces what waits under it, behind the others, and ends the lease under it."""
     record = await submitted(queue, "a")
     await submitted(queue, "b")
@@ -179,7 +180,7 @@ async def a_push_takes_the_place_of_its_key(queue: TaskQueue, clock: ManualClock
     assert (await leased(queue)).task.attempt == 3
 
 
-async def a_request_moves_with_its_deadline(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_request_moves_with_its_deadline(queue: QueueBackend, clock: ManualClock) -> None:
     """A task that is pushed under another number stands there, and why is kept: it waited for a pool that slept."""
     record = await submitted(queue, "a", order=10.0)
     await submitted(queue, "b", order=60.0)
@@ -189,7 +190,7 @@ async def a_request_moves_with_its_deadline(queue: TaskQueue, clock: ManualClock
     assert [waiting.request for waiting in await queue.peek("p")] == ["b", "a"]
 
 
-async def close_withdraws(queue: TaskQueue, clock: ManualClock) -> None:
+async def close_withdraws(queue: QueueBackend, clock: ManualClock) -> None:
     """Queued tasks, also those whose time has not come, and leases; a key that is nowhere is no error."""
     stages = ("queued", "later", "leased")
     soon = await queue.now() + 5
@@ -198,12 +199,12 @@ async def close_withdraws(queue: TaskQueue, clock: ManualClock) -> None:
     lease = await leased(queue)
     record = await queue.commit(change(record, close=(*(("a", stage) for stage in stages), ("a", "nowhere"))))
     clock.advance(6)
-    assert (await queue.size("p"), await drained(queue)) == (0, [])
+    assert (await count_waiting(queue, "p"), await drained(queue)) == (0, [])
     assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
     assert (record.running, record.position) == ((), None)
 
 
-async def the_end_of_a_request_takes_everything(queue: TaskQueue, clock: ManualClock) -> None:
+async def the_end_of_a_request_takes_everything(queue: QueueBackend, clock: ManualClock) -> None:
     """Cancelled while queued, delayed, leased or between: nothing stays queued or leased, and old claims are lost."""
     later = await queue.now() + 5
     for name in ("queued", "delayed", "held", "pushed"):
@@ -213,14 +214,14 @@ async def the_end_of_a_request_takes_everything(queue: TaskQueue, clock: ManualC
         ended = await queue.commit(change(record, status="cancelled", push=push, events=(Event("cancelled"),)))
         assert (ended.running, ended.position) == ((), None)
         clock.advance(6)
-        assert (await queue.size("p"), await drained(queue), await queue.expired(TTL)) == (0, [], [])
+        assert (await count_waiting(queue, "p"), await drained(queue), await queue.expired(TTL)) == (0, [], [])
         for lease in leases:
             assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
             await raised(LeaseLost, queue.commit(done(ended, lease)))
         assert (await queue.load(name)).context.status == "cancelled"
 
 
-async def a_record_tells_what_runs(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_record_tells_what_runs(queue: QueueBackend, clock: ManualClock) -> None:
     """Its position while it waits, then stage, attempt, worker and step."""
     for name, priority in (("a", 0), ("b", 1), ("c", 0)):
         await submitted(queue, name, priority=priority)
@@ -235,7 +236,7 @@ async def a_record_tells_what_runs(queue: TaskQueue, clock: ManualClock) -> None
     assert [(await queue.load(name)).position for name in "ac"] == [0, 1]
 
 
-async def a_record_tells_what_an_attempt_has_used(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_record_tells_what_an_attempt_has_used(queue: QueueBackend, clock: ManualClock) -> None:
     """The most that was reported, with or without a step; of another attempt nothing."""
     await submitted(queue, "a")
     lease = await leased(queue, worker="worker")
@@ -254,7 +255,7 @@ async def a_record_tells_what_an_attempt_has_used(queue: TaskQueue, clock: Manua
     assert (await queue.load("a")).running[0].timings == Timings(share_s=0.5)
 
 
-async def events_are_numbered_and_end(queue: TaskQueue, clock: ManualClock) -> None:
+async def events_are_numbered_and_end(queue: QueueBackend, clock: ManualClock) -> None:
     """From 1, without gaps while few; `after` leaves out what was seen; the stream ends behind the terminal event."""
     record = await submitted(queue, "a")
     stream = queue.watch("a")
@@ -272,7 +273,7 @@ async def events_are_numbered_and_end(queue: TaskQueue, clock: ManualClock) -> N
     assert [event.seq for event in await history(queue, "a")] == [1, 2, 3, 4]
 
 
-async def who_watches_nothing_is_told_at_once(queue: TaskQueue, clock: ManualClock) -> None:
+async def who_watches_nothing_is_told_at_once(queue: QueueBackend, clock: ManualClock) -> None:
     """An unknown request is NotFound, no later than when the first event is asked for."""
 
     async def watched() -> None:
@@ -282,7 +283,7 @@ async def who_watches_nothing_is_told_at_once(queue: TaskQueue, clock: ManualClo
     await raised(NotFound, queue.load("nobody"))
 
 
-async def progress_needs_its_lease(queue: TaskQueue, clock: ManualClock) -> None:
+async def progress_needs_its_lease(queue: QueueBackend, clock: ManualClock) -> None:
     """Published while held, refused without effect afterwards, never in the version."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
@@ -294,7 +295,7 @@ async def progress_needs_its_lease(queue: TaskQueue, clock: ManualClock) -> None
     assert [event.type for event in await history(queue, "a")] == ["queued", "stage_started", "progress", "completed"]
 
 
-async def old_progress_is_dropped_first(queue: TaskQueue, clock: ManualClock) -> None:
+async def old_progress_is_dropped_first(queue: QueueBackend, clock: ManualClock) -> None:
     """The log is bounded; what structures the history stays, and so does the latest progress."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
@@ -309,7 +310,7 @@ async def old_progress_is_dropped_first(queue: TaskQueue, clock: ManualClock) ->
     assert events[-1].seq == 3003
 
 
-async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: ManualClock) -> None:
     """Each name's last word counts, for itself, and no worker has to be there."""
     card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     assert await queue.declared() == {}
@@ -323,7 +324,7 @@ async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClo
     assert await queue.declared() == {"serve": Declaration(()), "operator": sleepy}
 
 
-async def a_new_declaration_replaces_no_current_one(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: ManualClock) -> None:
     """Of two that are stored at once one is refused; one that is gone, or failed, is replaced."""
     card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     first = Declaration((card,), source="admin", server="one")
@@ -339,7 +340,7 @@ async def a_new_declaration_replaces_no_current_one(queue: TaskQueue, clock: Man
     assert await queue.declared() == {"model m": first}
 
 
-async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
+async def workers_come_and_go(queue: QueueBackend, clock: ManualClock) -> None:
     """The registry knows who was last heard of when, what it holds, and the cards it brought.
 
     What is leased to one that goes, and nothing else, expires then; it is said again until somebody ends it.
@@ -367,18 +368,18 @@ async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
         clock.advance(1)
 
 
-async def a_pool_is_counted_and_seen(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_pool_is_counted_and_seen(queue: QueueBackend, clock: ManualClock) -> None:
     """Without its leased tasks, in the order in which they would be leased."""
-    assert (await queue.size("p"), list(await queue.peek("p"))) == (0, [])
+    assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (0, [])
     for name, priority in (("a", 0), ("b", 2), ("c", 1)):
         await submitted(queue, name, priority=priority)
     assert [waiting.request for waiting in await queue.peek("p", 2)] == ["b", "c"]
     await leased(queue)
-    assert await queue.size("p") == 2
+    assert await count_waiting(queue, "p") == 2
     assert [waiting.request for waiting in await queue.peek("p")] == ["c", "a"]
 
 
-async def what_is_stored_comes_back_equal(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_is_stored_comes_back_equal(queue: QueueBackend, clock: ManualClock) -> None:
     """Every field of context and task, whatever the backend writes them as."""
     stages = {
         "s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3, alone=True)
@@ -393,7 +394,7 @@ async def what_is_stored_comes_back_equal(queue: TaskQueue, clock: ManualClock) 
     assert (await queue.commit(Change(msgspec.structs.replace(context, version=1)))).context.version == 1
 
 
-async def a_queue_that_works_says_so(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_queue_that_works_says_so(queue: QueueBackend, clock: ManualClock) -> None:
     """By saying nothing."""
     await queue.check()
 

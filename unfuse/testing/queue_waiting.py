@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from unfuse.core.errors import Conflict, LeaseLost
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -26,7 +26,7 @@ from unfuse.testing.queue_samples import (
 )
 
 
-async def a_push_wakes_who_waits(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_push_wakes_who_waits(queue: QueueBackend, clock: ManualClock) -> None:
     """No time passes between; of those who can take it, one gets it."""
     elsewhere = await started(queue.lease("elsewhere", wanted("q"), TTL, wait=60.0))
     small = await started(queue.lease("small", wanted("p", room=1), TTL, wait=60.0))
@@ -41,7 +41,7 @@ async def a_push_wakes_who_waits(queue: TaskQueue, clock: ManualClock) -> None:
     assert [lease.task.request for lease in await elsewhere] == ["c"]
 
 
-async def each_push_finds_its_waiter(queue: TaskQueue, clock: ManualClock) -> None:
+async def each_push_finds_its_waiter(queue: QueueBackend, clock: ManualClock) -> None:
     """Several workers wait, several tasks come at once: all are taken, by whom there is room."""
     waiting = [await started(queue.lease(f"w{n}", wanted("p"), TTL, wait=60.0)) for n in range(3)]
     await queue.submit(request("a"), [task("a", stage) for stage in "xyz"], [], LIMITS)
@@ -50,7 +50,7 @@ async def each_push_finds_its_waiter(queue: TaskQueue, clock: ManualClock) -> No
     assert {lease.worker for lease in leases} == {"w0", "w1", "w2"}
 
 
-async def time_and_hand_backs_wake_too(queue: TaskQueue, clock: ManualClock) -> None:
+async def time_and_hand_backs_wake_too(queue: QueueBackend, clock: ManualClock) -> None:
     """A `not_before` that comes, a task that is handed back, a large task ahead that goes."""
     await submitted(queue, "a", not_before=await queue.now() + 5)
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
@@ -66,7 +66,7 @@ async def time_and_hand_backs_wake_too(queue: TaskQueue, clock: ManualClock) -> 
     assert [lease.task.request for lease in await waiting] == ["b"]
 
 
-async def who_waits_is_served_by_rank(queue: TaskQueue, clock: ManualClock) -> None:
+async def who_waits_is_served_by_rank(queue: QueueBackend, clock: ManualClock) -> None:
     """The lowest first, then who waits longest; who only waits for more urgent work comes behind all of them."""
     ranks = {
         "last": (0.0, 0),
@@ -85,7 +85,7 @@ async def who_waits_is_served_by_rank(queue: TaskQueue, clock: ManualClock) -> N
         assert [(lease.worker, lease.task.request) for lease in await over] == [(name, f"r{number}")]
 
 
-async def nobody_waits_beside_a_task_they_could_take(queue: TaskQueue, clock: ManualClock) -> None:
+async def nobody_waits_beside_a_task_they_could_take(queue: QueueBackend, clock: ManualClock) -> None:
     """Also if who was woken for it takes another one."""
     both = await started(queue.lease("both", wanted("p", "q"), TTL, wait=60.0))
     one, other = [await started(queue.lease(pool, wanted(pool), TTL, wait=60.0)) for pool in "pq"]
@@ -96,7 +96,7 @@ async def nobody_waits_beside_a_task_they_could_take(queue: TaskQueue, clock: Ma
     (one if left is other else other).cancel()
 
 
-async def waiting_ends_in_time(queue: TaskQueue, clock: ManualClock) -> None:
+async def waiting_ends_in_time(queue: QueueBackend, clock: ManualClock) -> None:
     """With nothing, once `wait` seconds have passed."""
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=3.0))
     clock.advance(2.9)
@@ -107,7 +107,7 @@ async def waiting_ends_in_time(queue: TaskQueue, clock: ManualClock) -> None:
     assert await drained(queue) == ["a"]
 
 
-async def a_cancelled_waiter_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_cancelled_waiter_has_claimed_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Also if the push came first and it was woken already: the next waiter gets the task."""
     first = await started(queue.lease("first", wanted("p"), TTL, wait=60.0))
     second = await started(queue.lease("second", wanted("p"), TTL, wait=60.0))
@@ -124,7 +124,7 @@ async def a_cancelled_waiter_has_claimed_nothing(queue: TaskQueue, clock: Manual
     assert await drained(queue) == ["b"]
 
 
-async def closing_wakes_everyone(queue: TaskQueue, clock: ManualClock) -> None:
+async def closing_wakes_everyone(queue: QueueBackend, clock: ManualClock) -> None:
     """Who waits for work or for events gets nothing more."""
     await submitted(queue, "a", pool="q")
     waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
@@ -136,7 +136,7 @@ async def closing_wakes_everyone(queue: TaskQueue, clock: ManualClock) -> None:
     assert await watching is None
 
 
-async def an_outcome_and_an_ask_are_one_call(queue: TaskQueue, clock: ManualClock) -> None:
+async def an_outcome_and_an_ask_are_one_call(queue: QueueBackend, clock: ManualClock) -> None:
     """What the change pushes is leased with it, by the usual order, and the record tells of it; who waits gets the
     rest.
     """
@@ -165,7 +165,7 @@ async def an_outcome_and_an_ask_are_one_call(queue: TaskQueue, clock: ManualCloc
     assert (ended.running, [one.task.request for one in leases]) == ((), ["b"])
 
 
-async def what_raises_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+async def what_raises_has_claimed_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Neither a stale version nor a lost claim; a repeat of what was applied asks anew."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
@@ -184,7 +184,7 @@ async def what_raises_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) 
     assert (await queue.commit_and_lease(change(record), "w", wanted("p", slots=0), TTL))[1] == []
 
 
-async def a_repeat_tells_how_its_request_stands(queue: TaskQueue, clock: ManualClock) -> None:
+async def a_repeat_tells_how_its_request_stands(queue: QueueBackend, clock: ManualClock) -> None:
     """With what is leased with it, whatever else it would have changed."""
     record = await submitted(queue, "a")
     lease = await leased(queue)

@@ -54,8 +54,6 @@ function verbs.expired()
   return found
 end
 
-function verbs.size() return sound(size, A.pool) or 0 end
-
 function verbs.peek()
   sound(ripen, A.pool)
   local found = {}
