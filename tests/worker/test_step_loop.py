@@ -735,7 +735,7 @@ def names(folder: Path) -> set[str]:
 def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.worker.settling.REPORT_S", 0.0)
+    monkeypatch.setattr("unfuse.worker.step_reporter.PROGRESS_INTERVAL_S", 0.0)
     loop, _ = growing(tmp_path)
     lease, told = loop.run("print", steps=4), list[int]()
 
@@ -746,7 +746,7 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
                 assert loop.results.attached(lease.task.request, f"part-1-{step}") == f"part {step};".encode()
         loop.sent.append(message)
 
-    loop.loop._send = loop.loop._settling._send = send
+    loop.loop._send = loop.loop._reporter._send = send
     assert isinstance(loop.outcome(lease), Done)
     assert told == [0, 1, 2, 3, 4]
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-2", "attached-part-1-3", "0"}
