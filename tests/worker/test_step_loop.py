@@ -30,7 +30,7 @@ from unfuse.stages.base import JointStage, Media, OneStep, Stage, StageInput, St
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
-from unfuse.worker.batcher import BatchSizes
+from unfuse.worker.batches import BatchSizes
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop

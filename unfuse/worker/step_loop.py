@@ -25,14 +25,13 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.exactness import Exactness
-from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
 from unfuse.worker.leaks import ComputeLeakCheck
 from unfuse.worker.outputs import announce, completed, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.status import StatusReporter
 from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
-from unfuse.worker.task_log import about
+from unfuse.worker.task_end import about, failure
 from unfuse.worker.turn import Job
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store

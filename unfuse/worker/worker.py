@@ -49,7 +49,6 @@ from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.compute_messages import LeaksFound, Ready
 from unfuse.worker.executor import Executor
-from unfuse.worker.failure import unfetched
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.leaks import WorkerLeakCheck
 from unfuse.worker.link import BEAT_S, Link
@@ -60,7 +59,7 @@ from unfuse.worker.progress import OutputRecorder, ProgressReporter
 from unfuse.worker.registration import Served, decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.sets import Swapping, sets_of
-from unfuse.worker.task_log import about, log_outcome
+from unfuse.worker.task_end import about, log_outcome, unfetched
 from unfuse.worker.weight_files import WeightFiles
 
 BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
