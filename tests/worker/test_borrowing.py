@@ -19,7 +19,7 @@ from unfuse.service.lending import Lending
 from unfuse.stages.adapters import CHUNK, Loras
 from unfuse.worker import borrowing
 from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.failure import unfetched
+from unfuse.worker.task_end import unfetched
 
 DATA = os.urandom(2 * CHUNK + 7)
 ID = xxhash.xxh3_128_hexdigest(DATA)

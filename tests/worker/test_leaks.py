@@ -218,13 +218,13 @@ async def test_a_copy_of_a_task_that_is_over_is_freed(near: Objects, far: Object
 async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: Objects, far: Objects) -> None:
     leaks, lease = WorkerLeakCheck(), reading(made(far))
     await brought(near, far, lease)
-    near.settle(lease, Failed(lease.claim, "crash", "it died"), read_here=False)
+    near.end_task(lease, Failed(lease.claim, "crash", "it died"), read_here=False)
     assert not looked(leaks, near)
     assert near.usage().used == PIECE
 
     other = reading(made(far, request="req_b"), request="req_b")
     await brought(near, far, other)
-    near.settle(other, Stopped(other.claim, Timings()), read_here=False)
+    near.end_task(other, Stopped(other.claim, Timings()), read_here=False)
     assert not looked(leaks, near)
 
 

@@ -256,17 +256,17 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
     first = reading(made(far))
     again, last = (msgspec.structs.replace(first, token=token) for token in (b"again", b"last"))
     assert await near.copies.bring(first, granted(far))
-    near.settle(first, Failed(first.claim, kind, "it died", reason=reason), False)
+    near.end_task(first, Failed(first.claim, kind, "it died", reason=reason), False)
     brought = await near.copies.bring(again, granted(far))
     assert brought and read(near, brought.task.inputs[0]) == {7}
     assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
     near.copies.let_go(first.claim)
-    near.settle(again, Failed(again.claim, "transient", "it failed"), False)
+    near.end_task(again, Failed(again.claim, "transient", "it failed"), False)
     await freed(near)
 
     monkeypatch.setattr(copies, "KEPT_S", 0.0)
     assert await near.copies.bring(last, granted(far))
-    near.settle(last, Failed(last.claim, kind, "it died", reason=reason), False)
+    near.end_task(last, Failed(last.claim, kind, "it died", reason=reason), False)
     await freed(near)
 
 
@@ -281,15 +281,15 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
     announced = msgspec.structs.replace(there, id="announced", checksums=())
     first, lost, last = (msgspec.structs.replace(reading(there), token=token) for token in (b"1", b"2", b"3"))
     assert await near.copies.bring(first, granted(far))
-    near.settle(first, Done(first.claim, None, (), Timings()), True)
+    near.end_task(first, Done(first.claim, None, (), Timings()), True)
     assert await near.copies.bring(lost, granted(far))
     near.copies.let_go(first.claim)
     task = msgspec.structs.replace(lost.task, inputs=(*lost.task.inputs, announced))
-    near.settle(msgspec.structs.replace(lost, task=task), Stopped(lost.claim), False)
+    near.end_task(msgspec.structs.replace(lost, task=task), Stopped(lost.claim), False)
     brought = await near.copies.bring(last, granted())
     assert brought and read(near, brought.task.inputs[0]) == {7}
     assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
-    near.settle(last, Done(last.claim, None, (), Timings()), False)
+    near.end_task(last, Done(last.claim, None, (), Timings()), False)
     near.copies.let_go(lost.claim)
     await freed(near)
 
@@ -297,7 +297,7 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
 async def test_what_is_kept_for_a_task_goes_with_its_request(far: Objects, near: Objects) -> None:
     lease = reading(made(far))
     assert await near.copies.bring(lease, granted(far))
-    near.settle(lease, Failed(lease.claim, "crash", "it died"), False)
+    near.end_task(lease, Failed(lease.claim, "crash", "it died"), False)
     await near.release(["req_a"])
     assert near.usage().used == 0
 

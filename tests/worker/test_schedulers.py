@@ -44,7 +44,7 @@ from unfuse.server.said import pieces
 from unfuse.supervision.clock import SystemClock
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
-from unfuse.worker import telling
+from unfuse.worker import progress
 from unfuse.worker.copies import Copies
 from unfuse.worker.link import Link
 from unfuse.worker.worker import Worker
@@ -221,7 +221,7 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
 async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given tasks that step at one time, then every step is published before its stage is over, and a cancelled task
     ends."""
-    monkeypatch.setattr(telling, "GATHER_S", 0.1)
+    monkeypatch.setattr(progress, "GATHER_S", 0.1)
     async with town(model, 1) as found:
         found.work()
         requests = [await found.submit(f"number {n}", steps=12) for n in range(3)]
@@ -244,7 +244,7 @@ async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
 ) -> None:
     """Given an output that is read while it grows, when the compute process is killed, and a scheduler, then a reader
     gets every piece once and in order, those of before from the process that died, and all are there at the end."""
-    monkeypatch.setattr(telling, "APPEND_S", 0.2)
+    monkeypatch.setattr(progress, "APPEND_S", 0.2)
     async with town(model) as found:
         worker = found.work()
         request = await found.submit("speak", steps=60)

@@ -30,7 +30,7 @@ from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedSta
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
-from unfuse.worker.batcher import BatchSizes
+from unfuse.worker.batches import BatchSizes
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop
@@ -733,7 +733,7 @@ def names(folder: Path) -> set[str]:
 def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.worker.settling.REPORT_S", 0.0)
+    monkeypatch.setattr("unfuse.worker.step_reporter.PROGRESS_INTERVAL_S", 0.0)
     loop, _ = growing(tmp_path)
     lease, told = loop.run("print", steps=4), list[int]()
 
@@ -744,7 +744,7 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
                 assert loop.results.attached(lease.task.request, f"part-1-{step}") == f"part {step};".encode()
         loop.sent.append(message)
 
-    loop.loop._send = loop.loop._settling._send = send
+    loop.loop._send = loop.loop._reporter._send = send
     assert isinstance(loop.outcome(lease), Done)
     assert told == [0, 1, 2, 3, 4]
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-2", "attached-part-1-3", "0"}

@@ -42,7 +42,7 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
     lease: Any = SimpleNamespace(claim="claim")
     worker: Any = SimpleNamespace(
         _borrowing=SimpleNamespace(bring=found),
-        _growing=SimpleNamespace(recorded=found),
+        _outputs=SimpleNamespace(read=found),
         _holding=SimpleNamespace(arrived=lambda _: None),
         _swapping=SimpleNamespace(fits=lambda _: False),
         _end=note,

@@ -21,8 +21,8 @@ from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits
-from unfuse.worker.failure import failure
 from unfuse.worker.ranks import Verdict
+from unfuse.worker.task_end import failure
 from unfuse.worker.turn import Job
 
 

@@ -139,7 +139,7 @@ class Objects:
         held = self._arena.requests() if self._arena and self.store.bounded else frozenset()
         return frozenset(name for name in held if not name.startswith(CACHED)) - self._elsewhere
 
-    def settle(self, lease: Lease, message: Outcome, read_here: bool) -> Outcome:
+    def end_task(self, lease: Lease, message: Outcome, read_here: bool) -> Outcome:
         """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
 
         Copies stay for a while if its compute process died, or an input came to nothing, since it may come here again;

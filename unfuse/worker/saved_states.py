@@ -25,8 +25,8 @@ class SavedStates:
         """A task begins, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def keep(self, saved: Saved | Keep) -> None:
-        """Have recorded what a task has made so far: its state, or a portion, which others find from then on."""
+    async def record(self, saved: Saved | Keep) -> None:
+        """Have a task's state recorded, or a portion, which others find from then on."""
         if isinstance(saved, Saved):
             await self._save(saved)
         else:
@@ -65,12 +65,12 @@ class SavedStates:
             if useless:
                 await self._objects.delete(useless)
 
-    async def settled(self) -> None:
+    async def wait_until_saved(self) -> None:
         """Wait until every checkpoint so far is recorded."""
         async with self._lock:
             return
 
-    async def shared(self, claim: Claim) -> None:
+    async def wait_until_shared(self, claim: Claim) -> None:
         """Wait until every portion of a task so far is recorded."""
         while pending := self._portions.get(claim):
             await asyncio.wait(pending)

@@ -25,15 +25,13 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.exactness import Exactness
-from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
 from unfuse.worker.leaks import ComputeLeakCheck
 from unfuse.worker.outputs import announce, completed, put, write
 from unfuse.worker.ranks import Ranks
-from unfuse.worker.settling import Settling, Told
-from unfuse.worker.shown import withdraw_parts
 from unfuse.worker.status import StatusReporter
-from unfuse.worker.task_log import about
+from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
+from unfuse.worker.task_end import about, failure
 from unfuse.worker.turn import Job
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
@@ -98,7 +96,7 @@ class StepLoop:
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
         self._batches = Batches(batch, exactness, self._ranks)
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
-        self._settling = Settling(store, results, self._send, self._ranks.leads, overlapped)
+        self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
         self._answer = send  # also of a rank that does not report
         self._arrived: dict[Claim, messages.Run] = {}
         self._pieces: dict[tuple[Claim, str], messages.Arrived] = {}  # of inputs that come, to be taken in a turn
@@ -154,7 +152,7 @@ class StepLoop:
         for piece in turn.receive:
             self._answer(self._intake.receive(self._pieces.pop(piece)))
         if turn.changes:
-            self._end(self._settling.rest())
+            self._end(self._reporter.wait())
         self._begin([self._arrived.pop(claim) for claim in turn.admit])
         for cancel in turn.drop:
             self._drop(cancel)
@@ -164,9 +162,9 @@ class StepLoop:
             self._keep(job)
         if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
             computed = self._batches.compute(batch, turn.how)
-            self._end(self._settling.rest())
+            self._end(self._reporter.wait())
             going = [job for job, made in computed if job.claim in self._jobs and self._goes_on(job, made)]
-            self._end(self._settling.begin(going))
+            self._end(self._reporter.report(going))
 
     def _hear(self) -> tuple[messages.Cancel, ...]:
         """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
@@ -273,9 +271,9 @@ class StepLoop:
             return False
         return True
 
-    def _end(self, told: Told) -> None:
-        """End the tasks that are over, of those whose last step is told of, or of which that failed."""
-        for job, error in told:
+    def _end(self, reported: Sequence[ReportResult]) -> None:
+        """Finish the tasks whose last step was reported, and fail those whose report raised."""
+        for job, error in reported:
             try:
                 if error:
                     raise error
@@ -342,7 +340,7 @@ class StepLoop:
             if message.save:
                 self._keep(job)
             if self._ranks.leads:
-                withdraw_parts(self._results, job)
+                delete_parts(self._results, job)
             self._let_go(job)
             self._send(Stopped(message.claim, job.timings))
         elif parked := self._parked.pop(message.claim, None):

@@ -49,18 +49,17 @@ from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.compute_messages import LeaksFound, Ready
 from unfuse.worker.executor import Executor
-from unfuse.worker.failure import unfetched
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.leaks import WorkerLeakCheck
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import KEPT_LORAS, WorkerOptions
 from unfuse.worker.orphan import free_when_orphaned, until_read
+from unfuse.worker.progress import OutputRecorder, ProgressReporter
 from unfuse.worker.registration import Served, decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.sets import Swapping, sets_of
-from unfuse.worker.task_log import about, log_outcome
-from unfuse.worker.telling import Growing, Telling
+from unfuse.worker.task_end import about, log_outcome, unfetched
 from unfuse.worker.weight_files import WeightFiles
 
 BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
@@ -109,8 +108,8 @@ class Worker:
         self._saved_states: SavedStates | None = None
         self._leaks = WorkerLeakCheck()
         self._background = Supervisor()
-        self._telling = Telling(self._link, self._background, self._cancel)
-        self._growing = Growing(self._link, self._background, self._cancel)
+        self._progress = ProgressReporter(self._link, self._background, self._cancel)
+        self._outputs = OutputRecorder(self._link, self._background, self._cancel)
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError if it cannot start."""
@@ -310,7 +309,7 @@ class Worker:
         """Fetch inputs that cannot be mapped, then have compute run the task."""
         try:
             await self._borrowing.bring(lease)
-            brought, recorded = await objects.copies.bring(lease, granted), await self._growing.recorded(lease)
+            brought, recorded = await objects.copies.bring(lease, granted), await self._outputs.read(lease)
         except Exception as error:  # any error must end the task, or it would be lost
             await executor.passing.drop(lease.claim)
             await self._end(unfetched(lease.claim, error, executor.ready))
@@ -346,21 +345,21 @@ class Worker:
             self._background.once("asking for work", self._go_on)
         elif isinstance(message, Progress):
             if message.step:
-                self._telling.stepped(message)
+                self._progress.add(message)
             else:
                 log.debug("task began", **about(message.claim))
         elif isinstance(message, Saved | Keep):
             if self._saved_states:
-                self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
+                self._background.once("recording what a task has so far", partial(self._saved_states.record, message))
         elif isinstance(message, Announced):
             self._holding.placed(message.claim)
             self._background.once("announcing an output", partial(self._announce, message))
         elif isinstance(message, Grown):
-            self._growing.grown(message)
+            self._outputs.add(message)
         elif isinstance(message, LeaksFound):
             self._leaks.found(message.leaks)
         else:
-            self._telling.flush()
+            self._progress.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
 
     async def _cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
@@ -373,8 +372,8 @@ class Worker:
         try:
             if isinstance(message, Done):
                 message = await self._unless_overwritten(message)
-            await self._growing.settled(message.claim)
-            await self._settle(message, self._holding.end(message.claim))
+            await self._outputs.wait_until_recorded(message.claim)
+            await self._report_end(message, self._holding.end(message.claim))
         finally:
             self._reporting -= 1
             if not self._active and not self._reporting:
@@ -392,15 +391,15 @@ class Worker:
             await asyncio.sleep(self._beat_s)
         return message
 
-    async def _settle(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
+    async def _report_end(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
         if isinstance(message, Stopped) and self._draining.is_set():
             message = Failed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
         if self._saved_states and isinstance(message, Failed):
-            await self._saved_states.settled()  # the next attempt resumes from there
+            await self._saved_states.wait_until_saved()  # the next attempt resumes from there
         if self._saved_states and isinstance(message, Done) and lease and lease.task.extends:
-            await self._saved_states.shared(message.claim)  # none is taken any more once the request is over
+            await self._saved_states.wait_until_shared(message.claim)  # none is taken any more once the request is over
         if self._objects and lease:
-            message = self._objects.settle(lease, message, declared(lease.task.pool) in self._read_here)
+            message = self._objects.end_task(lease, message, declared(lease.task.pool) in self._read_here)
         log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
@@ -412,7 +411,7 @@ class Worker:
                 message = msgspec.structs.replace(message, ask=self._wanted(lease.task.pool if lease else ""))
         self._changed.set()
         try:
-            recorded = await self._report(message)
+            recorded = await self._send_end(message)
         finally:
             if asks:
                 self._asks_with_outcome = False
@@ -422,7 +421,7 @@ class Worker:
         if self._saved_states:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
-    async def _report(self, message: Stopped | Done | Failed) -> bool:
+    async def _send_end(self, message: Stopped | Done | Failed) -> bool:
         """Send the end of a task until it is recorded (True), or the lease is known to be lost (False).
 
         A task that was dropped and has used nothing is not reported.

@@ -1,11 +1,13 @@
-"""Describes a task that ended in an error: whether it may be tried again, and the cause."""
+"""How a task ended: its report after an error, and its line in the log."""
 
 from __future__ import annotations
 
 import traceback
 
+import structlog
+
 from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
-from unfuse.core.messages import REFUSED, Failed
+from unfuse.core.messages import REFUSED, Done, Failed, Stopped
 from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
 from unfuse.core.task import Claim
@@ -13,6 +15,8 @@ from unfuse.core.task import Claim
 EVIDENCE_CHARS = 4000
 
 ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
+
+log = structlog.get_logger(__name__)
 
 
 def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> Failed:
@@ -43,3 +47,20 @@ def unfetched(claim: Claim, error: Exception, ready: bool) -> Failed:
 def _sendable(text: str) -> str:
     """The text with characters replaced that UTF-8 cannot encode, such as escapes in the names of files."""
     return text.encode(errors="replace").decode()
+
+
+def about(claim: Claim) -> dict[str, object]:
+    """The fields of every log line about a task."""
+    return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}
+
+
+def log_outcome(message: Stopped | Done | Failed) -> None:
+    """Log how a task ended."""
+    if isinstance(message, Done):
+        log.debug("task done", run_s=message.timings.run_s, **about(message.claim))
+    elif isinstance(message, Failed) and message.reason == "drain":
+        log.info("task handed back", reason=message.message, **about(message.claim))
+    elif isinstance(message, Failed):
+        log.warning("task failed", kind=message.kind, reason=message.message, **about(message.claim))
+    else:
+        log.info("task stopped", run_s=message.timings.run_s, **about(message.claim))

@@ -14,7 +14,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
-from unfuse.worker.telling import APPEND_S, Growing
+from unfuse.worker.progress import APPEND_S, OutputRecorder
 
 
 def claim(name: str) -> Claim:
@@ -53,13 +53,13 @@ class Scheduler:
         self.ended.append(claim)
 
 
-def growing() -> tuple[Growing, Scheduler]:
+def growing() -> tuple[OutputRecorder, Scheduler]:
     scheduler = Scheduler()
-    return Growing(scheduler, Supervisor(), scheduler.end), scheduler  # type: ignore[arg-type]
+    return OutputRecorder(scheduler, Supervisor(), scheduler.end), scheduler  # type: ignore[arg-type]
 
 
-def grow(growing: Growing, name: str, offset: int, pieces: Sequence[bytes]) -> None:
-    growing.grown(Grown(claim(name), offset, tuple(pieces)))
+def grow(growing: OutputRecorder, name: str, offset: int, pieces: Sequence[bytes]) -> None:
+    growing.add(Grown(claim(name), offset, tuple(pieces)))
 
 
 @in_virtual_time
@@ -70,7 +70,7 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
             grow(made, name, step, [b"%d" % step])
         await asyncio.sleep(0.005)
     for name in "abc":
-        await made.settled(claim(name))
+        await made.wait_until_recorded(claim(name))
     assert scheduler.kept == {name: [b"%d" % step for step in range(100)] for name in "abc"}
     assert 0.5 / (APPEND_S + 0.01) - 1 <= len(scheduler.said) <= 0.5 / APPEND_S + 2
     first = scheduler.said[0]
@@ -79,15 +79,15 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
 
 @in_virtual_time
 async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.worker.telling.APPEND_S", 3600.0)
+    monkeypatch.setattr("unfuse.worker.progress.APPEND_S", 3600.0)
     made, scheduler = growing()
     began = asyncio.get_running_loop().time()
-    await made.settled(claim("a"))
+    await made.wait_until_recorded(claim("a"))
     for step in range(3):
         grow(made, "a", step, [b"x"])
         await asyncio.sleep(0.1)
     assert scheduler.kept == {"a": [b"x"]}
-    await made.settled(claim("a"))
+    await made.wait_until_recorded(claim("a"))
     assert scheduler.kept == {"a": [b"x"] * 3}
     assert asyncio.get_running_loop().time() - began < 1.0
 
@@ -97,9 +97,9 @@ async def test_more_than_a_message_takes_goes_in_several_and_nobody_waits_for_al
     made, scheduler = growing()
     grow(made, "long", 0, [b"%d" % number for number in range(4 * PIECES_AT_ONCE)])
     grow(made, "short", 0, [b"a", b"b"])
-    await made.settled(claim("short"))
+    await made.wait_until_recorded(claim("short"))
     assert 0 < len(scheduler.kept["long"]) < 3 * PIECES_AT_ONCE
-    await made.settled(claim("long"))
+    await made.wait_until_recorded(claim("long"))
     assert scheduler.kept["long"] == [b"%d" % number for number in range(4 * PIECES_AT_ONCE)]
     sizes = [sum(len(one.pieces) for one in said.grown) for said in scheduler.said if isinstance(said, Append)]
     assert max(sizes) == PIECES_AT_ONCE
@@ -110,7 +110,7 @@ async def test_what_is_not_recorded_is_said_again_with_all_that_came_meanwhile()
     made, scheduler = growing()
     scheduler.refusals = [Refused("the disk is full"), Refused("it still is"), Accepted()]
     grow(made, "a", 0, [b"0"])
-    settled = asyncio.create_task(made.settled(claim("a")))
+    settled = asyncio.create_task(made.wait_until_recorded(claim("a")))
     await asyncio.sleep(0.5)
     grow(made, "a", 1, [b"1"])
     await settled
@@ -124,27 +124,27 @@ async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> No
     scheduler.lost = [claim("a")]
     for name, messages in (("a", 3), ("b", 1)):
         grow(made, name, 0, [b"0"] * PIECES_AT_ONCE * messages)
-    await made.settled(claim("a"))
-    await made.settled(claim("b"))
+    await made.wait_until_recorded(claim("a"))
+    await made.wait_until_recorded(claim("b"))
     assert (scheduler.ended, scheduler.kept) == ([claim("a")], {"b": [b"0"] * PIECES_AT_ONCE})
     assert len(scheduler.said) == 2
     grow(made, "a", PIECES_AT_ONCE, [b"1"])  # said before compute heard of it
-    await made.settled(claim("a"))
+    await made.wait_until_recorded(claim("a"))
     assert scheduler.kept.keys() == {"b"}
 
 
 @in_virtual_time
 async def test_the_next_attempt_gets_what_is_recorded() -> None:
     made, scheduler = growing()
-    assert await made.recorded(lease(0)) == ()
+    assert await made.read(lease(0)) == ()
     assert scheduler.said == []
     scheduler.kept["a"] = [b"%d" % number for number in range(8)]
     scheduler.refusals = [Refused("not now")]
-    assert await made.recorded(lease(8)) == tuple(scheduler.kept["a"])
+    assert await made.read(lease(8)) == tuple(scheduler.kept["a"])
     assert scheduler.said[1:] == [Recall(claim("a"), after) for after in (0, 3, 6)]
     scheduler.refusals = [Refused("it is not yours", lease_lost=True)]
-    assert await made.recorded(lease(8)) is None
-    assert await made.recorded(lease(9)) is None  # the queue has lost some
+    assert await made.read(lease(8)) is None
+    assert await made.read(lease(9)) is None  # the queue has lost some
 
 
 async def test_more_recorded_pieces_than_a_message_takes_reach_compute_with_their_task() -> None:

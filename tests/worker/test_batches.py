@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-from unfuse.worker.batcher import MAX_KEYS, SAMPLES, BatchSizes, out_of_memory
+from unfuse.worker.batches import MAX_KEYS, SAMPLES, BatchSizes, out_of_memory
 
 SIZES = (1, 2, 4, 8)
 
