@@ -23,7 +23,7 @@ from unfuse.queues.base import Declaration, Filter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal
-from unfuse.server.joining import Joining, Progress
+from unfuse.server.joining import Joining, JoinProgress
 from unfuse.service.load_progress import LoadProgress
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Model, Plan
@@ -109,7 +109,7 @@ class Crews(Joining):
                 crew.progress.hear(number - crew.first, line)
 
     @override
-    def progress(self, name: str) -> Progress | None:
+    def progress(self, name: str) -> JoinProgress | None:
         latest = next((crew for crew in reversed(self._crews) if name in _models(crew.plan)), None)
         return latest.progress.now() if latest else None
 

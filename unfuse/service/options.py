@@ -12,7 +12,7 @@ from unfuse.launch import opener
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
-from unfuse.server.connections import Bounds
+from unfuse.server.connections import ConnectionLimits
 from unfuse.server.keys import Keys
 from unfuse.server.links import parse_public_url
 from unfuse.server.parsers import Parsers
@@ -37,7 +37,7 @@ def options(loaded: Loaded) -> ServeOptions:
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
-        bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
+        bounds=ConnectionLimits(serve.max_connections, serve.max_connections_per_address),
         prices=Prices(serve.price),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         queue_wait=serve.queue_wait,

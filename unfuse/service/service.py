@@ -29,7 +29,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
-from unfuse.server.connections import Bounds
+from unfuse.server.connections import ConnectionLimits
 from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
@@ -89,7 +89,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     serve: Serve
     keys: ApiKeys
     access: Access
-    bounds: Bounds
+    bounds: ConnectionLimits
     prices: Prices
     queue: str
     queue_wait: float
