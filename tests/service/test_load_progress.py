@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from unfuse.server.joining import JoinProgress
-from unfuse.service.load_progress import LoadProgress
+from unfuse.service.load_progress import StartProgress
 
 
 def said(event: str, **more: Any) -> bytes:
@@ -14,7 +14,7 @@ def said(event: str, **more: Any) -> bytes:
 
 
 def test_the_earliest_phase_of_all_workers_counts_with_its_bytes() -> None:
-    loads = LoadProgress(2)
+    loads = StartProgress(2)
     assert loads.now() == JoinProgress("starting")
     loads.hear(0, said("fetching", done=3, total=10, rate=1.0))
     assert loads.now() == JoinProgress("starting"), "the other one has said nothing yet"
@@ -32,14 +32,14 @@ def test_the_earliest_phase_of_all_workers_counts_with_its_bytes() -> None:
 
 
 def test_ranks_are_added_up() -> None:
-    loads = LoadProgress(1)
+    loads = StartProgress(1)
     loads.hear(0, said("loading", done=1, total=4, rank=0))
     loads.hear(0, said("loading", done=2, total=4, rank=1))
     assert loads.now() == JoinProgress("loading", 3, 8)
 
 
 def test_the_last_words_of_a_worker_are_the_reason() -> None:
-    loads = LoadProgress(1)
+    loads = StartProgress(1)
     assert loads.reason == ""
     for line in (b"Traceback", b"{", b"\xff", said("fetching", done="1", total=2), said("unknown")):
         loads.hear(0, line)
@@ -51,4 +51,4 @@ def test_the_last_words_of_a_worker_are_the_reason() -> None:
 
 
 def test_without_workers_nothing_loads() -> None:
-    assert LoadProgress(0).now() is None
+    assert StartProgress(0).now() is None

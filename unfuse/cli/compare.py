@@ -113,7 +113,7 @@ def _follow_loading(loaded: Loaded, terminal: Terminal) -> Loading:
 
 def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
     """Measure diffusers, and then unfuse."""
-    from unfuse.service.comparison import Pipeline, Pools, measure, requests_of, threads_to_try
+    from unfuse.service.comparison import Pools, UndividedPipeline, measure, requests_of, threads_to_try
     from unfuse.service.local import own_pools
 
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
@@ -121,7 +121,7 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
     repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
     loading = _follow_loading(loaded, terminal)
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):
-        with Pipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
+        with UndividedPipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
             course.begin("diffusers")
             whole = measure(pipeline, *repeats)
         with own_pools(loaded, terminal, loading) as client:

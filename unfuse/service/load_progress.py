@@ -14,7 +14,7 @@ LAST_WORDS = b"unfuse: "
 PHASES = get_args(Phase)
 
 
-class LoadProgress:
+class StartProgress:
     """The progress of so many workers; lines may be heard in another thread than it is asked in."""
 
     def __init__(self, workers: int) -> None:

@@ -23,7 +23,7 @@ from unfuse.service.plan import NONE, wanted
 from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
-from unfuse.service.specs import Slots, environment_of, flags_of
+from unfuse.service.specs import WorkerSlots, environment_of, flags_of
 from unfuse.service.transfers import require_engines
 from unfuse.worker.checkpoints import Policy
 
@@ -51,7 +51,7 @@ def options(loaded: Loaded) -> ServeOptions:
         workers=wanted(settings),
         device_memory=device_memory(settings),
         means=means(settings),
-        slots=Slots.of(settings),
+        slots=WorkerSlots.of(settings),
         asleep=counts("--asleep", serve.asleep, "ROLE=N, like denoiser=2"),
         resources=resources(settings),
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),

@@ -28,7 +28,7 @@ from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.sampling import Sampled, Sampling, sample
-from unfuse.stages.sequences import PROMPT, Constraint, Grammars, Growing, PromptStage, Sequences
+from unfuse.stages.sequences import PROMPT, GrammarEngine, GrammarMatcher, Growing, PromptStage, Sequences
 from unfuse.stages.words import Ending, Tokenizer, Words
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Writing(Growing):
     how: Sampling = Sampling()
     words: Words | None = None
     sampled: Sampled | None = None
-    constraint: Constraint | None = None
+    constraint: GrammarMatcher | None = None
     shown: str = ""
     """The pictures and videos of the prompt, as JSON."""
     extends: bool = False
@@ -214,7 +214,7 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     goes_ahead = all_together = True
 
     def __init__(
-        self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars, group: Group | None = None
+        self, sequences: Sequences, tokenizer: Tokenizer, grammars: GrammarEngine, group: Group | None = None
     ) -> None:
         super().__init__(sequences)
         self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
@@ -274,12 +274,12 @@ class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
             self.let_go(state)
             raise
 
-    def _constraint(self, task: StageInput) -> Constraint | None:
+    def _constraint(self, task: StageInput) -> GrammarMatcher | None:
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
         reading = reading_in(task.params.get(READING))
-        constraint: Constraint = self._grammars.open(grammar)
+        constraint: GrammarMatcher = self._grammars.open(grammar)
         if reading and reading.reasoning:
             constraint = BehindReasoning(constraint, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)
