@@ -40,7 +40,7 @@ from unfuse.core.errors import ConfigError, UnfuseError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.checksums import checksums_of
 from unfuse.transfer import open_engine
-from unfuse.transfer.base import Link, TransferEngine, TransferOptions
+from unfuse.transfer.base import PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.onesided import About, OneSidedEngine, Range
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
@@ -134,7 +134,7 @@ class Slow(TcpEngine):
     rate = 0
 
     @override
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         link, engine = super().connect(address), self
         pull = link.pull
 

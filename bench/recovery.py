@@ -30,7 +30,7 @@ from bench.report import quantile, ratio, show, table
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_faults import Faults, FaultyEngine, FaultyLink
 from unfuse.transfer import open_engine
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
 
@@ -66,7 +66,7 @@ class Breaking(FaultyEngine):
         return kind
 
     @override
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         return BreakingLink(self._engine.connect(address), self)
 
 

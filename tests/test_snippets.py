@@ -17,7 +17,8 @@ from unfuse.cli.app import app
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 OTHERWISE = (
-    "models: [Wan-AI", "pipeline:\n", "podTemplate:\n", "server {", "redis-cli ACL", "sum by (tenant)", "sum by (model, device)",
+    "models: [Wan-AI", "pipeline:\n", "podTemplate:\n", "server {", "redis-cli ACL", "sum by (tenant)",
+    "sum by (model, device)", "  helm -n unfuse install",
     "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]", "[serve]",
     "NAME sha256:HEX [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',

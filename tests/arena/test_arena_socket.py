@@ -23,20 +23,20 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.objects import Extent
 from unfuse.arena.protocol import (
     Abort,
+    Acknowledged,
     Create,
     Delete,
-    Done,
     FromOwner,
-    Hold,
-    Look,
+    GetOwner,
+    GetState,
+    HoldObject,
     Lost,
-    Owner as OwnerIs,
-    Placed,
+    ObjectPlace,
+    OwnerReply,
     Release,
     Seal,
     ToOwner,
     Unhold,
-    Who,
     Write,
     frame,
 )
@@ -110,8 +110,8 @@ def hold(client: ArenaClient, extent: Extent) -> Extent:
     return client.hold(extent.id, extent.key, extent.generation, extent.nbytes)
 
 
-def as_hold(extent: Extent) -> Hold:
-    return Hold(extent.id, extent.key, extent.generation, extent.nbytes)
+def as_hold(extent: Extent) -> HoldObject:
+    return HoldObject(extent.id, extent.key, extent.generation, extent.nbytes)
 
 
 def test_a_reader_maps_what_the_owner_wrote(owner: Owner) -> None:
@@ -146,7 +146,7 @@ def test_the_descriptor_comes_with_the_first_hold_only_and_cannot_be_written(own
         refused, none = raw.ask(msgspec.structs.replace(as_hold(extent), key=bytes(16)))
         assert isinstance(refused, Lost) and none == []
         placed, fds = raw.ask(as_hold(extent))
-        assert isinstance(placed, Placed) and len(fds) == 1
+        assert isinstance(placed, ObjectPlace) and len(fds) == 1
         with pytest.raises(PermissionError):
             mmap.mmap(fds[0], 4096, mmap.MAP_SHARED, mmap.PROT_WRITE)
         os.close(fds[0])
@@ -214,7 +214,7 @@ def test_a_full_arena_is_the_same_error_in_every_process(owner: Owner) -> None:
     writer.close()
 
 
-FOR_WRITERS = [Create(1, REQUEST), Seal("a"), Abort("a"), Delete("a"), Release(REQUEST), Look()]
+FOR_WRITERS = [Create(1, REQUEST), Seal("a"), Abort("a"), Delete("a"), Release(REQUEST), GetState()]
 
 
 @pytest.mark.parametrize("message", [*FOR_WRITERS, Write(b"wrong"), Unhold("a")], ids=repr)
@@ -231,7 +231,7 @@ def test_a_writer_cannot_finish_what_another_writes(owner: Owner, message: type[
     with Raw(owner.address) as raw:
         done, (fd,) = raw.ask(Write(TOKEN))
         os.close(fd)
-        assert done == Done()
+        assert done == Acknowledged()
         raw.socket.sendall(frame(message(extent.id)))
         assert raw.is_disconnected()
     writer.seal(extent.id)
@@ -250,7 +250,7 @@ def test_a_wrong_token_is_an_error_at_the_client(owner: Owner) -> None:
         bytes(64),
         struct.pack("!I", 1 << 31),
         struct.pack("!I", 3) + b"\x01ab",
-        frame(Look())[:4] + b"\x63" + frame(Look())[5:],
+        frame(GetState())[:4] + b"\x63" + frame(GetState())[5:],
         struct.pack("!I", 12) + b"\x01\x82\xa4type\xa4Gone",
     ],
 )
@@ -276,7 +276,7 @@ def test_no_bytes_stop_the_server(owner: Owner, data: bytes) -> None:
 
 def test_a_client_that_never_reads_is_disconnected(owner: Owner) -> None:
     with Raw(owner.address) as raw:
-        lost = frame(Hold("0" * 32, b"", 0, 0)) * 1000
+        lost = frame(HoldObject("0" * 32, b"", 0, 0)) * 1000
         with pytest.raises(ConnectionError):
             while True:
                 raw.socket.sendall(lost)
@@ -291,7 +291,7 @@ def test_a_message_may_arrive_in_any_pieces(owner: Owner) -> None:
         raw.socket.sendall(message[-1:] + message)
         data, (fd,), _, _ = socket.recv_fds(raw.socket, 65536, 1)
         os.close(fd)
-        assert isinstance(decode(data[4:], FromOwner), Placed)
+        assert isinstance(decode(data[4:], FromOwner), ObjectPlace)
 
 
 def test_an_owner_that_is_gone_is_a_transient_error() -> None:
@@ -359,7 +359,7 @@ def test_an_owner_is_known_by_its_name_before_anything_is_asked_of_it() -> None:
     owner.close()
 
 
-@pytest.mark.parametrize("said", [frame(Done())[:2], frame(Done())[:-1], struct.pack("!I", 1 << 31)])
+@pytest.mark.parametrize("said", [frame(Acknowledged())[:2], frame(Acknowledged())[:-1], struct.pack("!I", 1 << 31)])
 def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"arena-{'0' * 24}"
     with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryFile() as memory:
@@ -411,16 +411,16 @@ def test_one_client_s_many_messages_do_not_go_before_another_s_first(
 
     monkeypatch.setattr(owner.server, "_answer", noting)
     with Raw(owner.address) as flood, Raw(owner.address) as other:
-        flood.socket.sendall(frame(Who()) * 120)
+        flood.socket.sendall(frame(GetOwner()) * 120)
         assert began.wait(60)
-        other.socket.sendall(frame(Look()))
+        other.socket.sendall(frame(GetState()))
         go_on.set()
         assert other.is_disconnected(), "it may not ask that"
-        before = answered.index(Look())
-        left = 120 * len(frame(OwnerIs("w")))
+        before = answered.index(GetState())
+        left = 120 * len(frame(OwnerReply("w")))
         while left:
             left -= len(flood.socket.recv(left))
-    assert before <= 3 * AT_A_TIME and answered.count(Who()) == 120
+    assert before <= 3 * AT_A_TIME and answered.count(GetOwner()) == 120
 
 
 FLOOD = """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from unfuse.cli import progress
-from unfuse.cli.progress import Hidden, PoolQueues, progress_on
+from unfuse.cli.progress import Hidden, ProgressLines, progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.event import Event
 
@@ -32,7 +32,7 @@ class Heard(Terminal):
 def test_a_stage_is_a_line() -> None:
     terminal = Heard()
     with progress_on(terminal, lambda: "loading") as shown:
-        assert isinstance(shown, PoolQueues)
+        assert isinstance(shown, ProgressLines)
         for event in (
             Event("queued"),
             Event("stage_started", stage="denoise.0"),

@@ -27,7 +27,7 @@ from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.plan import compile_plan
 from unfuse.core.text import CHUNK, beginnings, packed
-from unfuse.core.vision import Bounds, Vision, places_of
+from unfuse.core.vision import PixelBounds, Vision, places_of
 from unfuse.core.words import PromptTokens
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
@@ -178,9 +178,9 @@ def film(frames: Sequence[Path], folder: Path) -> tuple[dict[str, Any], list[Pat
 @given(frames=st.integers(2, 3000), rate=st.floats(1, 120), most=st.integers(2, 800))
 def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: int) -> None:
     """The formulas of its video processors, which need torchvision."""
-    bounds = Bounds(1, 1 << 30)
+    bounds = PixelBounds(1, 1 << 30)
     for timed in (True, False):
-        vision = Vision(1, 2, 3, 4, 14, 2, 2, bounds, bounds, images=Bounds(4, most), timed=timed)
+        vision = Vision(1, 2, 3, 4, 14, 2, 2, bounds, bounds, images=PixelBounds(4, most), timed=timed)
         if timed:
             wanted = min(max(int(frames / rate * 2), 4), most, frames)
             expected = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
@@ -351,7 +351,7 @@ def card_kind(folder: Path) -> str:
 
 @given(width=st.integers(1, 3000), height=st.integers(1, 3000), patch=st.sampled_from([14, 16]))
 def test_a_grid_is_that_of_transformers(width: int, height: int, patch: int) -> None:
-    bounds, side = Bounds(56 * 56, 14 * 14 * 4 * 1280), patch * 2
+    bounds, side = PixelBounds(56 * 56, 14 * 14 * 4 * 1280), patch * 2
     vision = Vision(1, 2, 3, 4, patch, 2, 2, bounds, bounds)
     if max(width, height) > 200 * min(width, height):
         with pytest.raises(InvalidParameter, match="more than 200"):
@@ -395,7 +395,7 @@ def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(
     """Given a folder as the first of these models were published, with one file for pictures and videos, and the
     language's configuration around the vision's, then it is read as transformers reads it."""
     made = make_vision_model(tmp_path / "tiny")
-    assert card_of("m", made).vision.videos == Bounds(16 * 784, 128 * 784)  # type: ignore[union-attr]
+    assert card_of("m", made).vision.videos == PixelBounds(16 * 784, 128 * 784)  # type: ignore[union-attr]
     (made / "video_preprocessor_config.json").unlink()
     file = made / "preprocessor_config.json"
     said = {name: value for name, value in json.loads(file.read_text()).items() if name != "size"}
@@ -406,7 +406,7 @@ def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(
     (made / "config.json").write_text(json.dumps({**speaks, **config}))
     card = card_of("m", made)
     assert card.vision and card.limits["max_tokens"] == 2048
-    assert card.vision.videos == card.vision.pictures == Bounds(3136, 12_845_056)
+    assert card.vision.videos == card.vision.pictures == PixelBounds(3136, 12_845_056)
 
 
 def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:

@@ -44,22 +44,22 @@ class Products:
 
     def __init__(self) -> None:
         self.alike = True
-        self._shares: sequence.Shares | None = None
+        self._shares: sequence.SequenceShares | None = None
         self._seen: set[tuple[object, ...]] = set()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         self.alike, self._shares = True, None
         self._seen.clear()
-        share = sequence.Shares.share
+        share = sequence.SequenceShares.share
 
-        def noted(shares: sequence.Shares, segment: str) -> int:
+        def noted(shares: sequence.SequenceShares, segment: str) -> int:
             self._shares = shares
             return share(shares, segment)
 
         hook = register_module_forward_hook(self._compare)
         try:
-            with patch.object(sequence.Shares, "share", noted):
+            with patch.object(sequence.SequenceShares, "share", noted):
                 yield
         finally:
             hook.remove()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.models import conftest as c
 from tests.parallel.conftest import run_ranks
-from unfuse.parallel.tiles import Call, Tiles, shares
+from unfuse.parallel.tiles import TileCall, Tiles, shares
 
 ALONE = [(job.name, 0) for job in c.TILED]
 ONE_TILE, IN_A_BATCH = ("tiled-one", 0), ("tiled-flux", 2)
@@ -71,7 +71,7 @@ def test_a_tile_is_of_one_rank_and_no_rank_has_more_than_a_tile_over_another(
 ) -> None:
     memories = [{"feat_cache": [side]} for side, _ in sides]
     tiles = [memory for memory, (_, frames) in zip(memories, sides, strict=True) for _ in range(frames)]
-    calls = [Call((torch.zeros(1, *memory["feat_cache"]),), memory) for memory in tiles]
+    calls = [TileCall((torch.zeros(1, *memory["feat_cache"]),), memory) for memory in tiles]
 
     owners = shares(calls, ranks)
 

@@ -34,7 +34,7 @@ from unfuse.queues.base import Limits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
-from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.connections import ConnectionLimits, HttpServer
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys
 from unfuse.server.webhooks import Webhooks
@@ -249,7 +249,7 @@ def serve(
     loras: str = "",
     store: str = "shared_memory",
     access: Access | None = None,
-    bounds: Bounds | None = None,
+    bounds: ConnectionLimits | None = None,
     cancels: bool = False,
     reuses: bool = False,
     public_url: str = "",
@@ -278,7 +278,7 @@ def serve(
         )  # fmt: skip
         await scheduler.start()
         webhooks.start(scheduler, gateway.links)
-        server = _Often(create_app(gateway, access), bounds or Bounds(8192, 2048), access or Access())
+        server = _Often(create_app(gateway, access), bounds or ConnectionLimits(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
         looking = asyncio.create_task(_looking(shown))

@@ -19,7 +19,7 @@ from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.server.body import MAX_TEXT, MAX_VALUES, Reading
+from unfuse.server.body import MAX_TEXT, MAX_VALUES, BodyBudget
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
 
@@ -183,7 +183,7 @@ async def test_bodies_that_are_being_read_have_a_bound_together(
     """Given a client in the middle of a large body, when another one's does not fit beside it, then that client is to
     try again; small ones are served, and once the first has left there is room."""
     async with gateway(tmp_path) as (app, _):
-        app.state.reading = reading = Reading(1000)
+        app.state.reading = reading = BodyBudget(1000)
         first = Call(app, EDITS, "POST", begins + b" " * 800, more=True, **headers)
         while not reading.held:
             await asyncio.sleep(0)

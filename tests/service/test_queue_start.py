@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.service.queue_start import RETRY_S, QueueStart, Stopped
+from unfuse.service.queue_start import RETRY_S, QueueStart, ServiceStopped
 from unfuse.testing.virtual_time import in_virtual_time
 
 
@@ -57,7 +57,7 @@ async def test_it_ends_at_once_when_the_service_is_stopped() -> None:
         await asyncio.sleep(10 * RETRY_S)
         began = asyncio.get_running_loop().time()
         stop.set()
-        with pytest.raises(Stopped):
+        with pytest.raises(ServiceStopped):
             await waiting
         assert asyncio.get_running_loop().time() == began
 
@@ -86,6 +86,6 @@ async def test_a_redis_that_loads_its_file_is_waited_for() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(Stopped):
+        with pytest.raises(ServiceStopped):
             await QueueStart(math.inf, stop, waits).open(f"redis://127.0.0.1:{port}/0")
     assert "loading the dataset" in reasons[0]

@@ -10,11 +10,11 @@ import torch
 from safetensors.numpy import save_file
 
 from unfuse.core.errors import Unsuitable
-from unfuse.stages.adapter_files import Entry, entries, fitted, left_out, not_finite, other_half, refusal
+from unfuse.stages.adapter_files import TensorEntry, entries, fitted, left_out, not_finite, other_half, refusal
 from unfuse.stages.adapters import Loras
 from unfuse.stages.traced import sources_of, traced
 
-PAIR = {"a.lora_A.weight": Entry("F32", (2, 8)), "a.lora_B.weight": Entry("BF16", (8, 2))}
+PAIR = {"a.lora_A.weight": TensorEntry("F32", (2, 8)), "a.lora_B.weight": TensorEntry("BF16", (8, 2))}
 
 
 @pytest.mark.parametrize(("name", "other"), [
@@ -32,16 +32,18 @@ def test_halves_of_pairs_are_known_by_their_names(name: str, other: str) -> None
 
 
 @pytest.mark.parametrize(("more", "says"), [
-    ({}, ""), ({"a.alpha": Entry("I64", ())}, ""), ({"b.lora_A.weight": Entry("F32", (2, 8))}, "b.lora_A.weight"),
-    ({"b.lora_up.weight": Entry("F32", (8, 2))}, "without b.lora_down.weight"),
-    ({"a.lora_B.weight": Entry("F32", (8, 3))}, "different ranks (2 and 3)"),
-    ({"a.dora_scale": Entry("F32", (8,))}, "a.dora_scale (DoRA)"),
-    ({"a.hada_w1_a": Entry("F32", (8, 2))}, "a.hada_w1_a (LoHa)"), ({"a.oft_blocks": Entry("F32", (8,))}, "OFT"),
-    ({"a.lora_mid.weight": Entry("F32", (2, 2))}, "a.lora_mid.weight"),
-    ({"a.lora_A.weight": Entry("I8", (2, 8))}, "a.lora_A.weight as integers (I8)"),
-    ({"a.lora_A.weight": Entry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of fewer than 16 bits"),
+    ({}, ""), ({"a.alpha": TensorEntry("I64", ())}, ""),
+    ({"b.lora_A.weight": TensorEntry("F32", (2, 8))}, "b.lora_A.weight"),
+    ({"b.lora_up.weight": TensorEntry("F32", (8, 2))}, "without b.lora_down.weight"),
+    ({"a.lora_B.weight": TensorEntry("F32", (8, 3))}, "different ranks (2 and 3)"),
+    ({"a.dora_scale": TensorEntry("F32", (8,))}, "a.dora_scale (DoRA)"),
+    ({"a.hada_w1_a": TensorEntry("F32", (8, 2))}, "a.hada_w1_a (LoHa)"),
+    ({"a.oft_blocks": TensorEntry("F32", (8,))}, "OFT"),
+    ({"a.lora_mid.weight": TensorEntry("F32", (2, 2))}, "a.lora_mid.weight"),
+    ({"a.lora_A.weight": TensorEntry("I8", (2, 8))}, "a.lora_A.weight as integers (I8)"),
+    ({"a.lora_A.weight": TensorEntry("F8_E4M3", (2, 8))}, "a.lora_A.weight in floats of fewer than 16 bits"),
 ])  # fmt: skip
-def test_a_header_shows_what_no_model_can_use(more: dict[str, Entry], says: str) -> None:
+def test_a_header_shows_what_no_model_can_use(more: dict[str, TensorEntry], says: str) -> None:
     said = refusal({**PAIR, **more})
     assert says in said and bool(said) == bool(says)
     assert refusal({}) == "is empty"
@@ -53,7 +55,7 @@ def test_a_request_for_such_a_file_is_refused_before_it_is_queued(tmp_path: Path
     (tmp_path / "odd.safetensors").write_bytes(b"no safetensors file: its worker says so")
     loras = Loras(str(tmp_path))
 
-    assert entries(tmp_path / "half.safetensors") == {"a.lora_A.weight": Entry("F32", (2, 8))}
+    assert entries(tmp_path / "half.safetensors") == {"a.lora_A.weight": TensorEntry("F32", (2, 8))}
     for _ in range(2):
         with pytest.raises(Unsuitable, match=r"lora 'half' holds a\.lora_A\.weight without a\.lora_B\.weight"):
             loras.ids_of("half")

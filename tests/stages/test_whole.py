@@ -17,7 +17,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import StageInput
-from unfuse.stages.whole import Running, Whole
+from unfuse.stages.whole import RunningCall, Whole
 
 PARAMS: Params = {
     "prompt": "a", "seed": 1, "num_inference_steps": 3, "width": 4, "height": 2, "num_frames": 1,
@@ -92,7 +92,7 @@ def stage_of(pipeline: Any) -> Whole:
     return Whole(pipeline, takes, torch.device("cpu"), draws_there=False)
 
 
-def stepped(stage: Whole, state: Running) -> tuple[int, int]:
+def stepped(stage: Whole, state: RunningCall) -> tuple[int, int]:
     (after,) = stage.step([state])
     assert after is state, after
     return stage.progress(state)

@@ -12,7 +12,7 @@ import numpy as np
 from unfuse.core.errors import UnfuseError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.tensor_store import HeldTensors, TensorStore
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
 
@@ -24,7 +24,7 @@ class Child:
         options = {"run_dir": os.environ["UNFUSE_RUN_DIR"]} | options
         options["write_token"] = bytes.fromhex(options.get("write_token", ""))
         self.store = TensorStore.create(options.pop("name", "shared_memory"), **options)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, HeldTensors] = {}
 
     def where(self) -> dict[str, str]:
         """How others reach this one's arena."""

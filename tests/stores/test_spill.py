@@ -17,7 +17,7 @@ from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientErro
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.spill import SpillBackend
-from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.tensor_store import HeldTensors, TensorStore
 
 PIECE = 128 * 1024
 CAPACITY = 8 * PIECE
@@ -253,7 +253,7 @@ class Histories(RuleBasedStateMachine):
         )
         self.alive: dict[str, tuple[ObjectRef, int]] = {}
         self.gone: list[ObjectRef] = []
-        self.open: list[tuple[Held, int]] = []
+        self.open: list[tuple[HeldTensors, int]] = []
         self.values = 0
 
     def pick(self, data: st.DataObject) -> str:

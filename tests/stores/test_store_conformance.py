@@ -14,8 +14,8 @@ from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.base import Draft, Hold, StoreOptions
-from unfuse.stores.blobs import Entry, open_blobs
+from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
+from unfuse.stores.blobs import StoredBlob, open_blobs
 from unfuse.stores.memory import MemoryBackend
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing import check_store
@@ -51,7 +51,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def behind_the_back(place: str) -> Callable[[ObjectRef, bytes | None], None]:
     """Replace what a place keeps of an object, as somebody does who is not the store."""
-    blobs, found = open_blobs(place), dict[str, Entry]()
+    blobs, found = open_blobs(place), dict[str, StoredBlob]()
 
     def overwrite(ref: ObjectRef, data: bytes | None) -> None:
         if ref.id not in found:
@@ -133,16 +133,16 @@ class Copying(MemoryBackend):
 class Forgetful(MemoryBackend):
     """Loses the last byte."""
 
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         draft = super().create(nbytes, request)
         draft.memory.flags.writeable = True
-        return Draft(draft.id, draft.key, draft.generation, np.zeros_like(draft.memory))
+        return ObjectDraft(draft.id, draft.key, draft.generation, np.zeros_like(draft.memory))
 
 
 class Early(MemoryBackend):
     """Seals what it begins."""
 
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         draft = super().create(nbytes, request)
         self._objects.seal(draft.id)
         return draft

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from unfuse.arena.protocol import Hold, Look, Write, frame
+from unfuse.arena.protocol import GetState, HoldObject, Write, frame
 from unfuse.core.errors import UnfuseError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.registry import resolve
@@ -26,7 +26,7 @@ assert encodings.idna
 def at_the_arena(path: str, ref: ObjectRef) -> bytes:
     """Past our own client, which would not talk to another user's arena."""
     got = b""
-    for message in (Hold(ref.id, ref.key, ref.generation, ref.nbytes), Write(b""), Look()):
+    for message in (HoldObject(ref.id, ref.key, ref.generation, ref.nbytes), Write(b""), GetState()):
         with socket.socket(socket.AF_UNIX) as arena:
             arena.settimeout(20)
             arena.connect(path)

@@ -19,7 +19,7 @@ from unfuse.stores.checksums import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import agree, open_engine
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.session import SESSION_MOVES, Session, Transfers
 from unfuse.transfer.sinks import ArenaSink, Window
 
@@ -34,7 +34,7 @@ class Recording(FakeEngine):
         self.pulled: list[tuple[int, int]] = []
         self.breaks = breaks or {}
 
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         return RecordingLink(address, self)
 
 
@@ -434,7 +434,7 @@ def test_a_peer_that_is_silent_is_given_up_and_the_heartbeat_notices_it(owner: A
     pinged, dropped = threading.Event(), threading.Event()
 
     class Silent(FakeEngine):
-        def connect(self, address: str) -> Link:
+        def connect(self, address: str) -> PeerLink:
             class Link(FakeLink):
                 def pull(self, *_: object) -> Generator[int, None, None]:
                     pinged.set()

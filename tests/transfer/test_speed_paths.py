@@ -19,7 +19,7 @@ from unfuse.transfer.base import LinkBroken, TransferEngine, TransferOptions
 from unfuse.transfer.onesided import AT_ONCE, OneSidedEngine, Range
 from unfuse.transfer.owner_messages import Coming, Ping, Pong, Pull
 from unfuse.transfer.session import MAX_PULL
-from unfuse.transfer.tcp_connection import Connection, Owner as TcpOwner, send
+from unfuse.transfer.tcp_connection import Connection, OwnerServer, send
 
 MUCH = 40 << 20
 """More than the kernel takes before anybody reads."""
@@ -111,8 +111,8 @@ def test_an_owner_s_word_waits_for_the_bytes_that_it_sends_and_for_nothing_else(
     owner, address = tcp
     ref, peer = owner.put(1, 100), Peer()
     arena = owner.arena
-    sending = TcpOwner(arena, OPTIONS, lambda peer, *_: peer.sendall(b"bytes"), sends=True)
-    waiting = TcpOwner(arena, OPTIONS, lambda *_: None)
+    sending = OwnerServer(arena, OPTIONS, lambda peer, *_: peer.sendall(b"bytes"), sends=True)
+    waiting = OwnerServer(arena, OPTIONS, lambda *_: None)
     sending._serve_pull(peer, all_of(ref))  # type: ignore[arg-type]
     sending._serve_pull(peer, msgspec.structs.replace(all_of(ref), stop=0))  # type: ignore[arg-type]
     waiting._serve_pull(peer, all_of(ref))  # type: ignore[arg-type]

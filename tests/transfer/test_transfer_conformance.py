@@ -22,7 +22,7 @@ from unfuse.testing import ArenaOwner, Pair, check_transfer
 from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import pattern
 from unfuse.transfer import open_engine
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine
 
 FAKE = "unfuse.testing.fake_transfer:FakeEngine"
 GLOO = "tests.transfer.local_pairs:LocalGloo"
@@ -122,7 +122,7 @@ def stopped(pid: int) -> Iterator[None]:
 class Trusting(FakeEngine):
     """Asks for no key."""
 
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         class Any(FakeLink):
             def pull(
                 self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]
@@ -137,7 +137,7 @@ class Trusting(FakeEngine):
 class Short(FakeEngine):
     """Loses the last byte."""
 
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         class Loses(FakeLink):
             def pull(
                 self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]
@@ -151,7 +151,7 @@ class Short(FakeEngine):
 class Generous(FakeEngine):
     """Writes a byte too many."""
 
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         class Writes(FakeLink):
             def pull(
                 self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]

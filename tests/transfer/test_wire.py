@@ -23,7 +23,7 @@ from unfuse.transfer.base import LinkBroken, TransferOptions
 from unfuse.transfer.owner_messages import Coming, FromOwner, Got, Ping, Pong, Pull, ToOwner, Watch
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
-from unfuse.transfer.tcp_connection import Connection, Owner, prove, read, send, write
+from unfuse.transfer.tcp_connection import Connection, OwnerServer, prove, read, send, write
 
 FAKE = "unfuse.testing.fake_transfer:FakeEngine"
 QUICK = TransferOptions(secret=SECRET, threads=1, queues=1, attempts=1)
@@ -343,7 +343,7 @@ def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
 
 def test_what_a_reader_takes_by_itself_is_held_until_it_has_it(owner: ArenaOwner) -> None:
     """As with mooncake and nixl, which read the owner's memory behind its back."""
-    ref, serving = owner.put(1, 1000), Owner(owner.arena, OPTIONS, lambda peer, *_: read(peer))
+    ref, serving = owner.put(1, 1000), OwnerServer(owner.arena, OPTIONS, lambda peer, *_: read(peer))
     with closing(serving), closing(Connection(serving.address, OPTIONS)) as reader:
         reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
         owner.delete(ref)

@@ -53,7 +53,7 @@ class ArenaClient:
             if owner and not address.startswith(ABSTRACT):
                 self._check(owner)
             if token:
-                self._ask(protocol.Write(token), protocol.Done)
+                self._ask(protocol.Write(token), protocol.Acknowledged)
         except BaseException:
             self._socket.close()
             raise
@@ -64,11 +64,11 @@ class ArenaClient:
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
         """Hold a sealed object in its place until `unhold` or the end of this connection. Raises ObjectLost."""
-        return self._placed(protocol.Hold(id, key, generation, nbytes), id)
+        return self._placed(protocol.HoldObject(id, key, generation, nbytes), id)
 
     def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
         """The checksums of an announced object's complete chunks, and whether it is whole. Raises ObjectLost."""
-        reply = self._ask(protocol.Watch(id, key, generation, nbytes), protocol.Written, id)
+        reply = self._ask(protocol.GetWritten(id, key, generation, nbytes), protocol.Written, id)
         return reply.checksums, reply.whole
 
     def unhold(self, id: str) -> None:
@@ -90,39 +90,39 @@ class ArenaClient:
 
     def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
         """Let an object be read while it is written, as `ObjectTable.announce`. Raises ObjectLost."""
-        self._ask(protocol.Announce(id, written), protocol.Done, id)
+        self._ask(protocol.Announce(id, written), protocol.Acknowledged, id)
 
     def seal(self, id: str) -> None:
         """Make an object readable. Raises ObjectLost if it was released meanwhile."""
-        self._ask(protocol.Seal(id), protocol.Done, id)
+        self._ask(protocol.Seal(id), protocol.Acknowledged, id)
 
     def abort(self, id: str) -> None:
         """Drop an object that is being written."""
-        self._ask(protocol.Abort(id), protocol.Done)
+        self._ask(protocol.Abort(id), protocol.Acknowledged)
 
     def delete(self, id: str) -> None:
         """Delete an object; its room is free when its last hold ends."""
-        self._ask(protocol.Delete(id), protocol.Done)
+        self._ask(protocol.Delete(id), protocol.Acknowledged)
 
     def spill(self, id: str) -> None:
         """Free the room of an object that was copied elsewhere, unless somebody holds it. Raises ObjectLost."""
-        self._ask(protocol.Spill(id), protocol.Done, id)
+        self._ask(protocol.SpillObject(id), protocol.Acknowledged, id)
 
     def release(self, request: str) -> None:
         """Delete every object of a request."""
-        self._ask(protocol.Release(request), protocol.Done)
+        self._ask(protocol.Release(request), protocol.Acknowledged)
 
     def requests(self) -> frozenset[str]:
         """Ids of the requests that objects exist for."""
-        return self._ask(protocol.Look(), protocol.Seen).requests
+        return self._ask(protocol.GetState(), protocol.ArenaState).requests
 
     def usage(self) -> Usage:
         """How full the arena is."""
-        return self._ask(protocol.Look(), protocol.Seen).usage
+        return self._ask(protocol.GetState(), protocol.ArenaState).usage
 
     def idle(self) -> list[Extent]:
         """Sealed objects that nobody holds, least recently used first."""
-        return self._ask(protocol.Look(), protocol.Seen).idle
+        return self._ask(protocol.GetState(), protocol.ArenaState).idle
 
     def close(self) -> None:
         """End the connection, every hold, and every object that is being written. Mapped memory stays readable."""
@@ -139,11 +139,11 @@ class ArenaClient:
             raise self._gone(error) from error
 
     def _check(self, owner: str) -> None:
-        if self._ask(protocol.Who(), protocol.Owner).id != owner:
+        if self._ask(protocol.GetOwner(), protocol.OwnerReply).id != owner:
             raise TransientError(f"the arena at {self._address} is not that of {owner}")
 
-    def _placed(self, message: protocol.Hold | protocol.Create, id: str = "") -> Extent:
-        reply = self._ask(message, protocol.Placed, id)
+    def _placed(self, message: protocol.HoldObject | protocol.Create, id: str = "") -> Extent:
+        reply = self._ask(message, protocol.ObjectPlace, id)
         self._given_back = max(self._given_back, reply.given_back)
         return reply.extent
 
@@ -163,7 +163,7 @@ class ArenaClient:
         match reply:
             case protocol.Lost(text):
                 raise ObjectLost(text, id)
-            case protocol.Full():
+            case protocol.NoRoom():
                 raise ArenaFull(*msgspec.structs.astuple(reply))
         if not isinstance(reply, kind):
             raise ProtocolError(f"the arena answered {type(reply).__name__} to {type(message).__name__}")

@@ -14,7 +14,7 @@ from unfuse.core.codec import encode
 MAX_MESSAGE = 128 * 1024  # the most bytes of a message
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShownRef(msgspec.Struct, frozen=True):
     """The fields of an object's ref that a reader must show."""
 
     id: str
@@ -23,11 +23,11 @@ class Shown(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Hold(Shown, frozen=True, tag=True):
-    """Hold a sealed object until Unhold or the end of this connection. Answered by Placed, or Lost."""
+class HoldObject(ShownRef, frozen=True, tag=True):
+    """Hold a sealed object until Unhold or the end of this connection. Answered by ObjectPlace, or Lost."""
 
 
-class Watch(Shown, frozen=True, tag=True):
+class GetWritten(ShownRef, frozen=True, tag=True):
     """Ask how much of an object, whose writer may be at it, can be read. Answered at once, by Written, or Lost."""
 
 
@@ -37,66 +37,68 @@ class Unhold(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-class Who(msgspec.Struct, frozen=True, tag=True):
-    """Ask who owns the arena. Answered by Owner."""
+class GetOwner(msgspec.Struct, frozen=True, tag=True):
+    """Ask who owns the arena. Answered by OwnerReply."""
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Prove the right to write, which the messages below need. Answered by Done with a writable descriptor."""
+    """Prove the right to write, which the messages below need. Answered by Acknowledged with a writable descriptor."""
 
     token: bytes
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
-    """Allocate an object; it is aborted if this connection ends before Seal. Answered by Placed, or Full."""
+    """Allocate an object; it is aborted if this connection ends before Seal. Answered by ObjectPlace, or NoRoom."""
 
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
     request: str
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
-    """Let an object be read while it is written. `written`: checksums of whole chunks. Answered by Done or Lost."""
+    """Let an object be read while it is written. `written`: checksums of whole chunks. Answered by Acknowledged,
+    or Lost.
+    """
 
     id: str
     written: tuple[int, ...]
 
 
 class Seal(msgspec.Struct, frozen=True, tag=True):
-    """The object of this connection is written. Answered by Done, or Lost."""
+    """The object of this connection is written. Answered by Acknowledged, or Lost."""
 
     id: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Drop an object that this connection is writing. Answered by Done."""
+    """Drop an object that this connection is writing. Answered by Acknowledged."""
 
     id: str
 
 
 class Delete(msgspec.Struct, frozen=True, tag=True):
-    """Delete an object. Answered by Done."""
+    """Delete an object. Answered by Acknowledged."""
 
     id: str
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Delete every object of a request. Answered by Done."""
+    """Delete every object of a request. Answered by Acknowledged."""
 
     request: str
 
 
-class Spill(msgspec.Struct, frozen=True, tag=True):
-    """Free the room of an object that was copied elsewhere. Answered by Done, or Lost."""
+class SpillObject(msgspec.Struct, frozen=True, tag=True):
+    """Free the room of an object that was copied elsewhere. Answered by Acknowledged, or Lost."""
 
     id: str
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the state of the arena. Answered by Seen."""
+class GetState(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the state of the arena. Answered by ArenaState."""
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True):
-    """The place of the object. The answer to a connection's first Hold carries the read-only descriptor.
+class ObjectPlace(msgspec.Struct, frozen=True, tag=True):
+    """The place of the object. The answer to a connection's first HoldObject carries the read-only descriptor.
 
     `given_back` is how often the arena has given memory back: a map of that is empty again.
     """
@@ -112,13 +114,13 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     whole: bool
 
 
-class Owner(msgspec.Struct, frozen=True, tag=True):
+class OwnerReply(msgspec.Struct, frozen=True, tag=True):
     """The owner of the arena, by the name that refs have."""
 
     id: str
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class Acknowledged(msgspec.Struct, frozen=True, tag=True):
     """The request was carried out."""
 
 
@@ -128,7 +130,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Full(msgspec.Struct, frozen=True, tag=True):
+class NoRoom(msgspec.Struct, frozen=True, tag=True):
     """There is no room: `needed`, `free` and `capacity` are bytes; the rest says of what, and what helps."""
 
     needed: int
@@ -138,7 +140,7 @@ class Full(msgspec.Struct, frozen=True, tag=True):
     remedy: str
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
+class ArenaState(msgspec.Struct, frozen=True, tag=True):
     """How full the arena is, the requests that it holds objects for, and idle objects, which could be spilled."""
 
     usage: Usage
@@ -146,8 +148,22 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     idle: list[Extent]
 
 
-ToOwner = Who | Hold | Watch | Unhold | Write | Create | Announce | Seal | Abort | Delete | Release | Spill | Look
-FromOwner = Owner | Placed | Written | Done | Lost | Full | Seen
+ToOwner = (
+    GetOwner
+    | HoldObject
+    | GetWritten
+    | Unhold
+    | Write
+    | Create
+    | Announce
+    | Seal
+    | Abort
+    | Delete
+    | Release
+    | SpillObject
+    | GetState
+)
+FromOwner = OwnerReply | ObjectPlace | Written | Acknowledged | Lost | NoRoom | ArenaState
 
 
 def frame(message: ToOwner | FromOwner) -> bytes:

@@ -164,25 +164,25 @@ class ArenaServer:
                     connection.holds[id] -= 1
                     self._arena.unhold(id)
                     return
-                case protocol.Who():
-                    reply = protocol.Owner(self._owner)
-                case protocol.Watch(id, key, generation, nbytes):
+                case protocol.GetOwner():
+                    reply = protocol.OwnerReply(self._owner)
+                case protocol.GetWritten(id, key, generation, nbytes):
                     reply = protocol.Written(*self._arena.watch(id, key, generation, nbytes))
-                case protocol.Hold(id, key, generation, nbytes):
-                    reply = protocol.Placed(self._arena.hold(id, key, generation, nbytes))
+                case protocol.HoldObject(id, key, generation, nbytes):
+                    reply = protocol.ObjectPlace(self._arena.hold(id, key, generation, nbytes))
                     connection.holds[id] += 1
                     fd = None if connection.reads else self._arena.read_fd
                     connection.reads = True
                 case protocol.Write(token):
                     if not hmac.compare_digest(token, self._token):
                         raise ProtocolError("not this arena's token")
-                    connection.writer, reply, fd = True, protocol.Done(), self._arena.fd
+                    connection.writer, reply, fd = True, protocol.Acknowledged(), self._arena.fd
                 case _:
                     reply = self._change(connection, message)
         except ObjectLost as error:
             reply = protocol.Lost(str(error))
         except ArenaFull as error:
-            reply = protocol.Full(error.needed, error.free, error.capacity, error.full, error.remedy)
+            reply = protocol.NoRoom(error.needed, error.free, error.capacity, error.full, error.remedy)
         _send(connection.socket, protocol.frame(reply), fd)
 
     def _change(self, connection: _Connection, message: protocol.ToOwner) -> protocol.FromOwner:
@@ -192,7 +192,7 @@ class ArenaServer:
             case protocol.Create(nbytes, request):
                 extent = self._arena.create(nbytes, request)
                 connection.writing.add(extent.id)
-                return protocol.Placed(extent, self._arena.given_back)
+                return protocol.ObjectPlace(extent, self._arena.given_back)
             case protocol.Announce(id) | protocol.Seal(id) | protocol.Abort(id) if id not in connection.writing:
                 raise ProtocolError(f"object {id} is not being written by this connection")
             case protocol.Announce(id, written):
@@ -200,15 +200,15 @@ class ArenaServer:
             case protocol.Seal(id) | protocol.Abort(id):
                 connection.writing.remove(id)
                 (self._arena.abort if isinstance(message, protocol.Abort) else self._arena.seal)(id)
-            case protocol.Spill(id):
+            case protocol.SpillObject(id):
                 self._arena.spill(id)
             case protocol.Delete(id):
                 self._arena.delete(id)
             case protocol.Release(request):
                 self._arena.release(request)
-            case protocol.Look():
-                return protocol.Seen(self._arena.usage(), self._arena.requests(), self._arena.idle())
-        return protocol.Done()
+            case protocol.GetState():
+                return protocol.ArenaState(self._arena.usage(), self._arena.requests(), self._arena.idle())
+        return protocol.Acknowledged()
 
 
 def _send(client: socket.socket, data: bytes, fd: int | None) -> None:

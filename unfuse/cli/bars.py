@@ -12,11 +12,11 @@ from rich.spinner import Spinner
 from rich.text import Text
 from typing_extensions import override
 
-from unfuse.cli.terminal import Progress, Status, Terminal, retried
+from unfuse.cli.terminal import ProgressDisplay, Status, Terminal, retried
 from unfuse.core.event import Event
 
 
-class Bars(Progress):
+class Bars(ProgressDisplay):
     """One bar for each stage that has started, below a line on what goes on."""
 
     def __init__(self, terminal: Terminal, status: Status) -> None:

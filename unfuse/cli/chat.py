@@ -14,7 +14,7 @@ from unfuse.cli.connecting import client_of
 from unfuse.cli.exit_codes import exit_code
 from unfuse.cli.files import argument_of, is_terminal, json_of, lines_of_stdin, require_files
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, takes
-from unfuse.cli.terminal import Progress, Terminal
+from unfuse.cli.terminal import ProgressDisplay, Terminal
 from unfuse.core.errors import InvalidParameter, Overloaded, PermanentError, UnfuseError, UnknownModel
 from unfuse.service.loading import Loading
 from unfuse.service.settings import load
@@ -95,7 +95,7 @@ def chat(
         raise typer.Exit(exit_code(refused))
 
 
-def _wait_until_loaded(client: Client, progress: Progress) -> None:
+def _wait_until_loaded(client: Client, progress: ProgressDisplay) -> None:
     """Show how far private workers are, and then nothing more, since what is typed would be drawn over.
 
     Raises TransientError if they cannot start.
@@ -114,7 +114,7 @@ def _image_part(file: Path) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{b64encode(file.read_bytes()).decode()}"}}
 
 
-def _answered(answer: Chat, progress: Progress, *, whole: bool) -> dict[str, Any]:
+def _answered(answer: Chat, progress: ProgressDisplay, *, whole: bool) -> dict[str, Any]:
     """Print an answer as it streams, and return its message.
 
     Raises PermanentError if the answer must be `whole` and ran out of tokens.

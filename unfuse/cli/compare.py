@@ -95,7 +95,7 @@ class _Wanted:
 
 def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
     """Measure diffusers, and then unfuse."""
-    from unfuse.service.comparison import Pipeline, Pools, measure, requests_of, threads_to_try
+    from unfuse.service.comparison import Pools, UndividedPipeline, measure, requests_of, threads_to_try
     from unfuse.service.local import own_pools
 
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
@@ -104,7 +104,7 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):
-        with Pipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
+        with UndividedPipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
             course.begin("diffusers")
             whole = measure(pipeline, *repeats)
         with own_pools(loaded, terminal, loading) as client:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfuse.cli.progress import progress_on
-from unfuse.cli.terminal import Progress, Terminal
+from unfuse.cli.terminal import ProgressDisplay, Terminal
 from unfuse.core.errors import ConfigError
 from unfuse.service.installed import require_server
 from unfuse.service.loading import Loading
@@ -30,7 +30,7 @@ def client(server: str | None, api_key: str | None, config: Path | None) -> Clie
 @contextmanager
 def client_of(
     loaded: Loaded, terminal: Terminal, check: Callable[[Plan], object] | None = None
-) -> Iterator[tuple[Client, Progress]]:
+) -> Iterator[tuple[Client, ProgressDisplay]]:
     """A client of the server that was named, or of private workers that end with the block; and its progress.
 
     None of these workers starts if `check` raises for their plan. Servers of this machine that could be asked instead

@@ -8,24 +8,24 @@ from typing import Self
 
 from typing_extensions import override
 
-from unfuse.cli.terminal import Progress, Status, Terminal, retried
+from unfuse.cli.terminal import ProgressDisplay, Status, Terminal, retried
 from unfuse.core.event import Event
 
 SILENCE_S = 1.5  # where lines are written, the longest time without one; people should not have to wait for 2 s
 
 
-def progress_on(terminal: Terminal, status: Status) -> Progress:
+def progress_on(terminal: Terminal, status: Status) -> ProgressDisplay:
     """The kind of progress for this terminal."""
     if terminal.quiet:
         return Hidden(status)
     if not terminal.interactive:
-        return PoolQueues(terminal, status)
+        return ProgressLines(terminal, status)
     from unfuse.cli.bars import Bars
 
     return Bars(terminal, status)
 
 
-class Hidden(Progress):
+class Hidden(ProgressDisplay):
     """No progress."""
 
     def __init__(self, status: Status) -> None:
@@ -39,7 +39,7 @@ class Hidden(Progress):
         """Nothing was shown."""
 
 
-class PoolQueues(Progress):
+class ProgressLines(ProgressDisplay):
     """A line for each stage that ends, and one on what goes on whenever there was none for a while."""
 
     def __init__(self, terminal: Terminal, status: Status) -> None:

@@ -51,7 +51,7 @@ class Terminal(Logs):
         return len(text)
 
 
-class Progress(AbstractContextManager["Progress"], Protocol):
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"], Protocol):
     """What is shown while it is open: what goes on now, and the stages of a request."""
 
     status: Status

@@ -130,13 +130,12 @@ class AsyncClient:
         last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        pictures = calls.Pictures(image, mask, last_frame)
-        call = await self._transport.call(calls.submission, prompt, pictures, video, params)
+        path, options = await self._transport.call(calls.submission, prompt, image, mask, last_frame, video, params)
         for _ in range(calls.MOST_KEYS - 1):
             with suppress(KeyUnavailable):
-                return AsyncRequest(self, await self._json(call.method, call.path, **call.options))
-            call.options["headers"] |= calls.fresh_key()
-        return AsyncRequest(self, await self._json(call.method, call.path, **call.options))
+                return AsyncRequest(self, await self._json("POST", path, **options))
+            options["headers"] |= calls.fresh_key()
+        return AsyncRequest(self, await self._json("POST", path, **options))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
         """Answer messages, or a text of the user's, as `Client.chat` does."""

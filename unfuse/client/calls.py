@@ -36,14 +36,6 @@ def fresh_key() -> dict[str, str]:
     return {"idempotency-key": uuid.uuid4().hex, "unfuse-new-key": "true"}
 
 
-class Call(NamedTuple):
-    """A call of the gateway; `options` are httpx2's."""
-
-    method: str
-    path: str
-    options: dict[str, Any]
-
-
 def settings(url: str, key: str | None) -> dict[str, Any]:
     """What an HTTP client of that gateway is made with. Raises InvalidParameter for a key that cannot be sent."""
     key = (key or "").strip()
@@ -58,17 +50,11 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
 File = str | Path | bytes  # a file's path, or its bytes
 
 
-class Pictures(NamedTuple):
-    """What a request starts from, as `Client.submit` says."""
-
-    image: File | Sequence[File] | None = None
-    mask: File | None = None
-    last_frame: File | None = None
-
-
-def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapping[str, object]) -> Call:
-    """Ask for pictures or a video, as `Client.submit` says."""
-    image, mask, last_frame = pictures
+def submission(
+    prompt: str, image: File | Sequence[File] | None, mask: File | None, last_frame: File | None, video: bool | None,
+    params: Mapping[str, object],
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Return the path and options of the call that asks for pictures or a video, as `Client.submit` says."""
     if video is None:
         video = medium_for(params) is VIDEO or last_frame is not None
     still = "/v1/images/generations" if image is None else "/v1/images/edits"
@@ -79,7 +65,7 @@ def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapp
     path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
     headers = {"prefer": "respond-async", **fresh_key()}
     if image is None:
-        return Call("POST", path, {"json": body, "headers": headers})
+        return path, {"json": body, "headers": headers}
     form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
     inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
     form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
@@ -87,7 +73,7 @@ def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapp
     sent = [("input_reference" if video else "image", one) for one in several]
     sent += [(name, one) for name, one in (("mask", mask), ("last_frame", last_frame)) if one is not None]
     files = [(name, (name, one if isinstance(one, bytes) else Path(one).read_bytes())) for name, one in sent]
-    return Call("POST", path, {"data": form, "files": files, "headers": headers})
+    return path, {"data": form, "files": files, "headers": headers}
 
 
 def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:

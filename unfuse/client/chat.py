@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Self
 
 
-class Answer:
+class ReceivedAnswer:
     """The answer received so far; complete after the last delta.
 
     `tool_calls` have the form that messages of a chat have. `reasoning` is the text before the answer, if the server
@@ -41,7 +41,7 @@ class Answer:
         return {"role": "assistant", "content": self.text}
 
 
-class Chat(Answer, Iterator[str]):
+class Chat(ReceivedAnswer, Iterator[str]):
     """The parts of an answer, as they come, each once."""
 
     def __init__(self, choices: Iterator[dict[str, Any]]) -> None:
@@ -55,7 +55,7 @@ class Chat(Answer, Iterator[str]):
         return self.take(next(self._choices))
 
 
-class AsyncChat(Answer, AsyncIterator[str]):
+class AsyncChat(ReceivedAnswer, AsyncIterator[str]):
     """The same, for `async for`. `choices` yields what the parts are read from."""
 
     def __init__(self, choices: AsyncGenerator[dict[str, Any], None]) -> None:

@@ -15,7 +15,7 @@ MAX_RATIO = 200  # the longer side of what is shown, in shorter ones, may be at 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class PixelBounds(msgspec.Struct, frozen=True):
     """The fewest and most pixels to which a picture, or all frames of a video, are resized."""
 
     least: int
@@ -48,7 +48,7 @@ class Shown(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of a prompt that stand in a row for a picture, or for all or one of the groups of a video.
 
     They begin at place `start`, and are those of `shown` from number `first` on.
@@ -76,9 +76,9 @@ class Vision(msgspec.Struct, frozen=True):
     patch: int
     merge: int
     group: int
-    pictures: Bounds
-    videos: Bounds
-    images: Bounds = Bounds(4, 768)
+    pictures: PixelBounds
+    videos: PixelBounds
+    images: PixelBounds = PixelBounds(4, 768)
     rate: float = 2.0
     timed: bool = False
     pace: float = 1.0
@@ -121,7 +121,7 @@ class Vision(msgspec.Struct, frozen=True):
         ends = zip(whole[:: self.group], whole[self.group - 1 :: self.group], strict=True)
         return [(first / rate + last / rate) / 2 for first, last in ends]
 
-    def _resized(self, width: int, height: int, images: int, whole: int, bounds: Bounds) -> tuple[int, int]:
+    def _resized(self, width: int, height: int, images: int, whole: int, bounds: PixelBounds) -> tuple[int, int]:
         """Rows and columns of patches, as transformers has them, which keep the shape and are within the bounds.
 
         These are of so many frames, `whole` of which count.
@@ -162,7 +162,7 @@ class Vision(msgspec.Struct, frozen=True):
     def _length(self, one: Shown) -> int:
         return one.tokens // one.frames if one.images and self.timed else one.tokens
 
-    def runs(self, ids: Sequence[int], shown: Sequence[Shown]) -> Iterator[Run]:
+    def runs(self, ids: Sequence[int], shown: Sequence[Shown]) -> Iterator[TokenRun]:
         """Where expanded ids stand for what is shown. Raises PermanentError where they are not those of `shown`."""
         left = {self.picture: iter([one for one in shown if not one.images]), self.video: iter(self._groups(shown))}
         place, before, first = 0, "", 0
@@ -175,7 +175,7 @@ class Vision(msgspec.Struct, frozen=True):
                 raise PermanentError("the prompt does not show what it was said to show")
             parted = bool(one.images) and self.timed
             first = first if parted and one.shown == before and first < one.tokens else 0
-            yield Run(place, one, first, Grid(1 if parted else one.frames, one.rows, one.columns))
+            yield TokenRun(place, one, first, Grid(1 if parted else one.frames, one.rows, one.columns))
             place, before, first = place + self._length(one), one.shown, first + self._length(one)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from unfuse.core.compute import compute_environment
 
 
-class ForkServer:
+class ForkServerProcess:
     """A process of it, and the descriptor from which what it writes is read, which the caller closes."""
 
     def __init__(self, asked: int, models: Sequence[str]) -> None:
@@ -73,14 +73,14 @@ class Forks:
     def __init__(self, models: Sequence[str]) -> None:
         self._models = models
         self._asks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._begun: ForkServer | None = self._begin()
+        self._begun: ForkServerProcess | None = self._begin()
 
     @property
     def asks(self) -> int:
         """The descriptor that workers are handed."""
         return self._asks.fileno()
 
-    def server(self) -> ForkServer:
+    def server(self) -> ForkServerProcess:
         """The process that began first; after that a new one each time."""
         begun, self._begun = self._begun or self._begin(), None
         return begun
@@ -93,8 +93,8 @@ class Forks:
             self._begun = None
             begun.kill()
 
-    def _begin(self) -> ForkServer:
-        return ForkServer(self._asked.fileno(), self._models)
+    def _begin(self) -> ForkServerProcess:
+        return ForkServerProcess(self._asked.fileno(), self._models)
 
 
 class InheritedForks:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
-from unfuse.launch.forks import Forks, ForkServer, InheritedForks
+from unfuse.launch.forks import Forks, ForkServerProcess, InheritedForks
 from unfuse.launch.output import Output, pass_on
 from unfuse.launch.placement import only_cpu
 from unfuse.supervision.clock import SystemClock
@@ -62,7 +62,7 @@ class LocalLauncher(Launcher):
         self._specs, self._clock, self._forks = specs, clock or SystemClock(), forks
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
-        self._processes: dict[int, asyncio.subprocess.Process | ForkServer] = {}
+        self._processes: dict[int, asyncio.subprocess.Process | ForkServerProcess] = {}
         self._ways: dict[int, list[WorkerSpec]] = {}
         """Of workers that could not go on as they were: ways to start them, the one in use first."""
         self._watching: list[asyncio.Task[None]] = []
@@ -133,7 +133,7 @@ class LocalLauncher(Launcher):
             log.warning(event, pid=process.pid, code=code, lived_s=lived, pause_s=pause)
             await asyncio.sleep(pause)
 
-    async def _spawn(self, number: int) -> asyncio.subprocess.Process | ForkServer:
+    async def _spawn(self, number: int) -> asyncio.subprocess.Process | ForkServerProcess:
         if isinstance(self._forks, Forks) and number == len(self._specs):
             server = self._processes[number] = self._forks.server()
             self._output.read(number, server.output)

@@ -16,7 +16,7 @@ from unfuse.launch.base import Hear, Launcher, OpenLauncher, WorkerSpec
 from unfuse.launch.local import SETTLED_S, pause_after
 from unfuse.launch.output import LAST_S, Output, pass_on
 from unfuse.launch.placement import CPU, only_cpu
-from unfuse.launch.ray_nodes import Held, Nodes
+from unfuse.launch.ray_nodes import NodePlace, Nodes
 from unfuse.supervision.supervisor import Supervisor
 
 LOOK_S, LOST_S, ROOM_S = 1.0, 10.0, 30.0
@@ -40,7 +40,7 @@ class RayLauncher(Launcher):
 
     def __init__(self, nodes: Nodes, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
         self._nodes, self._specs, self._output = nodes, specs, Output(hear)
-        self._relays: dict[Held, asyncio.Task[str] | None] = {}  # what relays the lines of each, once it has begun
+        self._relays: dict[NodePlace, asyncio.Task[str] | None] = {}  # what relays the lines of each, once it has begun
         self._background = Supervisor()
         self.failed = asyncio.get_running_loop().create_future()
 
@@ -95,7 +95,7 @@ class RayLauncher(Launcher):
         log.warning("a node of Ray is drained, its worker goes elsewhere", role=spec.role, node=held.node)
         self._background.once("leaving a node of Ray", partial(self._end, held, held.leaves.result()))
 
-    async def _relay(self, number: int, held: Held) -> str:
+    async def _relay(self, number: int, held: NodePlace) -> str:
         """Tell what a worker writes, until it is over; returns why."""
         over = None
         while over is None:
@@ -104,7 +104,7 @@ class RayLauncher(Launcher):
                 self._output.tell(number, line)
         return over
 
-    async def _end(self, held: Held, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+    async def _end(self, held: NodePlace, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         """End a worker, tell the rest of what it wrote, and give up its place; soon once `hurry` is set."""
         if held.node:
             stopping = asyncio.create_task(held.stop(drain_timeout))

@@ -26,7 +26,7 @@ ENDING_S, LEAVING_S = 15.0, 600.0
 """Seconds beside the drain timeout until a worker must have ended; and for leaving a node that gives no time itself."""
 
 
-class Held:
+class NodePlace:
     """A place on one node, whichever has room, with an actor that is to hold a worker there."""
 
     def __init__(self, cpus: float, gpus: int) -> None:
@@ -84,9 +84,9 @@ class Nodes:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(f"--launcher ray: {address or 'Ray'} cannot be used: {error}") from error
 
-    def hold(self, cpus: int, gpus: int) -> Held:
+    def hold(self, cpus: int, gpus: int) -> NodePlace:
         """Ask for a place. In a Ray of our own CPUs are nearly free: it was planned who shares them."""
-        return Held(cpus if self._address else cpus / 1000, gpus)
+        return NodePlace(cpus if self._address else cpus / 1000, gpus)
 
     async def draining(self) -> dict[str, float]:
         """The nodes that are to be left, and in how many seconds. Raises TransientError."""

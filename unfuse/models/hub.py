@@ -63,7 +63,7 @@ class Brought(msgspec.Struct, frozen=True):
 Tell = Callable[[Brought], object]
 
 
-class Stopped(Exception):
+class DownloadStopped(Exception):
     """Another file could not be brought, or nobody waits any more."""
 
 
@@ -151,7 +151,7 @@ class _Download:
                         return
                 self._here[path] = os.fstat(stream.fileno()).st_size
             if self._stopped.wait(LOOK_S):
-                raise Stopped
+                raise DownloadStopped
         yield None
 
     def _complete(self, path: str, file: HubFile, stream: BinaryIO) -> None:
@@ -169,7 +169,7 @@ class _Download:
                 elif (pause := next(pauses, None)) is None:
                     raise ConnectionError(str(error) or type(error).__name__) from error
                 elif self._stopped.wait(pause):
-                    raise Stopped from error
+                    raise DownloadStopped from error
         if before > file.size:
             raise _Lie(f"it has more than the {file.size} bytes that the hub lists")
 
@@ -193,7 +193,7 @@ class _Download:
                     stream.truncate(at := 0)
                 for chunk in answer.iter_raw():
                     if self._stopped.is_set():
-                        raise Stopped
+                        raise DownloadStopped
                     stream.write(chunk)
                     at += len(chunk)
                     self._here[path] = at

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grid:
+class LatentGrid:
     """Channels of latents, how many pixels one stands for along a side, and what sides in pixels must divide by."""
 
     channels: int
@@ -98,7 +98,8 @@ class GridPictureVae:
 class GridFamily(Redrawing):
     """Pictures only; a folder with other components than these is served undivided."""
 
-    shape: Callable[[ModelFolder], Any]  # Its Grid. Raises ConfigError for configurations that do not fit each other.
+    shape: Callable[[ModelFolder], Any]
+    """Reads its LatentGrid. Raises ConfigError for configurations that do not fit each other."""
     vae: Callable[[Loader], VaeDecoder] = GridPictureVae
     else_whole = True
 

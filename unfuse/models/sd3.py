@@ -22,7 +22,7 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import Packing, need_channels, shift
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip
+from unfuse.models.pictures import GridDenoiser, GridFamily, LatentGrid, ProjectedClip
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -37,7 +37,7 @@ DUAL = "dual_attention_layers"  # blocks in which the picture also sees itself a
 
 
 @dataclass(frozen=True)
-class Shape(Grid):
+class Shape(LatentGrid):
     """Sizes that follow from a model's configurations."""
 
     patch: int = 0

@@ -26,7 +26,7 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import Packing, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, GridPictureVae, ProjectedClip
+from unfuse.models.pictures import GridDenoiser, GridFamily, GridPictureVae, LatentGrid, ProjectedClip
 from unfuse.models.redraw import computing_in, forces_upcast
 from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
 from unfuse.stages.base import Stage, need
@@ -42,7 +42,7 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
-class Shape(Grid):
+class Shape(LatentGrid):
     """Sizes that follow from a model's configurations."""
 
     widths: tuple[int, int] = (0, 0)  # of what the text encoders make of a token

@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.medium import Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
 from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.core.vision import Bounds, Grid, Vision
+from unfuse.core.vision import Grid, PixelBounds, Vision
 from unfuse.models.base import Loader, Report, Runtime
 from unfuse.models.encoders import SEES as SEEING
 from unfuse.models.folder import CONFIGS, LANGUAGE, SEES, VISION, WHOLE, ModelFolder
@@ -88,7 +88,7 @@ class VisionLanguage(LanguageFamily):
             group=int(sees.get("temporal_patch_size", 2)),
             pictures=_bounds(pictures, 56 * 56, 28 * 28 * 1280),
             videos=_bounds(videos, 128 * side, 768 * side),
-            images=Bounds(int(videos.get("min_frames", 4)), int(videos.get("max_frames", 768))),
+            images=PixelBounds(int(videos.get("min_frames", 4)), int(videos.get("max_frames", 768))),
             rate=float(videos.get("fps") or 2),
             timed=timed,
             pace=float(sees.get("tokens_per_second", 4)),
@@ -187,11 +187,11 @@ def _loader(files: ModelFolder, runtime: Runtime, report: Report | None) -> Load
     return Loader(files, dict.fromkeys((LANGUAGE, VISION), ("transformers", files.kind)), runtime, report)
 
 
-def _bounds(said: dict[str, Any], least: int, most: int) -> Bounds:
+def _bounds(said: dict[str, Any], least: int, most: int) -> PixelBounds:
     """The pixels that a configuration allows, in either of two spellings."""
     size = said.get("size") or {}
     fewest, largest = size.get("shortest_edge", least), size.get("longest_edge", most)
-    return Bounds(int(said.get("min_pixels") or fewest), int(said.get("max_pixels") or largest))
+    return PixelBounds(int(said.get("min_pixels") or fewest), int(said.get("max_pixels") or largest))
 
 
 def _speaking(whole: Any) -> Any:

@@ -24,7 +24,7 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import FlowDenoiser, Packing, need_channels, shift
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridFamily, GridPictureVae
+from unfuse.models.pictures import GridFamily, GridPictureVae, LatentGrid
 from unfuse.models.text import FAST_TOKENIZERS, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -41,7 +41,7 @@ USUAL = 1024  # the pipeline's side in pixels, whatever the VAE
 
 
 @dataclass(frozen=True)
-class Shape(Grid):
+class Shape(LatentGrid):
     """Sizes that follow from a model's configurations."""
 
     text_dim: int = 0

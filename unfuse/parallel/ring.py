@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unfuse.parallel.group import Axis
-from unfuse.parallel.sequence import Shares
+from unfuse.parallel.sequence import SequenceShares
 
 
 class Ring:
@@ -24,7 +24,9 @@ class Ring:
     def __init__(self, ring: Axis, heads: Axis) -> None:
         self._ring, self._heads = ring, heads
 
-    def __call__(self, shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+    def __call__(
+        self, shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
+    ) -> Tensor:
         """What this rank's tokens get of all."""
         near = self._heads.size
         if near > 1:
@@ -36,7 +38,7 @@ class Ring:
             made = back.movedim(0, 1).flatten(1, 2)
         return made
 
-    def _round(self, shares: Shares, q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def _round(self, shares: SequenceShares, q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         total = q.new_zeros(q.shape, dtype=torch.float32)
         known = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         for turn in range(self._ring.size):
@@ -52,7 +54,7 @@ class Ring:
             kv = arrives() if arrives else kv
         return total.to(q.dtype)
 
-    def _there(self, shares: Shares, place: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def _there(self, shares: SequenceShares, place: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Of the tokens that a place of the ring has: where in them those lie that are no zeros, and where in all."""
         near, held, places = self._heads.size, list[Tensor](), list[Tensor]()
         for number in range(near):

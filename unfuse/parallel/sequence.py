@@ -29,7 +29,7 @@ also take fewer than these otherwise, so a share has no fewer unless the whole h
 TOKENS = 2  # the dimension of tokens in what attention is given: (rows, heads, tokens, width)
 
 
-class Shares:
+class SequenceShares:
     """How many tokens each segment has in the forward that runs, and which of them are this rank's."""
 
     def __init__(self, axis: Axis, order: Sequence[str]) -> None:
@@ -91,14 +91,16 @@ class Shares:
 class Attend(Protocol):
     """Attention over the tokens of all ranks."""
 
-    def __call__(self, shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+    def __call__(
+        self, shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any
+    ) -> Tensor:
         """What this rank's tokens (rows, heads, tokens, width) get of all; a mask is for all tokens, in order."""
 
 
 class _Replaced(TorchFunctionMode):
     """Puts attention over all ranks in the place of torch's."""
 
-    def __init__(self, shares: Shares, attend: Attend) -> None:
+    def __init__(self, shares: SequenceShares, attend: Attend) -> None:
         super().__init__()
         self._shares, self._attend = shares, attend
 
@@ -128,7 +130,7 @@ def _padded(tensor: Tensor, axis: int, length: int) -> Tensor:
 
 def spread(model: Module, cut: Cut, axis: Axis, attend: Attend) -> None:
     """Spread a transformer's tokens over these ranks."""
-    blocks, shares = cut.blocks_of(model), Shares(axis, cut.order)
+    blocks, shares = cut.blocks_of(model), SequenceShares(axis, cut.order)
     for number, block in enumerate(blocks):
         _Entrance(block, shares, cut.enter if number == 0 else {}, cut.follow)
         _within(block.get_submodule(cut.attention), _Replaced(shares, attend))
@@ -139,7 +141,7 @@ class _Entrance:
     """What a block is given, cut to this rank's share."""
 
     def __init__(
-        self, block: Module, shares: Shares, enter: Mapping[str, Along], follow: Mapping[str, tuple[Along, ...]]
+        self, block: Module, shares: SequenceShares, enter: Mapping[str, Along], follow: Mapping[str, tuple[Along, ...]]
     ) -> None:
         self._shares, self._enter, self._follow = shares, enter, follow
         self._signature = inspect.signature(block.forward)
@@ -164,7 +166,7 @@ class _Entrance:
         return tuple(self._shares.own(one, along) for one, along in zip(value, every, strict=True))
 
 
-def _leave(shares: Shares, rules: tuple[Along, ...], block: Module, args: Any, made: Any) -> Any:
+def _leave(shares: SequenceShares, rules: tuple[Along, ...], block: Module, args: Any, made: Any) -> Any:
     """The whole of what the last block has made of shares."""
     single = isinstance(made, Tensor)
     wholes = tuple(

@@ -26,7 +26,7 @@ def spread(vae: Any, axis: Axis) -> None:
     vae.encode = Tiles(vae.encode, vae.encoder, axis, getattr(vae.quant_conv, "in_channels", 1))
 
 
-class Call(NamedTuple):
+class TileCall(NamedTuple):
     """What a decoder or encoder is given. Those with one `feat_cache`, its memory of frames, are of one tile."""
 
     args: tuple[Any, ...]
@@ -55,8 +55,8 @@ class Tiles:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `work` makes of this on one rank."""
-        calls = list[Call]()
-        with self._doing(lambda *given, **how: self._noted(calls, Call(given, how))):
+        calls = list[TileCall]()
+        with self._doing(lambda *given, **how: self._noted(calls, TileCall(given, how))):
             self._work(*args, **kwargs)
         like, owners, own = calls[0].given, shares(calls, self._axis.size), list[Tensor]()
         for owner in owners:
@@ -76,13 +76,13 @@ class Tiles:
         finally:
             self._part.forward = own
 
-    def _noted(self, calls: list[Call], call: Call) -> Tensor:
+    def _noted(self, calls: list[TileCall], call: TileCall) -> Tensor:
         """What is made of no request, and can be joined and blended with its like."""
         calls.append(call)
         return call.given.new_empty(0, self._channels, *[1] * (call.given.dim() - 2))
 
 
-def shares(calls: Sequence[Call], ranks: int) -> list[int]:
+def shares(calls: Sequence[TileCall], ranks: int) -> list[int]:
     """The rank that makes each call. Tiles go to whoever has least to do, the largest first."""
     sizes = dict[int, int]()
     for call in calls:

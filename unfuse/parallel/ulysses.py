@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unfuse.parallel.sequence import TOKENS, Shares
+from unfuse.parallel.sequence import TOKENS, SequenceShares
 
 
-def ulysses(shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
     """Attention by heads; an Attend."""
     axis = shares.axis
     each = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)

@@ -14,7 +14,7 @@ from unfuse.server import chat, dead, health, images, models, requests, videos, 
 from unfuse.server.access import Access, Guard
 from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, Lasting, caller_of
-from unfuse.server.body import Reading
+from unfuse.server.body import BodyBudget
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
 from unfuse.server.methods import Methods
@@ -24,7 +24,7 @@ from unfuse.server.throttle import Throttle
 def create_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
     """The application of a gateway. Without keys, `access` says from where it may be used: from this machine alone."""
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
-    app.state.gateway, app.state.reading = gateway, Reading()
+    app.state.gateway, app.state.reading = gateway, BodyBudget()
     keyed = bool(gateway.keys)
     guards = [Depends(caller_of), *([Depends(KEYED)] if keyed else [])]
     for resource in (images, videos, chat, requests, dead, models, workers):

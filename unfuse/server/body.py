@@ -43,7 +43,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # without a c
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
 
 
-class Reading:
+class BodyBudget:
     """Counts the bytes of all bodies that are being read, up to `most`."""
 
     def __init__(self, most: int = MAX_READING) -> None:
@@ -172,7 +172,7 @@ def _type(request: Request) -> str:
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    reading: Reading = request.app.state.reading
+    reading: BodyBudget = request.app.state.reading
     size = 0
     try:
         async for chunk in request.stream():

@@ -24,7 +24,7 @@ async def answer_call(
     record, delivery = await call.accept()
     if accepted := await respond_async(call, record):
         return accepted
-    caller = Caller(call.gateway, call.request, record)
+    caller = WaitingClient(call.gateway, call.request, record)
     if delivery.stream:
         return stream(caller.told(events(record)))
     try:
@@ -34,7 +34,7 @@ async def answer_call(
         caller.is_answered = True
 
 
-class Caller:
+class WaitingClient:
     """A client that waits for its request. If it disconnects before the answer, its request is cancelled.
 
     The request is not cancelled if the server closes the connection, because it shuts down or failed.

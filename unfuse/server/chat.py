@@ -60,7 +60,7 @@ USUAL_REASONING = ReasoningFormat("usual")
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
 
-class Usage(NamedTuple):
+class StreamUsage(NamedTuple):
     """Whether the last event of a stream has the usage, and whether each event has the usage so far."""
 
     at_end: bool
@@ -75,7 +75,7 @@ async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     call = Call(gateway, request, asker, given, TEXT, waits=True, read=read)
     options = given.get("stream_options")
     wanted = options if isinstance(options, dict) else {}
-    usage = Usage(bool(wanted.get("include_usage")), bool(wanted.get("continuous_usage_stats")))
+    usage = StreamUsage(bool(wanted.get("include_usage")), bool(wanted.get("continuous_usage_stats")))
     return await answer_call(
         call,
         lambda record: _events(gateway, record, usage, _told(request, record.context)),
@@ -159,7 +159,7 @@ def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown
     return ids[-most:]
 
 
-async def _events(gateway: Gateway, record: Record, usage: Usage, told: list[int]) -> AsyncIterator[bytes]:
+async def _events(gateway: Gateway, record: Record, usage: StreamUsage, told: list[int]) -> AsyncIterator[bytes]:
     """Chunks with what is made of each choice, as it comes; then the usage, if that is asked for.
 
     Of each choice so many pieces were `told` before. The ids of events say how many are told by then.
@@ -234,7 +234,7 @@ async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) ->
 
 
 def _chunk(
-    usage: Usage,
+    usage: StreamUsage,
     context: RequestContext,
     told: list[int],
     index: int,

@@ -38,7 +38,7 @@ OTHER_FILES = 256  # open files that are reserved for everything else than conne
 log = structlog.get_logger(__name__)
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class ConnectionLimits(msgspec.Struct, frozen=True):
     """The most connections in all and from one address (for IPv6, from one /64 network).
 
     A client has `head_s` seconds to ask. While it sends a body, or has not taken what was sent to it, `rate` bytes a
@@ -55,7 +55,7 @@ class Bounds(msgspec.Struct, frozen=True):
 class Connections(ServerState):
     """All connections of one server, counted by address; those of trusted proxies count only in the total."""
 
-    def __init__(self, bounds: Bounds, access: Access) -> None:
+    def __init__(self, bounds: ConnectionLimits, access: Access) -> None:
         super().__init__()
         self.bounds, self._access = bounds, access
         self._most = min(bounds.connections, _files(bounds.connections + OTHER_FILES) - OTHER_FILES)
@@ -220,7 +220,7 @@ class Protocol(H11Protocol):
 class HttpServer(Server):
     """uvicorn with bounds on its connections, and without its signal handlers, which are its caller's business."""
 
-    def __init__(self, app: ASGIApp, bounds: Bounds, access: Access) -> None:
+    def __init__(self, app: ASGIApp, bounds: ConnectionLimits, access: Access) -> None:
         super().__init__(
             Config(
                 app, http=Protocol, ws="none", lifespan="off", log_level="error", access_log=False,

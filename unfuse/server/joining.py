@@ -11,7 +11,7 @@ from unfuse.core.errors import ConfigError
 Phase = Literal["starting", "fetching", "importing", "loading"]
 
 
-class Progress(msgspec.Struct, frozen=True):
+class JoinProgress(msgspec.Struct, frozen=True):
     """What workers do before they are ready; `done` of `total` bytes are fetched, or loaded."""
 
     phase: Phase
@@ -29,6 +29,6 @@ class Joining:
         """
         raise ConfigError("this gateway starts no workers: name the model when the server is started")
 
-    def progress(self, name: str) -> Progress | None:
+    def progress(self, name: str) -> JoinProgress | None:
         """How far workers are with loading a model; None if they are ready, or start elsewhere."""
         return None

@@ -21,8 +21,8 @@ from unfuse.server.key_lines import (
     MOST_BYTES,
     NAME,
     NAME_RULE,
-    Entry,
     Key,
+    KeyLine,
     entries_of,
     hash_of,
     key_of,
@@ -37,7 +37,7 @@ LEAST_DIGITS = 4
 """Fewest digits by which a key can be removed."""
 
 
-def rows_of(file: Path) -> list[tuple[Entry, Key]]:
+def rows_of(file: Path) -> list[tuple[KeyLine, Key]]:
     """Return the keys of a file, in order, with what each opens. Raises UsageError."""
     entries = list(entries_of(read_file(str(file)), str(file)))
     known = known_of(iter(entries))
@@ -66,12 +66,12 @@ def add(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
     return key
 
 
-def remove(file: Path, which: str) -> list[Entry]:
+def remove(file: Path, which: str) -> list[KeyLine]:
     """Remove all keys of a name, or the one key whose hash begins so, and return what was removed.
 
     Raises UsageError if no key or several keys are meant, and for the last key of a file.
     """
-    removed: list[Entry] = []
+    removed: list[KeyLine] = []
 
     def kept(text: str) -> str:
         entries = list(entries_of(text, str(file)))
@@ -93,7 +93,7 @@ def hash_keys(file: Path) -> tuple[int, list[str]]:
 
     Returns how many there were, and the names of those that are so short that their hash tells the key.
     """
-    plain: list[Entry] = []
+    plain: list[KeyLine] = []
 
     def hashed(text: str) -> str:
         plain.extend(entry for entry in entries_of(text, str(file)) if entry.plain)
@@ -107,7 +107,7 @@ def hash_keys(file: Path) -> tuple[int, list[str]]:
     return len(plain), [entry.name for entry in plain if len(entry.plain) < LEAST_CHARACTERS]
 
 
-def _meant(entries: Sequence[Entry], which: str, file: Path) -> list[Entry]:
+def _meant(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLine]:
     """Return the keys that a name or the beginning of a hash stands for. Raises UsageError for none or several."""
     digits = which.lower().removeprefix(HASHED)
     by_name = [entry for entry in entries if entry.name == which]

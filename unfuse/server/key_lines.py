@@ -58,7 +58,7 @@ Known = dict[bytes, Key]
 """Keys by their hashes."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class KeyLine(msgspec.Struct, frozen=True):
     """One key of a file, as it is written there."""
 
     index: int
@@ -125,7 +125,7 @@ def _read_regular(file: str, descriptor: int) -> bytes:
     return bytes(data)
 
 
-def entries_of(text: str, file: str) -> Iterator[Entry]:
+def entries_of(text: str, file: str) -> Iterator[KeyLine]:
     """Return the keys in the text of a file, in order. Raises UsageError for a line that has no known form."""
     for index, line in enumerate(text.splitlines()):
         words = list(re.finditer(r"\S+", line))
@@ -139,7 +139,7 @@ def entries_of(text: str, file: str) -> Iterator[Entry]:
         if not NAME.fullmatch(name):
             raise UsageError(f"{where}: a name has {NAME_RULE}; write {LINE}")
         digest, plain = _secret(where, secret[0])
-        yield Entry(index, where, name, digest, plain, secret.start(), fields, len(words) > 1)
+        yield KeyLine(index, where, name, digest, plain, secret.start(), fields, len(words) > 1)
 
 
 def _secret(where: str, word: str) -> tuple[bytes, str]:
@@ -154,7 +154,7 @@ def _secret(where: str, word: str) -> tuple[bytes, str]:
     return digest_of(word), word
 
 
-def known_of(entries: Iterator[Entry]) -> Known:
+def known_of(entries: Iterator[KeyLine]) -> Known:
     """Return the keys by their hashes. Raises UsageError for a line that contradicts an earlier one."""
     known: Known = {}
     lines: dict[bytes, str] = {}

@@ -22,8 +22,8 @@ from unfuse.server.key_lines import (
     HASHED,
     LEAST_CHARACTERS,
     LINE,
-    Entry,
     Key,
+    KeyLine,
     Known,
     digest_of,
     entries_of,
@@ -141,7 +141,7 @@ class Keys:
 
     def _read(self) -> Known:
         """Return all keys. Raises UsageError, whose message has no key."""
-        entries: list[Entry] = []
+        entries: list[KeyLine] = []
         plain: list[str] = []
         for file in self._files:
             found = list(entries_of(read_file(file), file))
@@ -150,7 +150,7 @@ class Keys:
             plain += [file] if any(entry.plain for entry in found) else []
             entries += found
         for key in self._given:
-            entries.append(Entry(0, "--api-key", DEFAULT_TENANT, digest_of(key), key, 0, (), False))
+            entries.append(KeyLine(0, "--api-key", DEFAULT_TENANT, digest_of(key), key, 0, (), False))
         known = known_of(iter(entries))
         self._plain = plain
         if self._is_sole:

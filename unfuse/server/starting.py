@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unfuse import __version__
 from unfuse.server.access import Access, Guard
-from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.connections import ConnectionLimits, HttpServer
 from unfuse.server.errors import Edge, Refusal
 
 ANSWERS = {"/health": {"status": "ok"}, "/version": {"version": __version__}}
@@ -46,7 +46,7 @@ class Starting:
 class Front:
     """The HTTP server at a socket, which answers for a gateway from the first call of `wait` or `serve` on."""
 
-    def __init__(self, listener: socket, bounds: Bounds, access: Access, keyed: bool) -> None:
+    def __init__(self, listener: socket, bounds: ConnectionLimits, access: Access, keyed: bool) -> None:
         self._starting = Starting(access, keyed)
         self._server, self._listener = HttpServer(self._starting, bounds, access), listener
         self._serving: asyncio.Task[None] | None = None

@@ -40,7 +40,7 @@ class Case(msgspec.Struct, frozen=True):
     params: Params
 
 
-class Side(Protocol):
+class ComparedSide(Protocol):
     """One way to run a model."""
 
     def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
@@ -65,7 +65,7 @@ class Figures(msgspec.Struct, frozen=True):
     digests: list[Digests]
 
 
-class Pipeline(Side):
+class UndividedPipeline(ComparedSide):
     """The undivided pipeline in a process, one request after the other. `hear` gets each line that it writes.
 
     `made` is called after each request.
@@ -127,7 +127,7 @@ class Pipeline(Side):
         raise PermanentError("the undivided pipeline failed; its message is above")
 
 
-class Pools(Side):
+class Pools(ComparedSide):
     """Workers of our own, which take all requests at once. `made` is called after each of them."""
 
     def __init__(self, client: Client, image: Path | None, made: Callable[[], object]) -> None:
@@ -178,7 +178,7 @@ def sized(card: ModelCard, asked: dict[str, Any], image: Path | None) -> dict[st
     return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 
 
-def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
+def measure(side: ComparedSide, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
     free, seconds = _free(), partial(_seconds, side, card, asked)
     digests = side.make(_cases(card, asked, 0, rounds), alike=True)
@@ -189,7 +189,7 @@ def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, cou
     return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
 
 
-def _seconds(side: Side, card: ModelCard, asked: dict[str, Any], first: int, count: int) -> float:
+def _seconds(side: ComparedSide, card: ModelCard, asked: dict[str, Any], first: int, count: int) -> float:
     """How long so many requests take that are asked for at once, of seeds from the first on."""
     began = time.perf_counter()
     side.make(_cases(card, asked, first, count))

@@ -23,8 +23,8 @@ from unfuse.queues.base import Declaration, Filter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal
-from unfuse.server.joining import Joining, Progress
-from unfuse.service.load_progress import LoadProgress
+from unfuse.server.joining import Joining, JoinProgress
+from unfuse.service.load_progress import StartProgress
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Model, Plan
 from unfuse.supervision.own_thread import in_own_thread
@@ -49,7 +49,7 @@ class _Crew:
     plan: Plan
     launcher: Launcher
     first: int
-    progress: LoadProgress
+    progress: StartProgress
     quiet: int = 0
     heir: _Crew | None = None
     next: Plan | None = None
@@ -96,7 +96,7 @@ class Crews(Joining):
     def begin(self, plan: Plan) -> Launcher:
         """Start the workers of a plan. Where the first ones that began cannot start, it is up to the caller to end."""
         number, self._started = self._started, self._started + len(plan.workers) + 1
-        crew = _Crew(plan, self._start(plan, number), number, LoadProgress(len(plan.workers)))
+        crew = _Crew(plan, self._start(plan, number), number, StartProgress(len(plan.workers)))
         self._first = self._first or crew
         self._crews.append(crew)
         self._offer()
@@ -109,7 +109,7 @@ class Crews(Joining):
                 crew.progress.hear(number - crew.first, line)
 
     @override
-    def progress(self, name: str) -> Progress | None:
+    def progress(self, name: str) -> JoinProgress | None:
         latest = next((crew for crew in reversed(self._crews) if name in _models(crew.plan)), None)
         return latest.progress.now() if latest else None
 

@@ -211,7 +211,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = 20.0  # fmt: skip
 
 
-class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
     workers: Annotated[str, says(
@@ -256,7 +256,7 @@ SHARED_ARENA, OWN_ARENA = 512 << 20, 2 << 30
 """Bytes for a worker that shares its machine with the others of one `serve`, and for a single worker."""
 
 
-class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArenaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's tensor memory."""
 
     bytes: Annotated[int, says_bytes(
@@ -310,7 +310,7 @@ class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
     )] = ("tcp", "zmq")  # fmt: skip
 
 
-class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LeaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timed claims on tasks."""
 
     ttl_s: Annotated[float, says("Seconds of silence after which a worker's tasks go to another.", ge=2)] = 15.0
@@ -350,12 +350,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bool, says("Have workers over TCP without keys: whoever reaches the port sees prompts and forges results.")
     ] = False
     serve: Serve = Serve()
-    worker: Worker = Worker()
+    worker: WorkerSettings = WorkerSettings()
     compute: ComputeOptions = ComputeOptions()
-    arena: Arena = Arena()
+    arena: ArenaSettings = ArenaSettings()
     kv: Kv = Kv()
     buffer: Buffer = Buffer()
-    lease: Leases = Leases()
+    lease: LeaseSettings = LeaseSettings()
     store: Store = Store()
     spill: Spill = Spill()
     transfer: Transfer = Transfer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from unfuse.server.joining import Phase, Progress
+from unfuse.server.joining import JoinProgress, Phase
 from unfuse.worker.records import read_record
 
 LAST_WORDS = b"unfuse: "
@@ -14,12 +14,12 @@ LAST_WORDS = b"unfuse: "
 PHASES = get_args(Phase)
 
 
-class LoadProgress:
+class StartProgress:
     """The progress of so many workers; lines may be heard in another thread than it is asked in."""
 
     def __init__(self, workers: int) -> None:
         self.reason = ""  # why a worker could not start, in its own words; "" if none has said so
-        self._workers: list[dict[str, Progress]] = [{"": Progress("starting")} for _ in range(workers)]
+        self._workers: list[dict[str, JoinProgress]] = [{"": JoinProgress("starting")} for _ in range(workers)]
 
     def hear(self, worker: int, line: bytes) -> None:
         """Read a line of a worker, if it says how far it is, or why it ends."""
@@ -32,22 +32,22 @@ class LoadProgress:
             case {"event": "ready"}:
                 self._workers[worker] = {}
             case {"event": "importing"}:
-                self._note(worker, record, Progress("importing"))
+                self._note(worker, record, JoinProgress("importing"))
             case {"event": "fetching", "done": int(done), "total": int(total)}:
-                self._note(worker, record, Progress("fetching", done, total))
+                self._note(worker, record, JoinProgress("fetching", done, total))
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
-                self._note(worker, record, Progress("loading", done, total))
+                self._note(worker, record, JoinProgress("loading", done, total))
 
-    def now(self) -> Progress | None:
+    def now(self) -> JoinProgress | None:
         """The earliest phase of any rank, with bytes; None once all workers are ready."""
         ranks = [progress for worker in list(self._workers) for progress in list(worker.values())]
         if not ranks:
             return None
         phase = min((one.phase for one in ranks), key=PHASES.index)
         inside = [one for one in ranks if one.phase == phase]
-        return Progress(phase, sum(one.done for one in inside), sum(one.total for one in inside))
+        return JoinProgress(phase, sum(one.done for one in inside), sum(one.total for one in inside))
 
-    def _note(self, worker: int, record: Mapping[str, Any], progress: Progress) -> None:
+    def _note(self, worker: int, record: Mapping[str, Any], progress: JoinProgress) -> None:
         """Remember how far a rank is, in a new table, since another thread may read the old one."""
         rank = str(record.get("rank", ""))
         others = {name: one for name, one in self._workers[worker].items() if rank and name}

@@ -19,7 +19,7 @@ from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for, wanted
 from unfuse.service.resources import device_memory, means
 from unfuse.service.settings import FIELDS
-from unfuse.service.specs import Slots, environment_of, flags_of, forked, specs_of
+from unfuse.service.specs import WorkerSlots, environment_of, flags_of, forked, specs_of
 from unfuse.service.stopping import share_of
 from unfuse.stores.results import sees
 from unfuse.supervision.budget import StopBudget
@@ -64,7 +64,7 @@ class MachineWorkers:
             **environment_of(settings), **self._logs.environment,
             scheduler.variable: scheduler.written(schedulers(settings)),
         }  # fmt: skip
-        specs = specs_of(planned, means(settings).cores, Slots.of(settings), told, environment)
+        specs = specs_of(planned, means(settings).cores, WorkerSlots.of(settings), told, environment)
         launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
         launcher.start()
         try:

@@ -12,7 +12,7 @@ from unfuse.launch import opener
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
-from unfuse.server.connections import Bounds
+from unfuse.server.connections import ConnectionLimits
 from unfuse.server.keys import Keys
 from unfuse.server.links import parse_public_url
 from unfuse.server.parsers import Parsers
@@ -23,7 +23,7 @@ from unfuse.service.plan import NONE, wanted
 from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
-from unfuse.service.specs import Slots, environment_of, flags_of
+from unfuse.service.specs import WorkerSlots, environment_of, flags_of
 from unfuse.service.transfers import require_engines
 from unfuse.worker.checkpoints import Policy
 
@@ -37,7 +37,7 @@ def options(loaded: Loaded) -> ServeOptions:
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
-        bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
+        bounds=ConnectionLimits(serve.max_connections, serve.max_connections_per_address),
         prices=Prices(serve.price),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         queue_wait=serve.queue_wait,
@@ -51,7 +51,7 @@ def options(loaded: Loaded) -> ServeOptions:
         workers=wanted(settings),
         device_memory=device_memory(settings),
         means=means(settings),
-        slots=Slots.of(settings),
+        slots=WorkerSlots.of(settings),
         asleep=counts("--asleep", serve.asleep, "ROLE=N, like denoiser=2"),
         resources=resources(settings),
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),

@@ -19,7 +19,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
-class Stopped(Exception):
+class ServiceStopped(Exception):
     """The service was stopped before its queue could be used."""
 
 
@@ -37,7 +37,7 @@ class QueueStart:
     async def open(self, url: str) -> QueueBackend:
         """Open the queue at `url` and see that it works. Raises ConfigError if it can never be the queue.
 
-        Raises TransientError if it does not work in time, and Stopped.
+        Raises TransientError if it does not work in time, and ServiceStopped.
         """
 
         async def opened() -> QueueBackend:
@@ -56,7 +56,7 @@ class QueueStart:
         return queue
 
     async def until_done(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Repeat this work until the queue does not fail it. Raises TransientError if that takes too long, Stopped."""
+        """Repeat this work until the queue does not fail it. Raises TransientError (too long) and ServiceStopped."""
         while True:
             try:
                 done = await self._unless_stopped(work())
@@ -70,12 +70,12 @@ class QueueStart:
             await self._unless_stopped(asyncio.sleep(RETRY_S))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do this work. Raises Stopped when the service is stopped before it is done."""
+        """Do this work. Raises ServiceStopped when the service is stopped before it is done."""
         working, stopped = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise Stopped
+                raise ServiceStopped
             return working.result()
         finally:
             for task in (working, stopped):

@@ -29,7 +29,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
-from unfuse.server.connections import Bounds
+from unfuse.server.connections import ConnectionLimits
 from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
@@ -47,9 +47,9 @@ from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
-from unfuse.service.queue_start import QueueStart, Stopped
+from unfuse.service.queue_start import QueueStart, ServiceStopped
 from unfuse.service.settings import FIELDS
-from unfuse.service.specs import Slots, forked, specs_of
+from unfuse.service.specs import WorkerSlots, forked, specs_of
 from unfuse.service.stage_kinds import check_stage_kinds
 from unfuse.service.stopping import share_of
 from unfuse.stores.keyed import Remains, remains_at
@@ -89,7 +89,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     serve: Serve
     keys: ApiKeys
     access: Access
-    bounds: Bounds
+    bounds: ConnectionLimits
     prices: Prices
     queue: str
     queue_wait: float
@@ -102,7 +102,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     workers: Wanted
     device_memory: Mapping[str, int]
     means: Means
-    slots: Slots
+    slots: WorkerSlots
     asleep: Mapping[str, int]
     resources: Mapping[str, int]
     limits: Limits
@@ -165,7 +165,7 @@ class Service:
 
         Raises ConfigError, and TransientError for a queue that cannot be used in time.
         """
-        with contextlib.suppress(Stopped):
+        with contextlib.suppress(ServiceStopped):
             await self._run(started)
 
     async def _run(self, started: Callable[[str], None]) -> None:

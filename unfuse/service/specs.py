@@ -18,14 +18,14 @@ from unfuse.service.resources import counts
 from unfuse.service.settings import FIELDS
 
 
-class Slots(msgspec.Struct, frozen=True):
+class WorkerSlots(msgspec.Struct, frozen=True):
     """Tasks that a worker holds at a time: the least of its roles `by_role`, else `each` (0: what its stages say)."""
 
     by_role: Mapping[str, int] = {}
     each: int = 0
 
     @classmethod
-    def of(cls, settings: Settings) -> Slots:
+    def of(cls, settings: Settings) -> WorkerSlots:
         """As they are set. Raises ConfigError for a malformed entry."""
         return cls(counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2"), settings.worker.slots)
 
@@ -75,7 +75,7 @@ def forked(planned: Plan, begun: Forks | InheritedForks | None = None) -> Forks 
 
 
 def specs_of(
-    planned: Plan, cores: int, slots: Slots, told: Mapping[str, object], environment: Mapping[str, str],
+    planned: Plan, cores: int, slots: WorkerSlots, told: Mapping[str, object], environment: Mapping[str, str],
     models: tuple[str, ...] = (),
 ) -> list[WorkerSpec]:  # fmt: skip
     """The workers to start, which share these cores, for these `models` or what their scheduler offers when they start.

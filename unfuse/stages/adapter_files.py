@@ -29,23 +29,23 @@ ONLY = "only low-rank pairs (LoRA) with their alphas are applied"
 REMEDY = "save it without that, or merge it into the model's weights"
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """An entry of a safetensors file: the file's name for its dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
-def entries(file: Path) -> dict[str, Entry]:
+def entries(file: Path) -> dict[str, TensorEntry]:
     """Return the entries of a safetensors file by name. Raises SafetensorError and OSError."""
     from safetensors import safe_open
 
     with safe_open(file, "numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-        return {name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        return {name: TensorEntry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
 
 
-def refusal(found: Mapping[str, Entry]) -> str:
+def refusal(found: Mapping[str, TensorEntry]) -> str:
     """Return why a file with these entries cannot be used with any model, as the end of a sentence; else ""."""
     if not found:
         return "is empty"

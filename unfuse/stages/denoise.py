@@ -23,7 +23,7 @@ from unfuse.stages.finite import remedy
 from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
 from unfuse.stages.one_by_one import one_by_one
 from unfuse.stages.preview import Preview
-from unfuse.stages.redraw import MOMENTS, Begun, Kept, Redraw, layout, scaled
+from unfuse.stages.redraw import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 
 Inputs = Mapping[str, Tensor]
 
@@ -110,7 +110,7 @@ class DenoiseState:
     step: int = 0
     begin: int = 0
     """How many steps were not to be made."""
-    kept: Kept | None = None
+    kept: KeptLatents | None = None
     estimate: Tensor | None = None
     """The predicted final latents at the last step, for previews."""
     memory: Memory = field(default_factory=dict)
@@ -191,7 +191,7 @@ class Denoise(SteppedStage[DenoiseState]):
             grid = self.redraw.draw(moments.to(denoiser.device), generator)
         noise = denoiser.draw(params, generator).to(denoiser.device)
         scheduler, scale = denoiser.noise_scheduler(params, noise), denoiser.guidance(params)
-        made = Begun(scaled(scheduler, noise))
+        made = DenoiseStart(scaled(scheduler, noise))
         if self.redraw and grid is not None:
             made = self.redraw.begin(task, grid, noise, scheduler)
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(scale) else None

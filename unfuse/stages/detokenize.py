@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 
-class Pieces(Protocol):
+class TokenVocabulary(Protocol):
     """What is needed of a tokenizer: the bytes that a token stands for, and which tokens are never shown."""
 
     @property
@@ -26,7 +26,9 @@ class Detokenizer:
     continue a text: the space with which some tokenizers begin each text is then kept.
     """
 
-    def __init__(self, tokenizer: Pieces, marks: Mapping[int, str] | None = None, *, first: bool = True) -> None:
+    def __init__(
+        self, tokenizer: TokenVocabulary, marks: Mapping[int, str] | None = None, *, first: bool = True
+    ) -> None:
         self._tokenizer, self._first, self._marks = tokenizer, first, marks or {}
         self._decoder = getincrementaldecoder("utf-8")("replace")
 

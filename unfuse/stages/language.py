@@ -27,7 +27,7 @@ from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.sampling import Sampled, Sampling, sample
-from unfuse.stages.sequences import Constraint, Grammars, Growing, PromptStage, Sequences
+from unfuse.stages.sequences import GrammarEngine, GrammarMatcher, Growing, PromptStage, Sequences
 from unfuse.stages.words import Ending, Tokenizer, Words
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Writing(Growing):
     how: Sampling = Sampling()
     words: Words | None = None
     sampled: Sampled | None = None
-    constraint: Constraint | None = None
+    constraint: GrammarMatcher | None = None
     shown: tuple[Shown, ...] = ()
     """The pictures and videos of the prompt, as JSON."""
     extends: bool = False
@@ -213,7 +213,7 @@ class Decode(PromptStage[Writing]):
     can_overlap = all_together = True
 
     def __init__(
-        self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars, group: Group | None = None
+        self, sequences: Sequences, tokenizer: Tokenizer, grammars: GrammarEngine, group: Group | None = None
     ) -> None:
         super().__init__(sequences)
         self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
@@ -273,12 +273,12 @@ class Decode(PromptStage[Writing]):
             self.let_go(state)
             raise
 
-    def _constraint(self, task: StageInput) -> Constraint | None:
+    def _constraint(self, task: StageInput) -> GrammarMatcher | None:
         grammar = task.uploads.get(GRAMMAR)
         if grammar is None or (self._group and self._group.rank):
             return None
         reading = task.derived.reading
-        constraint: Constraint = self._grammars.open(grammar)
+        constraint: GrammarMatcher = self._grammars.open(grammar)
         if reading and reading.reasoning:
             constraint = BehindReasoning(constraint, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unfuse.core.reading import Reading
 from unfuse.core.reasoning import ReasoningReader
 from unfuse.stages.detokenize import Detokenizer
-from unfuse.stages.sequences import Constraint
+from unfuse.stages.sequences import GrammarMatcher
 from unfuse.stages.words import Tokenizer
 
 
@@ -17,7 +17,7 @@ class BehindReasoning:
     An answer without reasoning is constrained from its first token; only the mark that begins reasoning is allowed too.
     """
 
-    def __init__(self, constraint: Constraint, reading: Reading, tokenizer: Tokenizer) -> None:
+    def __init__(self, constraint: GrammarMatcher, reading: Reading, tokenizer: Tokenizer) -> None:
         format = reading.reasoning
         assert format
         self._constraint = constraint

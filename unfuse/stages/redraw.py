@@ -20,7 +20,7 @@ from unfuse.stages.image_encode import ImageEncode, read_mask
 MOMENTS = "moments"
 
 
-class Kept(NamedTuple):
+class KeptLatents(NamedTuple):
     """A picture's latents, the noise of its request, and where denoising changes them: there the mask is 1."""
 
     latents: Tensor
@@ -34,12 +34,12 @@ class Kept(NamedTuple):
         return (1 - self.mask) * kept + self.mask * latents
 
 
-class Begun(NamedTuple):
+class DenoiseStart(NamedTuple):
     """Where denoising begins: with which latents, after how many steps, and what it keeps."""
 
     latents: Tensor
     step: int = 0
-    kept: Kept | None = None
+    kept: KeptLatents | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Redraw:
         found: Tensor = shifted * scale
         return found
 
-    def begin(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> Begun:
+    def begin(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> DenoiseStart:
         """From the picture's latents in this grid; with a mask and all steps from the noise alone."""
         step, mask = self._skipped(task.params), task.tensors.get(MASK)
         latents = self._arranged(grid.contiguous() if self.repeats and mask is not None else grid)
@@ -90,9 +90,9 @@ class Redraw:
             raise PermanentError(f"latents of the picture are {tuple(grid.shape)}, which is another size")
         started = noised(scheduler, latents, noise, scheduler.timesteps[step : step + 1])
         if mask is None:
-            return Begun(started, step)
-        kept = Kept(latents, noise, self._arranged(mask.to(grid)))
-        return Begun(scaled(scheduler, noise) if task.params["strength"] == 1 else started, step, kept)
+            return DenoiseStart(started, step)
+        kept = KeptLatents(latents, noise, self._arranged(mask.to(grid)))
+        return DenoiseStart(scaled(scheduler, noise) if task.params["strength"] == 1 else started, step, kept)
 
     def _arranged(self, grid: Tensor) -> Tensor:
         return self.pack(grid.expand(-1, self.channels, -1, -1)) if self.pack else grid

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 from typing import Protocol
 
 
-class Constraint(Protocol):
+class GrammarMatcher(Protocol):
     """A text that has to match a grammar, and is followed somewhere else."""
 
     @property
@@ -46,10 +46,10 @@ class Constraint(Protocol):
         """The text is over."""
 
 
-class Grammars(Protocol):
+class GrammarEngine(Protocol):
     """What follows texts by their grammars."""
 
-    def open(self, grammar: bytes) -> Constraint:
+    def open(self, grammar: bytes) -> GrammarMatcher:
         """A new text, which has to match this grammar."""
 
 
@@ -108,7 +108,7 @@ class Sequences:
         self._begun = 0
         self.retracted, self.prompts = 0, 0
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
-        self.constraints = set[Constraint]()  # those of the texts that have to match a grammar
+        self.constraints = set[GrammarMatcher]()  # those of the texts that have to match a grammar
 
     @property
     def tokens(self) -> int:

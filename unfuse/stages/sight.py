@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.vision import Run, Shown, Vision
+from unfuse.core.vision import Shown, TokenRun, Vision
 from unfuse.stages.base import Tensors
 
 
@@ -63,14 +63,14 @@ class Sight:
         return Rows(torch.cat(rows), embeddings, deep)
 
 
-def _part(tensors: Tensors, run: Run, end: str, tokens: int) -> Tensor:
+def _part(tensors: Tensors, run: TokenRun, end: str, tokens: int) -> Tensor:
     value = tensors.get(run.shown.shown + end)
     if value is None or value.ndim != 2 or value.shape[0] != run.shown.tokens:
         raise PermanentError(f"what was encoded of {run.shown.shown[:12]} is missing, or of another size")
     return value[run.first : run.first + tokens]
 
 
-def _positions(length: int, runs: Sequence[Run], vision: Vision) -> Tensor:
+def _positions(length: int, runs: Sequence[TokenRun], vision: Vision) -> Tensor:
     """Those of transformers: text goes on by one in all rows; what is shown has frame, row and column behind it."""
     parts: list[Tensor] = []
     place = position = 0

@@ -47,7 +47,7 @@ class GivenUp(UnfuseError):
     """Raised inside a call that is given up, at its step."""
 
 
-class Call:
+class PausedCall:
     """A call that rests where it says so. `make` gets the function by which it does; what it returns is the `result`.
 
     Of `go_on` and `stop`, each is called from one thread, that of the step loop.
@@ -133,17 +133,17 @@ class RandomState:
 
 
 @dataclass
-class Running:
+class RunningCall:
     """A request in its call, so many steps of which are done."""
 
     params: Params
     lora_id: str
-    call: Call
+    call: PausedCall
     steps: int
     done: int = 0
 
 
-class Whole(SteppedStage[Running]):
+class Whole(SteppedStage[RunningCall]):
     """Parameters, and pictures where the model takes them, in; media out.
 
     Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
@@ -184,7 +184,7 @@ class Whole(SteppedStage[Running]):
         return task.params.get("seed"), *super().batch_key(task)  # type: ignore[misc]
 
     @override
-    def start(self, task: StageInput) -> Running:
+    def start(self, task: StageInput) -> RunningCall:
         """The call begins with its first step."""
         params = task.params
         said = ((own, params.get(name)) for own, name in self._takes.items())
@@ -194,22 +194,22 @@ class Whole(SteppedStage[Running]):
         if (seen := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
             given[UPLOAD] = seen
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
-        running = Running(params, task.derived.lora_id, Call(lambda rest: None), max(1, _count(params)))
-        running.call = Call(lambda rest: self._call(given | {"generator": generator}, running, rest))
+        running = RunningCall(params, task.derived.lora_id, PausedCall(lambda rest: None), max(1, _count(params)))
+        running.call = PausedCall(lambda rest: self._call(given | {"generator": generator}, running, rest))
         return running
 
     @override
-    def step(self, batch: Sequence[Running]) -> list[Running | Exception]:
+    def step(self, batch: Sequence[RunningCall]) -> list[RunningCall | Exception]:
         """To the next step of each; the last one goes on to the end, as what comes behind it tells of nothing."""
         return [self._stepped(state) for state in batch]
 
     @override
-    def progress(self, state: Running) -> tuple[int, int]:
+    def progress(self, state: RunningCall) -> tuple[int, int]:
         """(steps done, steps in all), as the pipeline counts them once it has begun."""
         return (state.steps, state.steps) if state.call.is_over else (min(state.done, state.steps - 1), state.steps)
 
     @override
-    def finish(self, state: Running) -> StageOutput:
+    def finish(self, state: RunningCall) -> StageOutput:
         """Return the encoded files, or a placeholder if the safety checker flagged the result.
 
         Raises PermanentError for values that are not finite, and for a result of another size than requested.
@@ -223,11 +223,11 @@ class Whole(SteppedStage[Running]):
         return StageOutput(media=encode(self._pixels(made, state.params), state.params))
 
     @override
-    def let_go(self, state: Running) -> None:
+    def let_go(self, state: RunningCall) -> None:
         """A call that is not over ends here."""
         state.call.stop()
 
-    def _stepped(self, state: Running) -> Running | Exception:
+    def _stepped(self, state: RunningCall) -> RunningCall | Exception:
         try:
             if self._loras is not None:
                 self._loras.use(state.params, state.lora_id)
@@ -243,7 +243,7 @@ class Whole(SteppedStage[Running]):
             return error
         return state
 
-    def _call(self, given: dict[str, Any], running: Running, rest: Callable[[], None]) -> Any:
+    def _call(self, given: dict[str, Any], running: RunningCall, rest: Callable[[], None]) -> Any:
         """What the pipeline makes."""
         own, random = self._own(), RandomState(need(running.params, "seed", int), self._device)
 

@@ -10,10 +10,10 @@ import msgspec
 from unfuse.core.reading import AnswerReader, Reading
 from unfuse.core.text import Piece, TokenBytes, token_name
 from unfuse.core.tool_calls import Part
-from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
+from unfuse.stages.detokenize import Detokenizer, Stops, TokenVocabulary
 
 
-class Tokenizer(Pieces, Protocol):
+class Tokenizer(TokenVocabulary, Protocol):
     """The interface of the tokenizer that decoding needs. `stops` are the ids that end a text; `size` bounds ids."""
 
     stops: frozenset[int]

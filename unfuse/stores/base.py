@@ -46,7 +46,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
     run_dir: str = ""
 
 
-class Draft(msgspec.Struct, frozen=True):
+class ObjectDraft(msgspec.Struct, frozen=True):
     """An object that is being written: `memory` is its bytes, the other fields go into its ref."""
 
     id: str
@@ -105,7 +105,7 @@ class StorageBackend(ABC):
     announces: bool = False
 
     @abstractmethod
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         """Allocate an object, to be filled and then sealed or aborted. Raises ArenaFull if there is no room now."""
 
     def reserve(self, nbytes: int, request: str) -> Extent:

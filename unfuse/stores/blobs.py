@@ -22,7 +22,7 @@ Data: TypeAlias = "bytes | NDArray[np.uint8]"
 PART_BYTES = 4 * 1024 * 1024  # bytes that are read or written at a time
 
 
-class Entry(NamedTuple):
+class StoredBlob(NamedTuple):
     """One stored blob. `modified` is Unix seconds."""
 
     folder: str
@@ -56,7 +56,7 @@ class BlobStore(ABC):
         """Delete all blobs in a folder and in those below it. Idempotent."""
 
     @abstractmethod
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredBlob]:
         """All blobs in a folder and in those below it."""
 
 

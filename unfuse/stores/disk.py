@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.core.paths import expanded
-from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, StoredBlob
 
 FSYNC = {"yes": True, "no": False, "": None}
 
@@ -72,12 +72,12 @@ class DiskBlobs(BlobStore):
         shutil.rmtree(self._root / folder, ignore_errors=True)
 
     @override
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredBlob]:
         for folder, _, names in os.walk(self._root / under):
             for name in names:
                 with suppress(FileNotFoundError):  # removed meanwhile
                     stat = os.stat(os.path.join(folder, name))
-                    yield Entry(os.path.relpath(folder, self._root), name, stat.st_size, stat.st_mtime)
+                    yield StoredBlob(os.path.relpath(folder, self._root), name, stat.st_size, stat.st_mtime)
 
     def require_room(self, nbytes: int) -> None:
         """Raise TransientError unless a file of that many bytes could be written now."""

@@ -18,7 +18,7 @@ from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores import BLOB_STORES, COPIES, OBJECTS
-from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
+from unfuse.stores.base import Hold, ObjectDraft, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
 
@@ -37,15 +37,15 @@ class KeyedBackend(StorageBackend):
         self._blobs, self._owner, self._capacity, self._full = blobs, owner, capacity, full
         self._folder = partial(folder_of, OBJECTS if owner else COPIES)
         self._turn = FinalizerLock()
-        self._writing: dict[str, tuple[Draft, str]] = {}
+        self._writing: dict[str, tuple[ObjectDraft, str]] = {}
         self._generations = count(1)
         self._held = self._high_water = 0
 
     @override
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         self._admit(nbytes)
         memory = np.empty(nbytes, np.uint8)
-        draft = Draft(secrets.token_hex(16), secrets.token_bytes(16), next(self._generations), memory)
+        draft = ObjectDraft(secrets.token_hex(16), secrets.token_bytes(16), next(self._generations), memory)
         self._writing[draft.id] = draft, request
         return draft
 
@@ -201,7 +201,7 @@ def remains_at(*urls: str) -> list[Remains]:
     return [Remains(open_blobs(url)) for url in places if url.partition(":")[0] in BLOB_STORES]
 
 
-def _name(object: ObjectRef | Extent | Draft) -> str:
+def _name(object: ObjectRef | Extent | ObjectDraft) -> str:
     """The name of an object's blob. It contains a hash of the key, so only who has the whole ref can find it."""
     secret = hashlib.blake2b(b"%d " % object.generation + object.key, digest_size=16).hexdigest()
     return f"{folder_of(object.id)}.{secret}"

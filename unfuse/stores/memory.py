@@ -15,7 +15,7 @@ from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import ObjectTable
 from unfuse.core.errors import ArenaFull
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Draft, Hold, StoreOptions
+from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
 from unfuse.stores.tabled import TabledBackend
 
 
@@ -53,9 +53,9 @@ class MemoryBackend(TabledBackend):
         super().__init__(ObjectTable(self._heap))
 
     @override
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         extent = self._objects.create(nbytes, request)
-        return Draft(extent.id, extent.key, extent.generation, self._heap.buffers[extent.offset])
+        return ObjectDraft(extent.id, extent.key, extent.generation, self._heap.buffers[extent.offset])
 
     @override
     def hold(self, ref: ObjectRef) -> Hold:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, StoredBlob
 
 try:
     from redis import Redis
@@ -90,14 +90,14 @@ class RedisBlobs(BlobStore):
             self.remove(entry.folder, entry.name)
 
     @override
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredBlob]:
         with self._explained("say what it has"):
             for path, value in self._redis.hscan_iter(self._list, f"{under}/*" if under else None, 1000):
                 (folder, _, name), (nbytes, modified) = path.decode().rpartition("/"), map(float, value.split())
                 if modified + self._ttl < time.time():
                     self._redis.hdel(self._list, path)
                 else:
-                    yield Entry(folder, name, int(nbytes), modified)
+                    yield StoredBlob(folder, name, int(nbytes), modified)
 
     def _parts(self, path: str, nbytes: int) -> Iterator[bytes]:
         for start in range(0, nbytes, PART_BYTES):

@@ -23,7 +23,7 @@ from unfuse.core.messages import Places
 from unfuse.core.paths import expanded
 from unfuse.core.request import ResultFile
 from unfuse.stores import BLOB_STORES
-from unfuse.stores.blobs import BlobStore, Entry, open_blobs
+from unfuse.stores.blobs import BlobStore, StoredBlob, open_blobs
 from unfuse.stores.disk import DiskBlobs
 
 ATTACHED = "attached-"
@@ -172,7 +172,7 @@ class _Unseen(BlobStore):
         pass
 
     @override
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredBlob]:
         return iter(())
 
 

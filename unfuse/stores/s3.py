@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, StoredBlob
 
 try:
     import obstore
@@ -73,12 +73,12 @@ class S3Blobs(BlobStore):
             self._delete(paths)
 
     @override
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredBlob]:
         with self._explained(f"listed under {under or '/'}"):
             for page in obstore.list(self._store, under or None, chunk_size=1000):
                 for meta in page:
                     folder, _, name = meta["path"].rpartition("/")
-                    yield Entry(folder, name, meta["size"], meta["last_modified"].timestamp())
+                    yield StoredBlob(folder, name, meta["size"], meta["last_modified"].timestamp())
 
     def _parts(self, found: obstore.GetResult) -> Iterator[bytes]:
         with self._explained("read any more"):

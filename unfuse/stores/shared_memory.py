@@ -18,7 +18,7 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.server import ArenaServer
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Draft, Hold, StoreOptions
+from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
 from unfuse.stores.readers import Readers
 from unfuse.stores.tabled import TabledBackend
 
@@ -38,9 +38,9 @@ class SharedMemoryBackend(TabledBackend):
         self._readers = Readers(Path(options.run_dir) if options.run_dir else None)
 
     @override
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         extent = self._home.create(nbytes, request)
-        return Draft(extent.id, extent.key, extent.generation, self._home.writable(extent))
+        return ObjectDraft(extent.id, extent.key, extent.generation, self._home.writable(extent))
 
     @override
     def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:

@@ -18,7 +18,7 @@ from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_backend
+from unfuse.stores.base import Hold, ObjectDraft, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
 
 SPILLED_S = 24 * 3600  # seconds after which a spilled object is deleted at the next start: its owner has ended by then
@@ -44,7 +44,7 @@ class SpillBackend(StorageBackend):
             self.arena.recall = self._recall
 
     @override
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         """Allocate an object. Raises TransientError if there is no room and the slow store fails."""
         return self._place(nbytes, partial(self._fast.create, nbytes, request))
 

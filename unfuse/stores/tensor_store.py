@@ -18,7 +18,15 @@ from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
-from unfuse.stores.base import DEFAULT_CAPACITY, SPILL_CAPACITY, Draft, Hold, StorageBackend, StoreOptions, open_backend
+from unfuse.stores.base import (
+    DEFAULT_CAPACITY,
+    SPILL_CAPACITY,
+    Hold,
+    ObjectDraft,
+    StorageBackend,
+    StoreOptions,
+    open_backend,
+)
 from unfuse.stores.checksums import PIECE, Checksums, checksums_of
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
@@ -29,7 +37,7 @@ from unfuse.supervision.clock import SystemClock
 LOOK_AGAIN_S = 0.005  # seconds between two tries of a `put` that waits for room
 
 
-class Held(Mapping[str, Any]):
+class HeldTensors(Mapping[str, Any]):
     """The tensors of an object by name: read-only arrays over the store's memory, not copies.
 
     They must not be read after `close` or the end of the `with` block. Without either, they are held until the last of
@@ -48,7 +56,7 @@ class Held(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -194,7 +202,7 @@ class TensorStore:
         """Whether an object is written to its end, of those that can be mapped. Raises ObjectLost."""
         return ref.whole or self._backend.is_whole(ref)
 
-    def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False, reader: str = "") -> Held:
+    def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False, reader: str = "") -> HeldTensors:
         """Read an object without copying, as numpy arrays (bfloat16 and float8 as their bits) or torch tensors.
 
         The request `reader` may have a copy of its own of another one's object. Raises ObjectLost if it is gone or does
@@ -202,7 +210,7 @@ class TensorStore:
         """
         hold = self.hold(ref, verify=verify, reader=reader)
         over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
-        return Held({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
+        return HeldTensors({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
 
     def hold(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> Hold:
         """Hold the bytes of an object, or else those of its durable copy. Raises ObjectLost, as `get` does."""
@@ -290,7 +298,7 @@ class TensorStore:
             raise ObjectLost(f"object {ref.id} is lost, and this worker makes no copies", ref.id)
         return copies.hold(ref)
 
-    def _create(self, nbytes: int, request: str, wait: float) -> Draft:
+    def _create(self, nbytes: int, request: str, wait: float) -> ObjectDraft:
         until = self._clock.now() + wait
         while True:
             try:

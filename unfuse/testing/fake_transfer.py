@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.owner_messages import Pull, Watch, answer_watch, hold_for
 
 PIECE = 1024 * 1024
@@ -37,7 +37,7 @@ class FakeEngine(TransferEngine):
         return self._address
 
     @override
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         return FakeLink(address)
 
     @override
@@ -45,7 +45,7 @@ class FakeEngine(TransferEngine):
         _SERVING.pop(self._address, None)
 
 
-class FakeLink(Link):
+class FakeLink(PeerLink):
     """Looks up the owner at each use."""
 
     def __init__(self, address: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.base import Draft
+from unfuse.stores.base import ObjectDraft
 from unfuse.stores.checksums import checksums_of
 from unfuse.stores.tensor_store import TensorStore
 
@@ -36,7 +36,7 @@ def lost(ref: ObjectRef) -> Iterator[None]:
         raise AssertionError("an object that is not there was read")
 
 
-def begin(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[Draft, ObjectRef]:
+def begin(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[ObjectDraft, ObjectRef]:
     """An object that is being written, and the ref that it will have."""
     draft = store._backend.create(nbytes, request)
     draft.memory[:] = np.arange(nbytes) % 251

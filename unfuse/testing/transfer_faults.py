@@ -17,7 +17,7 @@ from unfuse.arena.arena import Arena
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer import open_engine
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +80,7 @@ class FaultyEngine(TransferEngine):
         self._engine.register(memory)
 
     @override
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         return FaultyLink(self._engine.connect(address), self)
 
     @override
@@ -111,10 +111,10 @@ class FaultyZmq(FaultyEngine):
         super().__init__(open_engine("zmq", options), Faults.told())
 
 
-class FaultyLink(Link):
+class FaultyLink(PeerLink):
     """A link that fails as its engine draws."""
 
-    def __init__(self, link: Link, engine: FaultyEngine) -> None:
+    def __init__(self, link: PeerLink, engine: FaultyEngine) -> None:
         self._link, self._engine = link, engine
         self._dead = False
 

@@ -24,7 +24,7 @@ CAPACITY = 64 << 20
 WITHIN_S = 60
 
 
-class Owner(Protocol):
+class ServingEnd(Protocol):
     """The end that serves, in this process or another. Objects are of pattern bytes: `pattern(seed, nbytes)`."""
 
     def start(self) -> str:
@@ -64,7 +64,7 @@ class Owner(Protocol):
         ...
 
 
-class ArenaOwner(Owner):
+class ArenaOwner(ServingEnd):
     """An owner of this process."""
 
     def __init__(self, open_engine: Callable[[], TransferEngine]) -> None:

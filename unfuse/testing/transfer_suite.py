@@ -16,8 +16,8 @@ from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.checksums import checksums_of
 from unfuse.testing.transfer_faults import Faults, FaultyEngine
-from unfuse.testing.transfer_owner import CAPACITY, WITHIN_S, Owner, pattern, soon
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine
+from unfuse.testing.transfer_owner import CAPACITY, WITHIN_S, ServingEnd, pattern, soon
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink, Window
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Pair(msgspec.Struct):
     """An owner, and an engine that pulls from it into `arena`, which it was told of by `register`."""
 
-    owner: Owner
+    owner: ServingEnd
     engine: TransferEngine
     arena: Arena
 
@@ -74,7 +74,7 @@ def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
     raise AssertionError(f"no {kind.__name__}: {what}")
 
 
-def pull(pair: Pair, link: Link, ref: ObjectRef, start: int, stop: int) -> bytes:
+def pull(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> bytes:
     """Bytes of an object, pulled between guards that must not change."""
     with room(pair, stop - start + 128) as memory:
         memory[:] = 0xA5
@@ -84,13 +84,13 @@ def pull(pair: Pair, link: Link, ref: ObjectRef, start: int, stop: int) -> bytes
         return bytes(memory[64 : 64 + stop - start])
 
 
-def refused(pair: Pair, link: Link, ref: ObjectRef, start: int, stop: int) -> None:
+def refused(pair: Pair, link: PeerLink, ref: ObjectRef, start: int, stop: int) -> None:
     """Nothing of this may be read."""
     with raises(ObjectLost, f"{start} to {stop} of {ref}"):
         pull(pair, link, ref, start, stop)
 
 
-def check_bytes(pair: Pair, link: Link, address: str) -> None:
+def check_bytes(pair: Pair, link: PeerLink, address: str) -> None:
     """Every range of every size comes bit for bit, and nothing beyond it is touched."""
     for nbytes in (0, 1, 4097, CHUNK_BYTES + 1, 3 * CHUNK_BYTES):
         ref, data = pair.owner.put(nbytes, nbytes), bytes(pattern(nbytes, nbytes))
@@ -99,7 +99,7 @@ def check_bytes(pair: Pair, link: Link, address: str) -> None:
         pair.owner.delete(ref)
 
 
-def check_refs(pair: Pair, link: Link, address: str) -> None:
+def check_refs(pair: Pair, link: PeerLink, address: str) -> None:
     """Who does not show the very ref gets nothing, nor what lies beside the object; the link stays good."""
     other, ref = pair.owner.put(1, 5000), pair.owner.put(2, 5000)
     changes: list[dict[str, Any]] = [
@@ -116,7 +116,7 @@ def check_refs(pair: Pair, link: Link, address: str) -> None:
     pair.owner.delete(other)
 
 
-def check_unsealed(pair: Pair, link: Link, address: str) -> None:
+def check_unsealed(pair: Pair, link: PeerLink, address: str) -> None:
     """What is being written cannot be read, before it is announced or sealed."""
     ref = pair.owner.begin(1, 5000)
     refused(pair, link, ref, 0, 1)
@@ -124,7 +124,7 @@ def check_unsealed(pair: Pair, link: Link, address: str) -> None:
     refused(pair, link, ref, 0, 1)
 
 
-def check_growing(pair: Pair, link: Link, address: str) -> None:
+def check_growing(pair: Pair, link: PeerLink, address: str) -> None:
     """Of an announced object the chunks that are written can be read; an owner that gives it up says so."""
     nbytes = 3 * CHUNK_BYTES - 7
     whole, data = checksums_of(pattern(4, nbytes)), bytes(pattern(4, nbytes))
@@ -155,14 +155,14 @@ def check_growing(pair: Pair, link: Link, address: str) -> None:
         link.written(broken, 1, 0)
 
 
-def until_written(link: Link, ref: ObjectRef, known: int) -> tuple[int, ...]:
+def until_written(link: PeerLink, ref: ObjectRef, known: int) -> tuple[int, ...]:
     """What is written when there is more than is known; an owner may answer sooner."""
     while len(checksums := link.written(ref, known, WITHIN_S)[0]) == known:
         pass
     return checksums
 
 
-def check_given_up(pair: Pair, link: Link, address: str) -> None:
+def check_given_up(pair: Pair, link: PeerLink, address: str) -> None:
     """A pull that nobody wants any more ends, and its hold with it; the next one comes whole."""
     ref = pair.owner.put(6, 3 * CHUNK_BYTES)
     with room(pair, ref.nbytes) as memory:
@@ -173,7 +173,7 @@ def check_given_up(pair: Pair, link: Link, address: str) -> None:
     pair.owner.delete(ref)
 
 
-def check_threads(pair: Pair, link: Link, address: str) -> None:
+def check_threads(pair: Pair, link: PeerLink, address: str) -> None:
     """More threads than connections pull over one link; each gets its own bytes."""
 
     def work(number: int) -> None:
@@ -187,7 +187,7 @@ def check_threads(pair: Pair, link: Link, address: str) -> None:
         list(pool.map(work, range(1, 9)))
 
 
-def check_gone(pair: Pair, link: Link, address: str) -> None:
+def check_gone(pair: Pair, link: PeerLink, address: str) -> None:
     """An owner that is gone breaks the link, and one that is back serves what it still has."""
     ref = pair.owner.put(7, CHUNK_BYTES)
     link.ping()
@@ -202,7 +202,7 @@ def check_gone(pair: Pair, link: Link, address: str) -> None:
     pair.owner.delete(ref)
 
 
-def check_closed(pair: Pair, link: Link, address: str) -> None:
+def check_closed(pair: Pair, link: PeerLink, address: str) -> None:
     """A link that is closed breaks what is being pulled, of which all came that it said; it reaches nothing more."""
     ref = pair.owner.put(8, CAPACITY // 4)
     with room(pair, ref.nbytes) as memory:
@@ -220,7 +220,7 @@ def check_closed(pair: Pair, link: Link, address: str) -> None:
     pair.owner.delete(ref)
 
 
-def check_whole(pair: Pair, link: Link, address: str) -> None:
+def check_whole(pair: Pair, link: PeerLink, address: str) -> None:
     """A session brings an object here, verified and sealed, also one that is written meanwhile; or leaves nothing."""
     with sessions(pair, address) as transfers:
         for nbytes in (0, 100, 2 * CHUNK_BYTES + 5):
@@ -245,7 +245,7 @@ def check_whole(pair: Pair, link: Link, address: str) -> None:
         pair.owner.delete(ref)
 
 
-def check_window(pair: Pair, link: Link, address: str) -> None:
+def check_window(pair: Pair, link: PeerLink, address: str) -> None:
     """An object of any length comes through a buffer that has room for little more than a chunk of it."""
     ref = pair.owner.put(10, 6 * CHUNK_BYTES + 3)
     with sessions(pair, address) as transfers, room(pair, CHUNK_BYTES + 1000) as buffer:
@@ -255,7 +255,7 @@ def check_window(pair: Pair, link: Link, address: str) -> None:
     pair.owner.delete(ref)
 
 
-def check_faults(pair: Pair, link: Link, address: str) -> None:
+def check_faults(pair: Pair, link: PeerLink, address: str) -> None:
     """Whatever breaks on the way: the right bytes after all, or an error; and nothing is left."""
     faults = Faults(seed=11, drop=0.1, cut=0.2, corrupt=0.2, delay=0.1, slow=0.1, refuse=0.02, full=0.05, dead=0.0)
     ref = pair.owner.put(11, 3 * CHUNK_BYTES // 2)

@@ -87,7 +87,7 @@ class TransferOptions(TransferSettings, frozen=True):
         return self.heartbeat_s * self.max_missed
 
 
-class Link(ABC):
+class PeerLink(ABC):
     """The way to one owner's objects. It connects when that is needed, and again after a failure.
 
     Thread-safe. Every method raises LinkBroken if the owner cannot be reached, is silent for `silence_s`, or breaks the
@@ -175,7 +175,7 @@ class TransferEngine(ABC):
         del pairs, device
 
     @abstractmethod
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         """A link to the owner that serves at `address`."""
 
     @abstractmethod

@@ -12,7 +12,7 @@ from typing_extensions import override
 from unfuse.arena.protocol import Written
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.base import Link, LinkBroken, TransferOptions
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferOptions
 from unfuse.transfer.owner_messages import FromOwner, Ping, Pong, ToOwner, Watch
 
 Reply = TypeVar("Reply", bound=FromOwner)
@@ -41,7 +41,7 @@ class OwnerConnection(Protocol):
 C = TypeVar("C", bound=OwnerConnection)
 
 
-class PooledLink(Link, Generic[C]):
+class PooledLink(PeerLink, Generic[C]):
     """At most `queues` connections to one owner; they are opened when they are needed, and kept while they work."""
 
     errors: tuple[type[Exception], ...] = (OSError, ProtocolError)

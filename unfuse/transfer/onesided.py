@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
-from unfuse.transfer.base import Link, LinkBroken
+from unfuse.transfer.base import LinkBroken, PeerLink
 from unfuse.transfer.owner_messages import Got
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine, read, send
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, OwnerEngine, OwnerServer, read, send
 
 PIECE = 16 * 1024 * 1024  # the most bytes of a range
 AT_ONCE = 4  # ranges that are read in one call, and then reported
@@ -56,11 +56,11 @@ class OneSidedEngine(OwnerEngine):
         arena.fill()
         self.register(arena.view)
         about = msgspec.msgpack.encode(About(self.publish(), arena.view.ctypes.data))
-        self.owner = Owner(arena, self.options, lambda peer, *_: read(peer), about)
+        self.owner = OwnerServer(arena, self.options, lambda peer, *_: read(peer), about)
         return self.owner.address
 
     @override
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         return _OneSidedLink(address, self)
 
 

@@ -6,21 +6,21 @@ import msgspec
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
-from unfuse.arena.protocol import Lost, Shown, Written
+from unfuse.arena.protocol import Lost, ShownRef, Written
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import chunk_bytes
 
 MAX_MESSAGE = 16 * 1024  # the most bytes of a message
 
 
-class Pull(Shown, frozen=True, tag=True):
+class Pull(ShownRef, frozen=True, tag=True):
     """Send these bytes; or hold them, for a reader that reads them itself, until its next message."""
 
     start: int
     stop: int
 
 
-class Watch(Shown, frozen=True, tag=True):
+class Watch(ShownRef, frozen=True, tag=True):
     """Say how far an announced object is written; wait up to `wait` seconds for more than `known` chunks."""
 
     known: int

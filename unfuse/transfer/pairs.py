@@ -21,9 +21,9 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
-from unfuse.transfer.base import Link, Pairs, TransferOptions
+from unfuse.transfer.base import Pairs, PeerLink, TransferOptions
 from unfuse.transfer.owner_messages import Pull
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine, read, write
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, OwnerEngine, OwnerServer, read, write
 
 PIECE = 4 * 1024 * 1024  # bytes moved at a time: so many must come within the seconds after which a peer counts as gone
 
@@ -49,11 +49,11 @@ class PairsEngine(OwnerEngine):
 
     @override
     def serve(self, arena: Arena) -> str:
-        self.owner = Owner(arena, self.options, self._send)
+        self.owner = OwnerServer(arena, self.options, self._send)
         return self.owner.address
 
     @override
-    def connect(self, address: str) -> Link:
+    def connect(self, address: str) -> PeerLink:
         return _PairsLink(address, self)
 
     def receive(self, connection: Connection, address: str, into: NDArray[np.uint8]) -> Generator[int, None, None]:

@@ -21,7 +21,7 @@ from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientErro
 from unfuse.core.messages import Moved
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.movers import Movers
 from unfuse.transfer.sinks import Sink
 
@@ -80,7 +80,13 @@ class Session:
     """
 
     def __init__(
-        self, ref: ObjectRef, sink: Sink, links: Links, options: TransferOptions, good: int, kept: tuple[int, ...] = ()
+        self,
+        ref: ObjectRef,
+        sink: Sink,
+        links: PeerLinks,
+        options: TransferOptions,
+        good: int,
+        kept: tuple[int, ...] = (),
     ) -> None:
         self.id, self.ref, self.good = secrets.token_hex(8), ref, good
         self.state: State = "bootstrapping"
@@ -269,13 +275,13 @@ class Session:
         return None
 
 
-class Links:
+class PeerLinks:
     """The links to peers, which sessions share. Links are pinged, and dropped if their owner does not answer."""
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._engines, self._peers, self._options = engines, peers, options
         self.counters = TransferCounters()
-        self._links: dict[tuple[str, str], Link] = {}
+        self._links: dict[tuple[str, str], PeerLink] = {}
         self._missed: Counter[tuple[str, str]] = Counter()
         self._pinged: dict[tuple[str, str], Thread] = {}
         self._lock = Lock()
@@ -283,7 +289,7 @@ class Links:
         self._thread = Thread(target=self._beat, name="transfer-heartbeat", daemon=True)
         self._thread.start()
 
-    def find(self, ref: ObjectRef, failures: int) -> tuple[str, Link]:
+    def find(self, ref: ObjectRef, failures: int) -> tuple[str, PeerLink]:
         """A link to the owner of an object, by the best engine that both have; after failures, by the next one.
 
         A new link, or one after a failure, is pinged first. Raises ObjectLost if there is no way to the owner,
@@ -327,7 +333,7 @@ class Links:
                     self._pinged[key] = thread
                     thread.start()
 
-    def _ping(self, key: tuple[str, str], link: Link) -> None:
+    def _ping(self, key: tuple[str, str], link: PeerLink) -> None:
         try:
             link.ping()
             self._missed.pop(key, None)
@@ -354,7 +360,7 @@ class Transfers:
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._options = options
-        self._links = Links(engines, peers, options)
+        self._links = PeerLinks(engines, peers, options)
         self.counters = self._links.counters  # how much each engine has brought
         self._movers = Movers(options.threads)
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.transfer.owner_messages import Pull
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, OwnerEngine
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, OwnerEngine, OwnerServer
 
 PIECE = 256 * 1024  # bytes received between two reports
 
@@ -25,7 +25,7 @@ class TcpEngine(OwnerEngine):
 
     @override
     def serve(self, arena: Arena) -> str:
-        self.owner = Owner(arena, self.options, partial(_send, arena.view), sends=True)
+        self.owner = OwnerServer(arena, self.options, partial(_send, arena.view), sends=True)
         return self.owner.address
 
     @override

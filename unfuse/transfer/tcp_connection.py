@@ -37,7 +37,7 @@ Reply = TypeVar("Reply")
 Deliver = Callable[[socket.socket, Extent, owner_messages.Pull], object]
 
 
-class Owner:
+class OwnerServer:
     """Serves peers that prove the secret, each connection in a thread of its own, at `address` until `close`.
 
     `deliver` sends the bytes of a Pull (it `sends`), or waits for the peer's Got; the object is held until it returns.
@@ -137,7 +137,7 @@ class Owner:
 class OwnerEngine(TransferEngine):
     """An engine whose `owner` agrees over TCP on what may be read."""
 
-    owner: Owner | None = None
+    owner: OwnerServer | None = None
 
     @override
     def close(self) -> None:

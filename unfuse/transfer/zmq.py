@@ -18,7 +18,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer import owner_messages
-from unfuse.transfer.base import Link, TransferEngine, TransferOptions
+from unfuse.transfer.base import PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.connection_pool import OwnerConnection, PooledLink, Reply
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -48,8 +48,8 @@ class ZmqEngine(TransferEngine):
         return self._owner.address
 
     @override
-    def connect(self, address: str) -> Link:
-        return _ZmqLink(lambda: _Connection(address, self._context, self.options), address, self.options)
+    def connect(self, address: str) -> PeerLink:
+        return _ZmqLink(lambda: _ZmqConnection(address, self._context, self.options), address, self.options)
 
     @override
     def close(self) -> None:
@@ -135,7 +135,7 @@ class _Owner:
         self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
 
-class _Connection(OwnerConnection):
+class _ZmqConnection(OwnerConnection):
     """A reader's end. Answers come in the order of the requests, so it cannot be used again if one was not read."""
 
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
@@ -197,7 +197,7 @@ class _Connection(OwnerConnection):
         self._socket.close(linger=0)
 
 
-class _ZmqLink(PooledLink[_Connection]):
+class _ZmqLink(PooledLink[_ZmqConnection]):
     """Requests up to IN_FLIGHT pieces ahead."""
 
     errors = (OSError, ProtocolError, zmq.ZMQError)

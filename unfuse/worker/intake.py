@@ -16,7 +16,7 @@ from unfuse.core.pool import declared
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Receiving, Stage, StageInput
 from unfuse.stores.results import ResultStore
-from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.tensor_store import HeldTensors, TensorStore
 from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
@@ -113,7 +113,7 @@ class Intake:
 
     def begin(self, run: Run) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
-        task, inputs, prefix = run.lease.task, list[Held](), list[Held]()
+        task, inputs, prefix = run.lease.task, list[HeldTensors](), list[HeldTensors]()
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
@@ -138,7 +138,7 @@ class Intake:
         finally:
             close(prefix)
 
-    def _job(self, run: Run, stage: Stage, given: StageInput, inputs: list[Held], get_s: float) -> Job:
+    def _job(self, run: Run, stage: Stage, given: StageInput, inputs: list[HeldTensors], get_s: float) -> Job:
         """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
         began = time.monotonic()
         stage.verify(given)
@@ -163,7 +163,7 @@ class Intake:
         tensors = {name: tensor for one in whole for name, tensor in one.items()}
         return tensors, next((one for one in came if not isinstance(one, Collected)), None)
 
-    def _prefix(self, lease: Lease) -> Iterator[Held]:
+    def _prefix(self, lease: Lease) -> Iterator[HeldTensors]:
         """What others have made of the same beginning, as far as it can be read."""
         for ref in lease.prefix:
             try:
@@ -197,7 +197,7 @@ def _is_narrowed(lease: Lease) -> bool:
     return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
-def close(inputs: list[Held], output: Unsealed | None = None) -> None:
+def close(inputs: list[HeldTensors], output: Unsealed | None = None) -> None:
     """Let go of inputs, and of an output that is not sealed."""
     for held in inputs:
         held.close()

@@ -12,7 +12,7 @@ from unfuse.core.growth import Grown, check_growth
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Stage, Tensors
-from unfuse.stores.tensor_store import Held
+from unfuse.stores.tensor_store import HeldTensors
 from unfuse.stores.unsealed import Unsealed
 
 
@@ -40,7 +40,7 @@ class Job:
     lease: Lease
     stage: Stage
     key: tuple[Hashable, ...]
-    inputs: list[Held]
+    inputs: list[HeldTensors]
     state: Any
     get_s: float
     run_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unfuse.arena.client import ArenaClient
-from unfuse.stores.base import Draft, StorageBackend, StoreOptions
+from unfuse.stores.base import ObjectDraft, StorageBackend, StoreOptions
 from unfuse.stores.shared_memory import SharedMemoryBackend, open_shared_memory
 
 FORGOTTEN = 12_345
@@ -11,7 +11,7 @@ FORGOTTEN = 12_345
 
 
 class Forgetful(SharedMemoryBackend):
-    def create(self, nbytes: int, request: str) -> Draft:
+    def create(self, nbytes: int, request: str) -> ObjectDraft:
         super().create(FORGOTTEN, request)
         return super().create(nbytes, request)
 
