@@ -1,27 +1,37 @@
-"""Ten requests as `serve` answered them once, so that nobody changes a byte without knowing it.
+"""What servers answer, recorded, so that nobody changes it without knowing it.
 
-    python -m tests.integration.recorded > tests/integration/recorded.json
+    python -m tests.integration.recorded record FILE [sqlite|redis|hosts]...
+    python -m tests.integration.recorded compare OLD NEW
+    python -m tests.integration.recorded digests > tests/integration/recorded.json
 
-writes them anew: only when a change of bytes is wanted, and the changelog says so.
+The first writes what a dozen requests get, over SQLite, over Redis with two gateways, and on two hosts. The second
+prints where two such files differ, but for what `renames.py` says was renamed; `recorded_before.json` is one to compare
+with. The third writes the digests of ten more requests anew. Write either anew only when a change is wanted, and the
+changelog says so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.integration import recording
+from tests.integration.comparing import both, differences, packed, skipped, unpacked
+from tests.integration.renames import RENAMES
 from tools.server import Server, serving
 from tools.tiny import build
 
 RECORDED = Path(__file__).with_suffix(".json")
+BEFORE = Path(__file__).with_name("recorded_before.json")
 
 IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -73,6 +83,49 @@ def answers(server: Server) -> list[list[str]]:
     ]
 
 
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """No UNFUSE_ variable of the caller reaches a server; processes meet in a folder of their own."""
+    for name in [name for name in os.environ if name.startswith("UNFUSE_")]:
+        del os.environ[name]
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory(prefix="run-") as run:
+        os.environ["UNFUSE_RUN_DIR"] = run
+        yield
+
+
+def write(file: Path, layouts: Sequence[str]) -> None:
+    """Record those layouts, or all."""
+    with tempfile.TemporaryDirectory() as place, own_settings():
+        found = {"circumstances": circumstances(), "surface": recording.surface()}
+        found |= recording.record(Path(place), [*layouts] or [*recording.LAYOUTS])
+    file.write_text(packed(found))
+
+
+def compare(old: Path, new: Path) -> int:
+    """Print what differs beyond the renames; returns the exit code."""
+    recordings = [unpacked(file.read_text()) for file in (old, new)]
+    if reason := skipped(*recordings):
+        print(reason)
+    found = differences(*recordings, RENAMES)
+    print("\n".join(found) or f"no difference: {', '.join(both(*recordings))}")
+    return bool(found or not both(*recordings))
+
+
+def main(arguments: Sequence[str]) -> int:
+    match arguments:
+        case ["record", file, *layouts] if {*layouts} <= {*recording.LAYOUTS}:
+            write(Path(file), layouts)
+        case ["compare", old, new]:
+            return compare(Path(old), Path(new))
+        case ["digests"]:
+            with tempfile.TemporaryDirectory() as place, server_of_all(Path(place)) as started:
+                json.dump({"circumstances": circumstances(), "results": answers(started)}, sys.stdout, indent=1)
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    return 0
+
+
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place, server_of_all(Path(place)) as started:
-        json.dump({"circumstances": circumstances(), "results": answers(started)}, sys.stdout, indent=1)
+    sys.exit(main(sys.argv[1:]))
