@@ -19,6 +19,7 @@ import msgspec
 from bench.report import show, table
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
+from unfuse.core.media import LAST_FRAME, UPLOAD
 from unfuse.core.spread import Spread, parse_parallel
 from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
@@ -153,8 +154,8 @@ def _measured(client: Client, role: str, card: ModelCard, least: bool = False) -
 
 def _pictures(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
     given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
-    given |= {"image": _picture()} if card.takes_image else {}
-    given |= {"last_frame": _picture()} if card.last_frame == "must" else {}
+    given |= {"image": _picture()} if card.accepted(UPLOAD).min else {}
+    given |= {"last_frame": _picture()} if card.accepted(LAST_FRAME).min else {}
     side = card.limits["min_size"]
     return client.generate(**given, **({"size": f"{side}x{side}"} if least else {})).view
 

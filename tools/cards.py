@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import START_PICTURE, ModelCard
 from unfuse.core.media import Limits
 from unfuse.core.plan import Pipeline
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
@@ -29,8 +29,9 @@ def card(name: str, *, takes_image: bool = False, limits: Limits = LIMITS) -> Mo
     """A model of that name, with weights of its own."""
     weights = {part: f"{name.replace('/', '')}{part}"[-32:] for part in ("text_encoder", "transformer", "vae")}
     dtypes = dict.fromkeys(weights, "float32")
+    accepts = (START_PICTURE,) if takes_image else ()
     return ModelCard(
-        name, "/nowhere", "test", PIPELINE, structs.asdict(limits), DEFAULTS, weights, dtypes, 7, takes_image
+        name, "/nowhere", "test", PIPELINE, structs.asdict(limits), DEFAULTS, weights, dtypes, 7, accepts=accepts
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.core.test_media import CARD
 from unfuse.core import media
-from unfuse.core.card import ModelCard
+from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.checking import check, check_bounds
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, Medium, Room, Workload, medium_for
@@ -124,7 +124,8 @@ def test_bounds_that_depend_on_no_model_are_known_without_one() -> None:
             check_bounds(asked, VIDEO)
 
 
-STARTS = msgspec.structs.replace(CARD, starts={"image": 0.6, "mask": 0.9})
+REDRAWN = (AcceptedInput("image", "redraw", strength=0.6), AcceptedInput("mask", "redraw", strength=0.9))
+STARTS = msgspec.structs.replace(CARD, accepts=REDRAWN)
 
 
 @pytest.mark.parametrize(("given", "uploads", "strength"), [

@@ -11,7 +11,7 @@ import torch
 from tests.models import conftest as c
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import VIDEO
+from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.models.base import weights_ids
 from unfuse.models.folder import ModelFolder
@@ -29,7 +29,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     card = find(copy).card("mine", copy)
 
     card.pipeline.validate()
-    assert (card.name, card.family, card.takes_image, VIDEO.made_by(card.limits)) == ("mine", "flux", False, False)
+    assert (card.name, card.family, card.accepted(UPLOAD).min, VIDEO.made_by(card.limits)) == ("mine", "flux", 0, False)
     assert card.defaults == {
         "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 3.5,
         "true_cfg_scale": 1.0, "max_sequence_length": 512, "negative_prompt": None,

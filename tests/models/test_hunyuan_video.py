@@ -11,7 +11,7 @@ import torch
 from tests.models import conftest as c
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import VIDEO
+from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 
@@ -26,7 +26,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     card = find(copy).card("mine", copy)
 
     card.pipeline.validate()
-    assert (card.family, card.takes_image, VIDEO.made_by(card.limits)) == ("hunyuan_video", False, True)
+    assert (card.family, card.accepted(UPLOAD).min, VIDEO.made_by(card.limits)) == ("hunyuan_video", 0, True)
     assert card.defaults == {
         "height": 720, "width": 1280, "num_frames": 129, "num_inference_steps": 50, "guidance_scale": 6.0,
         "true_cfg_scale": 1.0, "max_sequence_length": 256, "negative_prompt": None, "fps": 24,

@@ -16,7 +16,7 @@ from tests.models import conftest as c
 from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import VIDEO
+from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import card_of, find
 from unfuse.models.whole import FAMILY as WHOLE
 from unfuse.stages.base import StageInput, SteppedStage, next_states
@@ -37,7 +37,7 @@ def test_cards_have_the_defaults_of_the_pipelines_calls(
 ) -> None:
     card = card_of("mine", undivided.folder(kind))
 
-    assert not card.undivided and card.takes_lora and card.takes_image == (kind == "kontext")
+    assert not card.undivided and card.takes_lora and card.accepted(UPLOAD).min == (kind == "kontext")
     assert VIDEO.made_by(card.limits) == (kind == "ltx")
     assert card.defaults | defaults == card.defaults and card.defaults["negative_prompt"] is None
     assert (card.limits["size_multiple"], card.limits["max_size"]) == limits

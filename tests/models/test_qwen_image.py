@@ -10,7 +10,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import VIDEO
+from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.stages.base import StageInput, next_states
 
@@ -25,7 +25,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     card = find(copy).card("mine", copy)
 
     card.pipeline.validate()
-    assert (card.family, card.takes_image, VIDEO.made_by(card.limits)) == ("qwen_image", False, False)
+    assert (card.family, card.accepted(UPLOAD).min, VIDEO.made_by(card.limits)) == ("qwen_image", 0, False)
     assert card.defaults == {
         "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 50, "true_cfg_scale": 4.0,
         "max_sequence_length": 512, "negative_prompt": None,

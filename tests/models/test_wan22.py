@@ -66,7 +66,7 @@ def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path])
     folder = copied("wan-2.2-5b")
     card = find(folder).card("mine", folder)
 
-    assert (card.defaults["fps"], card.takes_image) == (24, False)
+    assert (card.defaults["fps"], card.accepts) == (24, ())
     assert (card.limits["size_multiple"], card.limits["frame_multiple"]) == (32, 4)
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.models import conftest as c
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
-from unfuse.core.media import VIDEO
+from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 
@@ -25,7 +25,7 @@ def test_a_card_asks_for_a_picture_and_encodes_it_beside_the_text(copy: Path) ->
     card = find(copy).card("mine", copy)
 
     card.pipeline.validate()
-    assert card.takes_image
+    assert card.accepted(UPLOAD).min == 1
     assert not find(copy.parent / "wan-image").card("mine", copy).pipeline.stages[1].per_sample
     assert [(stage.name, stage.inputs) for stage in card.pipeline.stages] == [
         ("text_encode", ()),
@@ -66,9 +66,11 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(("kind", "last"), [
-    ("wan-image", ""), ("wan-image-last", "must"), ("wan-2.2-image", "may"), ("wan-2.2-5b-image", ""),
+    ("wan-image", (0, 0)), ("wan-image-last", (1, 1)), ("wan-2.2-image", (0, 1)), ("wan-2.2-5b-image", (0, 0)),
 ])  # fmt: skip
-def test_a_card_says_whether_a_video_ends_with_a_picture_too(kind: str, last: str, undivided: c.Undivided) -> None:
+def test_a_card_says_whether_a_video_ends_with_a_picture_too(
+    kind: str, last: tuple[int, int], undivided: c.Undivided
+) -> None:
     """By what the transformer sees: a place for two of CLIP's, or none of CLIP and a mask of the frames.
 
     The stage reads it in any case: models that differ in this may share a pool.
@@ -76,7 +78,8 @@ def test_a_card_says_whether_a_video_ends_with_a_picture_too(kind: str, last: st
     card = find(undivided.folder(kind)).card("mine", undivided.folder(kind))
 
     (picture,) = (stage for stage in card.pipeline.stages if stage.kind == "image_encode")
-    assert (card.last_frame, picture.reads[4:]) == (last, ("last_frame",))
+    end = card.accepted("last_frame")
+    assert (end.min, end.max, picture.reads[4:]) == (*last, ("last_frame",))
 
 
 @pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorFast"])

@@ -13,7 +13,7 @@ import pytest
 
 from tests.once import once
 from tools.tiny_whole import build
-from unfuse.core.card import ModelCard
+from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO
@@ -89,7 +89,8 @@ def test_what_no_call_takes_is_refused(asked: dict[str, object], folders: Path) 
 
 
 def test_what_a_model_lacks_may_be_asked_for_as_nothing() -> None:
-    card = ModelCard("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, lacks=("negative_prompt", "size"))  # type: ignore[arg-type]
+    refused = tuple(AcceptedInput(name, max=0) for name in ("negative_prompt", "size"))
+    card = ModelCard("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, accepts=refused)  # type: ignore[arg-type]
 
     check(card, {"prompt": "a", "negative_prompt": "", "size": "auto"}, IMAGE)
     for asked in ({"negative_prompt": "b"}, {"size": "32x32"}):

@@ -13,12 +13,13 @@ from msgspec import structs
 
 from tests.server.served import Served, picture, serve
 from tools.cards import IDLE, MOVING, card
+from unfuse.core.card import START_PICTURE, AcceptedInput
 from unfuse.queues.base import Filter
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
-SEEING = structs.replace(card("test/seeing"), references=3)
-BETWEEN = structs.replace(card("test/between", takes_image=True), last_frame="must")
-ENDING = structs.replace(card("test/ending", takes_image=True), last_frame="may")
+SEEING = structs.replace(card("test/seeing"), accepts=(AcceptedInput("image", "reference", max=3),))
+BETWEEN = structs.replace(card("test/between"), accepts=(START_PICTURE, AcceptedInput("last_frame", "end", min=1)))
+ENDING = structs.replace(card("test/ending"), accepts=(START_PICTURE, AcceptedInput("last_frame", "end")))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
-from unfuse.core.card import ModelCard
+from unfuse.core.card import START_PICTURE, ModelCard
 from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted
 from unfuse.service.plan import Model, Plan
 from unfuse.service.start_screen import StartScreen
@@ -20,7 +20,7 @@ from unfuse.service.start_screen import StartScreen
 URL = "http://127.0.0.1:8000"
 ROLES = ("encoder", "denoiser", "decoder")
 TALKING = replace(PICTURES, name="test/talking", limits={"max_tokens": 2048})
-FILMING = replace(MOVING, takes_image=False, limits=MOVING.limits | {"max_size": 0})
+FILMING = replace(MOVING, accepts=(), limits=MOVING.limits | {"max_size": 0})
 
 
 def planned(*cards: ModelCard, workers: tuple[Placed, ...] = (), wanted: Wanted | None = None) -> Plan:
@@ -51,7 +51,7 @@ def test_the_command_asks_for_what_the_model_makes(card: ModelCard, path: str, f
 @pytest.mark.parametrize(
     ("card", "path", "field"),
     [
-        (replace(STILL, takes_image=True), "/v1/images/edits", "image=@FILE"),
+        (replace(STILL, accepts=(START_PICTURE,)), "/v1/images/edits", "image=@FILE"),
         (MOVING, "/v1/videos", "input_reference=@FILE"),
     ],
 )

@@ -6,25 +6,41 @@ from typing import Literal
 
 import msgspec
 
+from unfuse.core.media import UPLOAD
 from unfuse.core.plan import Choice, Params, Pipeline, pool_name
 from unfuse.core.vision import Vision
 from unfuse.core.vocabulary import Vocabulary
+
+
+class AcceptedInput(msgspec.Struct, frozen=True):
+    """How many uploads of a name a request for a model brings, and what they are for.
+
+    A result starts from a picture (`start`), redraws it (`redraw`), or ends with it (`end`); a `reference` is only
+    seen. `strength` is the usual one of what is redrawn. A parameter with a `max` of 0 is refused.
+    """
+
+    name: str
+    mode: Literal["start", "redraw", "reference", "end"] = "start"
+    min: int = 0
+    max: int = 1
+    strength: float = 0.0
+
+
+START_PICTURE = AcceptedInput(UPLOAD, min=1)
+"""The input of a model that always starts from a picture."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
 
     `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
-    from. `weights` and `dtypes` are by component name. `takes_image`: every request must bring a picture. `takes_lora`:
-    a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
-    missing changes nothing. The model `lacks` some of its medium's parameters: who sends one is refused. `undivided`
-    says why it is one stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
-    `starts` are uploads that a request may bring, to redraw a picture, each with the strength that is usual with it.
-    It may bring so many pictures as `references`, which are seen, not redrawn. `last_frame`: whether a video that
-    starts from a picture `may` end with another one, or `must`. `follows_picture`: without a size, a
-    result has the shape of its start picture. `picture_scale` is for pipelines that take no size: their results are
-    so many times as large as the start picture (0: the pipeline takes a size). `vocabulary` is for models that know few
-    words: requests whose prompts have other words get a hint.
+    from. `weights` and `dtypes` are by component name. `takes_lora`: a request may name an adapter. `quality` maps a
+    quality's name to the parameters that it stands for; a name that is missing changes nothing. `accepts` lists the
+    uploads of requests, and those of its medium's parameters that the model refuses. `undivided` says why it is one
+    stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
+    `follows_picture`: without a size, a result has the shape of its start picture. `picture_scale` is for pipelines
+    that take no size: their results are so many times as large as the start picture (0: the pipeline takes a size).
+    `vocabulary` is for models that know few words: requests whose prompts have other words get a hint.
     """
 
     name: str
@@ -36,23 +52,23 @@ class ModelCard(msgspec.Struct, frozen=True):
     weights: dict[str, str]
     dtypes: dict[str, str]
     created: int = 0
-    takes_image: bool = False
     takes_lora: bool = False
     quality: dict[str, Params] = {}
-    lacks: tuple[str, ...] = ()
+    accepts: tuple[AcceptedInput, ...] = ()
     undivided: str = ""
     vision: Vision | None = None
-    starts: dict[str, float] = {}
-    references: int = 0
-    last_frame: Literal["", "may", "must"] = ""
     follows_picture: bool = True
     picture_scale: int = 0
     vocabulary: Vocabulary | None = None
 
+    def accepted(self, upload: str) -> AcceptedInput:
+        """How many uploads of this name a request may bring, and what for."""
+        return next((one for one in self.accepts if one.name == upload), AcceptedInput(upload, max=0))
+
     @property
-    def most_pictures(self) -> int:
-        """How many pictures a request may start from."""
-        return max(self.references, int(self.takes_image or bool(self.starts)))
+    def strengths(self) -> dict[str, float]:
+        """The usual strength with each upload that lets a picture be redrawn."""
+        return {one.name: one.strength for one in self.accepts if one.mode == "redraw"}
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""

@@ -49,7 +49,7 @@ def check(
     InvalidParameter for a bad value, an unknown field, and, if `strict`, a field without effect.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    known = medium.known(card.defaults)
+    known, lacks = medium.known(card.defaults), {one.name for one in card.accepts if not one.max}
     for name in values:
         if name not in known:
             raise _unknown(name, known, files)
@@ -57,7 +57,7 @@ def check(
             raise InvalidParameter(f"{name} {known[name].description}", name)
         if strict and known[name].use == "unused":
             raise InvalidParameter(f"{name} has no effect here: leave it out", name)
-        if name in card.lacks and values[name] not in NOTHING:
+        if name in lacks and values[name] not in NOTHING:
             raise InvalidParameter(f"model {card.name} takes no {name}: leave it out", name)
     for one in medium.parameters:
         if one.required and one.name not in values:
@@ -139,13 +139,14 @@ def _adapter(params: Params) -> Params:
 
 def _strength(card: ModelCard, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
     """How far a picture is redrawn, which takes a step at least; nothing where none is."""
-    if not card.starts or "image" not in uploads:
+    strengths = card.strengths
+    if not strengths or "image" not in uploads:
         if "strength" in read:
             how = f"model {card.name} takes no strength: leave it out"
             missing = "strength says how far a picture is redrawn: send it as image to /v1/images/edits"
-            raise InvalidParameter(missing if card.starts else how, "strength")
+            raise InvalidParameter(missing if strengths else how, "strength")
         return dict.fromkeys(params.keys() & {"strength"})
-    usual = params.get("strength") or card.starts["mask" if "mask" in uploads else "image"]
+    usual = params.get("strength") or strengths["mask" if "mask" in uploads else "image"]
     strength, steps = float(read.get("strength", usual)), default_of(params, "num_inference_steps")
     if strength * steps < 1:
         raise InvalidParameter(f"strength {strength:g} of {steps:g} steps is less than one step: send more", "strength")

@@ -16,7 +16,7 @@ import xxhash
 from msgspec.structs import asdict, replace
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits
@@ -125,7 +125,7 @@ class DiffusersFamily(Family):
     """By stage kind."""
     denoiser: Callable[[Loader], Denoiser]
     vae: Callable[[Loader], VaeDecoder]
-    takes_image = False
+    accepts: tuple[AcceptedInput, ...] = ()
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
     cut: Cut
@@ -163,7 +163,7 @@ class DiffusersFamily(Family):
             weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),
             dtypes=dtypes,
             created=model.created,
-            takes_image=self.takes_image,
+            accepts=self.accepts,
             takes_lora=self.takes_lora and not model.quantisation(self.adapts),
         )
 

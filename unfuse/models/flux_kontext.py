@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
+from unfuse.core.card import START_PICTURE
 from unfuse.core.errors import PermanentError
 from unfuse.core.media import UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
@@ -86,7 +87,7 @@ class Kontext(Flux):
 
     source = ("pipelines/flux/pipeline_flux_kontext.py", "FluxKontextPipeline")
     denoiser = KontextDenoiser
-    takes_image = True
+    accepts = (START_PICTURE,)
     starts = ()
     else_whole = True
 

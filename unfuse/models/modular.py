@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError, PermanentError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
@@ -178,7 +178,8 @@ class Modular(PackedFamily):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        return replace(super().card(name, folder, dtype), references=self.references)
+        seen = (AcceptedInput(UPLOAD, "reference", max=self.references),) if self.references else ()
+        return replace(super().card(name, folder, dtype), accepts=seen)
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.media import UPLOAD, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
@@ -126,13 +126,14 @@ class Redrawing(DiffusersFamily):
         return replace(
             card,
             pipeline=Pipeline((encode, *map(behind, card.pipeline.stages))),
-            starts={what: float(self._usual(NAMED[what])["strength"] or 0) for what in self.starts},
+            accepts=tuple(AcceptedInput(what, "redraw", strength=self._usual_strength(what)) for what in self.starts),
         )
 
-    def _usual(self, how: str) -> Params:
-        """The defaults of the call of the pipeline that redraws so, whose file and class are named after this one's."""
-        file, name = self.source
-        return call_defaults(file.replace(".py", f"_{how.lower()}.py"), name.replace("Pipeline", f"{how}Pipeline"))
+    def _usual_strength(self, upload: str) -> float:
+        """The default of the pipeline that redraws with this upload: its file and class are named after this one's."""
+        (file, name), how = self.source, NAMED[upload]
+        call = call_defaults(file.replace(".py", f"_{how.lower()}.py"), name.replace("Pipeline", f"{how}Pipeline"))
+        return float(call["strength"] or 0)
 
     @override
     def stage(self, kind: str, loader: Loader) -> Stage:

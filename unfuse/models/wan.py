@@ -311,7 +311,7 @@ class Wan(DiffusersFamily):
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
         said = {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name)}
-        return {"transformer": f"{said}{self.takes_image}"} if said else {}
+        return {"transformer": f"{said}{bool(self.accepts)}"} if said else {}
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
@@ -322,7 +322,7 @@ class Wan(DiffusersFamily):
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
         shape = Shape.of(folder)
-        if shape.pictured != (self.takes_image and not shape.expand):
+        if shape.pictured != (bool(self.accepts) and not shape.expand):
             wants = "a picture, and its class is not" if shape.pictured else "no picture, and its class is"
             raise ConfigError(f"model {folder.path}: the transformer takes {wants} for image to video")
         return shape.limits(defaults)

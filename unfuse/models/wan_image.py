@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import START_PICTURE, AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import LAST_FRAME, PIXELS, UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
@@ -104,12 +104,12 @@ class WanImage(Wan):
         "image_encoder": ("transformers", ("CLIPVisionModel", "CLIPVisionModelWithProjection")),
         "image_processor": ("transformers", ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil")),
     }
-    takes_image = True
+    accepts = (START_PICTURE,)
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        last = _last_frame(Shape.of(ModelFolder(folder)))
-        return replace(super().card(name, folder, dtype), last_frame=last)
+        card = super().card(name, folder, dtype)
+        return replace(card, accepts=(*card.accepts, *_last_frame(Shape.of(ModelFolder(folder)))))
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
@@ -173,9 +173,11 @@ class WanImage(Wan):
         return stage
 
 
-def _last_frame(shape: Shape) -> Literal["", "may", "must"]:
+def _last_frame(shape: Shape) -> tuple[AcceptedInput, ...]:
     """CLIP's embeddings of both have a place in some transformers, which then need both; others do not see the last."""
-    return "must" if shape.ends else "may" if shape.pictured and shape.image_dim is None else ""
+    if shape.ends or (shape.pictured and shape.image_dim is None):
+        return (AcceptedInput(LAST_FRAME, "end", min=int(shape.ends)),)
+    return ()
 
 
 def _embeds(folder: ModelFolder) -> int:

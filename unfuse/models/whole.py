@@ -7,6 +7,7 @@ those of other families are: from safetensors, by a class of diffusers or transf
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from importlib import import_module
 from math import lcm
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import LAST_FRAME, REFERENCES, UPLOAD, Limits
 from unfuse.core.plan import Params, Pipeline, StageSpec, Value
@@ -86,7 +87,6 @@ class WholeFamily(Family):
         first = sorted(components, key=lambda one: (one not in MAIN, not model.weight_names(one)))
         pipeline = Pipeline((replace(WHOLE, components=tuple(first)),))
         said = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
-        strength = found.takes.get("strength")
         recipe = f"whole {found.name} {sorted(dtypes.items())} {said}"
         return ModelCard(
             name=name,
@@ -100,12 +100,8 @@ class WholeFamily(Family):
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
             created=model.created,
-            takes_image=UPLOAD in found.takes and SEEN.get(found.name, True),
-            starts={UPLOAD: strength} if isinstance(strength, float) and UPLOAD in found.takes else {},
-            references=len(REFERENCES) if found.name in SEEN else 0,
-            last_frame="may" if LAST in found.takes else "",
             takes_lora=found.loras and not any(map(model.quantisation, components)),
-            lacks=(*_lacks(found), *PREVIEWS),
+            accepts=tuple(_accepts(found)),
             follows_picture=found.name not in OWN_SIZES and not _has_fixed_size(model),
             picture_scale=_picture_scale(found),
             undivided=_undivided(model, found, serving),
@@ -258,10 +254,25 @@ def _has_fixed_size(model: ModelFolder) -> bool:
     return bool(model.config("transformer").get("use_learned_positional_embeddings"))
 
 
-def _lacks(found: Declared) -> list[str]:
-    """Return the request parameters that the call does not take. A size is taken if the picture can be resized."""
+def _accepts(found: Declared) -> Iterator[AcceptedInput]:
+    """The uploads that the call takes, and the request parameters that it does not.
+
+    A size is taken if the picture can be resized.
+    """
+    if UPLOAD in found.takes:
+        least, strength = int(SEEN.get(found.name, True)), found.takes.get("strength")
+        if found.name in SEEN:
+            yield AcceptedInput(UPLOAD, "reference", least, len(REFERENCES))
+        elif isinstance(strength, float):
+            yield AcceptedInput(UPLOAD, "redraw", least, strength=strength)
+        else:
+            yield AcceptedInput(UPLOAD, min=least)
+    if LAST in found.takes:
+        yield AcceptedInput(LAST_FRAME, "end")
     sized = ("size", "width", "height") if _picture_scale(found) else ()
-    return [asked for asked, own in ASKED.items() if own not in found.takes and asked not in sized]
+    lacks = [asked for asked, own in ASKED.items() if own not in found.takes and asked not in sized]
+    for name in (*lacks, *PREVIEWS):
+        yield AcceptedInput(name, max=0)
 
 
 def _scale(model: ModelFolder, axis: str) -> int:

@@ -228,7 +228,7 @@ class Call:
             others = " or ".join(other.plural for other in MEDIA if other.made_by(card.limits))
             hint = f": ask it for {others}" if others else ""
             raise InvalidParameter(f"model {asked} makes no {medium.name}{hint}", "model")
-        if card.takes_image and UPLOAD not in pictures:
+        if card.accepted(UPLOAD).min and UPLOAD not in pictures:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
             message = f"model {asked} starts from a picture: send one as {where}"
             raise InvalidParameter(message, self.upload or "model")
@@ -238,7 +238,7 @@ class Call:
                 can = [one for one, fit in sorted(served.items()) if medium.made_by(fit.limits) and able(fit)]
                 hint = f"{', '.join(can)} can" if can else "no model that is served can"
                 raise InvalidParameter(f"model {asked} cannot {what}; {hint}", param)
-        if card.last_frame == "must" and LAST_FRAME not in pictures:
+        if card.accepted(LAST_FRAME).min and LAST_FRAME not in pictures:
             between = f"model {asked} makes what lies between two pictures"
             raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
         return asked, card
@@ -247,12 +247,12 @@ class Call:
         """What a model has to do with the pictures: by which field, in words, and whether it can."""
         count = len(pictures.keys() - {MASK, LAST_FRAME})
         if MASK in pictures:
-            yield MASK, "keep to a mask", lambda card: MASK in card.starts
+            yield MASK, "keep to a mask", lambda card: card.accepted(MASK).max > 0
         if count:
             what = "start from a picture" if count == 1 else f"start from {count} pictures"
-            yield self.upload, what, lambda card: card.most_pictures >= count
+            yield self.upload, what, lambda card: card.accepted(UPLOAD).max >= count
         if LAST_FRAME in pictures:
-            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: bool(card.last_frame)
+            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: card.accepted(LAST_FRAME).max > 0
 
 
 async def respond_async(call: Call, record: Record) -> JSONResponse | None:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
-from unfuse.core.media import TEXT, VIDEO
+from unfuse.core.media import LAST_FRAME, TEXT, UPLOAD, VIDEO
 from unfuse.core.model_names import MAX_NAME, is_name, name_of, without_source
 from unfuse.server.answers import MODEL, REMOVED, one, several
 from unfuse.server.auth import Caller, Known, admin_only
@@ -138,6 +138,7 @@ class Views:
         return self._facts(name, declared.cards[0]) | told
 
     def _facts(self, name: str, card: ModelCard) -> dict[str, object]:
+        picture, last = card.accepted(UPLOAD), card.accepted(LAST_FRAME)
         return {
             "id": name,
             "object": "model",
@@ -147,10 +148,10 @@ class Views:
             "max_model_len": int(card.limits["max_tokens"]) if TEXT.made_by(card.limits) else None,
             "input_modalities": _reads(card),
             "makes_video": VIDEO.made_by(card.limits),
-            "takes_image": card.takes_image,
-            "starts_from": card.starts,
-            "references": card.references,
-            "last_frame": card.last_frame,
+            "takes_image": picture.min > 0,
+            "starts_from": card.strengths,
+            "references": picture.max if picture.mode == "reference" else 0,
+            "last_frame": "must" if last.min else "may" if last.max else "",
             "loras": self.loras if card.takes_lora else [],
             "limits": card.limits,
             "defaults": card.defaults,
@@ -163,4 +164,4 @@ def _reads(card: ModelCard) -> list[str]:
     """Return the input modalities of a model: text, and image or video if it accepts them."""
     if card.vision:
         return ["text", "image", "video"]
-    return ["text", "image"] if card.most_pictures else ["text"]
+    return ["text", "image"] if card.accepted(UPLOAD).max else ["text"]

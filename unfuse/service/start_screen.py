@@ -9,7 +9,7 @@ from collections import Counter
 from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.card import ModelCard
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.media import IMAGE, UPLOAD, VIDEO
 from unfuse.core.words import TEXT
 from unfuse.server.model_names import ModelNames
 from unfuse.service.plan import Plan
@@ -54,9 +54,10 @@ def _first_request(card: ModelCard) -> tuple[str, dict[str, object], bool]:
     """The path and fields of a request that the model can answer, and whether they are sent as a form."""
     if TEXT.made_by(card.limits):
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, False
-    if card.takes_image and VIDEO.made_by(card.limits):
+    needs_picture = card.accepted(UPLOAD).min > 0
+    if needs_picture and VIDEO.made_by(card.limits):
         return "/v1/videos", {"prompt": PROMPT, "input_reference": "@FILE"}, True
-    if card.takes_image:
+    if needs_picture:
         return "/v1/images/edits", {"prompt": PROMPT, "image": "@FILE", "response_format": "url"}, True
     if IMAGE.made_by(card.limits):
         return "/v1/images/generations", {"prompt": PROMPT, "response_format": "url"}, False
