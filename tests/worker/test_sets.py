@@ -16,9 +16,10 @@ from tests.worker.test_executor import load
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, roles_of
-from unfuse.core.task import Lease, Task
+from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker.registration import Served
 from unfuse.worker.sets import Swapping, sets_of
 
@@ -75,7 +76,7 @@ class Executed:
 
 
 def lease(pool: str) -> Lease:
-    return Lease(Task("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
+    return Lease(task_of("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
 
 
 def shapes(*roles: str, folder: Path = SHAPES) -> Swapping:

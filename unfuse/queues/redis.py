@@ -132,7 +132,7 @@ class RedisQueue(TaskQueue):
     ) -> Record:
         """Store a new request; a repeat returns the stored one."""
         check_numbers(context, *tasks, *events)
-        fields, more = script.context_fields(context, tasks, events), Counter(task.pool for task in tasks)
+        fields, more = script.context_fields(context, tasks, events), Counter(task.planned.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:

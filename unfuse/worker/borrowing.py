@@ -35,7 +35,7 @@ class Borrowing:
     async def bring(self, lease: Lease) -> None:
         """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
         task = lease.task
-        if not task.derived.lora_id or task.kind not in ADAPTED or not self._link.welcome.lends:
+        if not task.derived.lora_id or task.planned.kind not in ADAPTED or not self._link.welcome.lends:
             return
         for (name, _), id in zip(scales(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
             async with self._lock:
