@@ -100,15 +100,15 @@ class Worker:
 
     async def _make(self, lease: Lease) -> None:
         self.held, task = [lease], lease.task
-        took = self.seconds[task.kind]
+        took = self.seconds[task.planned.kind]
         await asyncio.sleep(took)
         self.busy_s += took
         made = ObjectRef(
             f"{task.request}-{task.stage}", self.name, "node", task.request, task.stage, task.attempt,
             1, 0, (), (), b"", 0.0,
         )  # fmt: skip
-        files = (ResultFile(0, "image/png", 1, ""),) if task.final else ()
-        done = Done(lease.claim, None if task.final else made, files, Timings(run_s=took, steps=1, batch=1.0))
+        files = (ResultFile(0, "image/png", 1, ""),) if task.planned.final else ()
+        done = Done(lease.claim, None if task.planned.final else made, files, Timings(run_s=took, steps=1, batch=1.0))
         await self.dispatcher.answer(self.name.encode(), done)
         self.held = []
 

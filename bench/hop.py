@@ -99,8 +99,8 @@ async def finish(dealer: Dealer, lease: Lease) -> None:
         b"k" * 16,
         0.0,
     )
-    results = (ResultFile(0, "image/png", 1000, "0" * 64),) if task.final else ()
-    answer = await dealer.call(Done(lease.claim, None if task.final else ref, results, Timings()), 30)
+    results = (ResultFile(0, "image/png", 1000, "0" * 64),) if task.planned.final else ()
+    answer = await dealer.call(Done(lease.claim, None if task.planned.final else ref, results, Timings()), 30)
     assert isinstance(answer, Accepted), answer
 
 

@@ -14,6 +14,7 @@ from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext, Timings
 from unfuse.core.task import Claim, Task
+from unfuse.testing.queue_samples import task_of
 
 UNIONS = [("ToScheduler", ToScheduler), ("ToWorker", ToWorker)]
 KINDS = [(kind, union) for _, union in UNIONS for kind in union.__args__]
@@ -41,7 +42,7 @@ def test_a_context_comes_back_equal(context: RequestContext) -> None:
 @settings(deadline=None)
 @given(of(Params))
 def test_parameters_keep_their_types(params: Params) -> None:
-    task = Task("r", "s", 1, "p", "k", "m", params)
+    task = task_of("r", "s", 1, "p", "k", "m", params)
     assert exactly(codec.decode(codec.encode(task), Task).params, params)
 
 

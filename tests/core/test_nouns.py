@@ -17,8 +17,9 @@ from unfuse.core.event import TERMINAL_EVENTS, EventType
 from unfuse.core.media import VIDEO
 from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, StageSpec
 from unfuse.core.request import REQUEST_MOVES, TERMINAL, RequestContext, RequestStatus, new_request_id
-from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
+from unfuse.core.task import TASK_MOVES, Claim, Lease, TaskStatus
 from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import task_of
 
 MODULES = [importlib.import_module(f"unfuse.core.{found.name}") for found in pkgutil.iter_modules(unfuse.core.__path__)]
 STRUCTS = {
@@ -77,7 +78,7 @@ def test_request_ids_say_what_they_are() -> None:
 
 
 def test_a_leases_claim_is_what_fences_it() -> None:
-    task = Task("r", "s", 3, "p", "k", "m", {})
+    task = task_of("r", "s", 3, "p", "k", "m", {})
     lease = Lease(task, "w", b"token", 9.0)
     assert lease.claim == Claim("r", "s", 3, b"token")
     assert lease.claim.key == task.key == ("r", "s")

@@ -21,6 +21,10 @@ from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 
 
+def in_pool(task: Task, pool: str) -> Task:
+    return msgspec.structs.replace(task, planned=msgspec.structs.replace(task.planned, pool=pool))
+
+
 class TickingClock(ManualClock):
     """Each reading of the wall clock is a microsecond later, as if time passed between two that arrive."""
 
@@ -89,7 +93,7 @@ class ShardedTwins(Twins):
 
     def pushed(self, side: Side, name: str, pushed: dict[str, Any]) -> list[Task]:
         tasks = super().pushed(side, name, pushed)
-        return [msgspec.structs.replace(task, pool=f"{name}/{task.pool}") for task in tasks]
+        return [in_pool(task, f"{name}/{task.planned.pool}") for task in tasks]
 
     def asked(self, wanted: Wanted, with_outcome_of: str = "") -> Wanted:
         """With an outcome, what lives in its shard: where that has nothing one other shard is asked, and not all."""

@@ -57,8 +57,8 @@ async def transition(queue: SqliteQueue, chance: random.Random, lease: Lease) ->
     change: Change | None = None
     match chance.choice("dddddfbc"):
         case "d":
-            results = (ResultFile(task.params["index"], "image/png", 1, "hash"),) if task.final else ()
-            done = Done(lease.claim, None if task.final else object_for(task), results, Timings())
+            results = (ResultFile(task.params["index"], "image/png", 1, "hash"),) if task.planned.final else ()
+            done = Done(lease.claim, None if task.planned.final else object_for(task), results, Timings())
             change = lifecycle.completed(record.context, done, "w", 1.0, record.running)
         case "f":
             change = lifecycle.failed(record.context, Failed(lease.claim, "transient", "so"), "w", 1.0, now)

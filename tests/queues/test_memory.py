@@ -168,7 +168,7 @@ class TestTheSuiteCanFail:
         class Absent(QueueState):
             def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
                 leases = super().claim(worker, wanted, ttl)
-                self.changed_pools = dict.fromkeys(lease.task.pool for lease in leases)
+                self.changed_pools = dict.fromkeys(lease.task.planned.pool for lease in leases)
                 return leases
 
         broken = await self.broken_rules(patience=2.0, QueueState=Absent)

@@ -232,7 +232,7 @@ class TestLeasing:
         finished = done(await queue.load(held.task.request), held)
         _, leases = await queue.commit_and_lease(finished, "w", wanted("p", room=10), TTL)
         assert [one.task.request for one in leases] == ["b"]
-        assert [one.task.room for one in await queue.lease("w", wanted("p", room=5), TTL)] == [1]
+        assert [one.task.planned.room for one in await queue.lease("w", wanted("p", room=5), TTL)] == [1]
 
     async def test_beside_it_goes_what_frees_room(self, clock: TickingClock) -> None:
         """Given a large task, then tasks of later pools in another shard are taken; so they are while it is waited."""

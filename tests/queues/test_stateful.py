@@ -69,7 +69,9 @@ class Oracle:
         self.entries = [entry for entry in self.entries if entry.task.key != key]
 
     def line(self, pools: tuple[str, ...], now: float) -> list[Entry]:
-        free = [e for e in self.entries if e.token is None and e.task.pool in pools and e.task.not_before <= now]
+        free = [
+            e for e in self.entries if e.token is None and e.task.planned.pool in pools and e.task.not_before <= now
+        ]
         return sorted(free, key=lambda e: (-e.task.priority, e.task.order, e.arrival))
 
     def held(self, claim: Claim) -> Entry | None:
@@ -191,8 +193,8 @@ class Histories(RuleBasedStateMachine):
         if (lease := self.live_lease(data)) is None:
             return
         task = lease.task
-        results = (ResultFile(task.params.get("index", 0), "image/png", 1, "hash"),) if task.final else ()
-        done = Done(lease.claim, None if task.final else object_for(task), results, Timings(run_s=1.0))
+        results = (ResultFile(task.params.get("index", 0), "image/png", 1, "hash"),) if task.planned.final else ()
+        done = Done(lease.claim, None if task.planned.final else object_for(task), results, Timings(run_s=1.0))
         self.applied[task.key] += 1
         self.commit(lifecycle.completed(self.contexts[task.request], done, "w", self.clock.wall()))
 
@@ -268,7 +270,9 @@ class Histories(RuleBasedStateMachine):
         for pool in POOLS:
             line = self.oracle.line((pool,), now)
             assert list(self.do(self.queue.peek(pool, 10_000))) == [entry.task for entry in line]
-            waiting = [entry for entry in self.oracle.entries if entry.token is None and entry.task.pool == pool]
+            waiting = [
+                entry for entry in self.oracle.entries if entry.token is None and entry.task.planned.pool == pool
+            ]
             assert self.do(self.queue.stats([pool])).pools[pool].waiting == len(waiting)
 
     @invariant()

@@ -25,7 +25,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import handle, request, wanted, worker
+from unfuse.testing.queue_samples import handle, request, task_of, wanted, worker
 
 POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
@@ -205,7 +205,7 @@ class Twins(RuleBasedStateMachine):
     def pushed(self, side: Side, name: str, pushed: dict[str, Any]) -> list[Task]:
         now = self.clock.now() + side.began - self.sides[0].began
         return [
-            Task(name, stage, 1, kind="k", model="m", params={}, **fields | {"not_before": at and now + at})
+            task_of(name, stage, 1, kind="k", model="m", params={}, **fields | {"not_before": at and now + at})
             for stage, fields in pushed.items()
             for at in [fields["not_before"]]
         ]

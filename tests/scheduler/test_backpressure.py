@@ -173,7 +173,7 @@ class Worker:
 
     async def take_part(self) -> bool:
         """Ask, do one task, beat; whether there was anything to do."""
-        reserved = sum(lease.task.room for lease in self.active)
+        reserved = sum(lease.task.planned.room for lease in self.active)
         room = ARENA - self.used() - reserved if self.objects or self.active else None
         granted = await self.say(Ask(self.info.slots - len(self.active), room, 0.0))
         assert isinstance(granted, Granted)
@@ -189,14 +189,14 @@ class Worker:
 
     async def finish(self, lease: Lease) -> None:
         task, output, results = lease.task, None, ()
-        if task.final:
+        if task.planned.final:
             results = (ResultFile(int(str(task.params["index"])), "image/png", 1, ""),)
         else:
             output = ObjectRef(
                 f"{task.stage}@{task.attempt}", self.info.id, self.info.node, task.request, task.stage, task.attempt,
-                1, task.room, (), (), b"", 0.0,
+                1, task.planned.room, (), (), b"", 0.0,
             )  # fmt: skip
-            self.objects[task.request] = self.objects.get(task.request, 0) + task.room
+            self.objects[task.request] = self.objects.get(task.request, 0) + task.planned.room
             self.peak = max(self.peak, self.used())
             assert self.peak <= ARENA
         assert await self.say(Done(lease.claim, output, results, Timings())) == Accepted()

@@ -35,7 +35,7 @@ Changes = dict[str, Any]
 
 async def complete_one(scheduler: Scheduler, times: float = 1.0, batch: float = 1.0, device: str = "") -> None:
     while leases := await take(scheduler):
-        run_s = SECONDS[leases[0].task.kind] * times
+        run_s = SECONDS[leases[0].task.planned.kind] * times
         timings = Timings(run_s=run_s, batch=batch, device=device, share_s=run_s / batch)
         await scheduler.complete(msgspec.structs.replace(done(leases[0]), timings=timings), leases[0].worker)
 

@@ -198,7 +198,7 @@ async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> Non
 
         assert await take(scheduler, DENOISE) == []
         (encode,) = await take(scheduler, ENCODE)
-        assert (encode.task.attempt, encode.task.cache) == (1, record.context.plan.stage("text_encode").cache)
+        assert (encode.task.attempt, encode.task.planned.cache) == (1, record.context.plan.stage("text_encode").cache)
         await scheduler.complete(done(encode), WORKER)
         await scheduler.fail(Failed(second.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
         again = await take(scheduler, DENOISE, slots=9)
@@ -287,9 +287,9 @@ async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
             report = done(encode)
             assert report.output
             await scheduler.complete(report, WORKER)
-            names.append(cached_as(encode.task.cache, report.output.id))
+            names.append(cached_as(encode.task.planned.cache, report.output.id))
             await ran(scheduler)
-        key = encode.task.cache
+        key = encode.task.planned.cache
         running = (await scheduler.submit(*asking(SHARING, params(prompt="c")))).context.id
         unknown = [cached_as(key, "another"), "cache:", "cache:nonsense", "cache::"]
 

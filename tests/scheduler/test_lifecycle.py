@@ -26,6 +26,7 @@ from unfuse.core.request import (
 )
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
 from unfuse.scheduler import draft, lifecycle
+from unfuse.testing.queue_samples import task_of
 
 WALL, NOW = 1_700_000_000.0, 50.0
 
@@ -99,7 +100,12 @@ class TestAdmission:
 
     def test_a_task_carries_what_its_stage_needs(self, first: Change) -> None:
         task = first.push[0]
-        assert (task.request, task.attempt, task.kind, task.pool) == (first.context.id, 1, "text_encode", "pool0")
+        assert (task.request, task.attempt, task.planned.kind, task.planned.pool) == (
+            first.context.id,
+            1,
+            "text_encode",
+            "pool0",
+        )
         assert (task.model, task.params, task.priority, task.deadline) == ("m", {"steps": 2}, 3, 99.0)
         assert (task.order, task.near, task.affinity, task.alone) == (0.0, "", "", False)
 
@@ -475,11 +481,11 @@ class Walk:
     def step(self, trouble: float, announces: float) -> None:
         task = self.dice.choice(sorted(self.tasks.values(), key=lambda task: task.stage))
         claim = Claim(task.request, task.stage, task.attempt, bytes([self.dice.randrange(256)]) * 16)
-        if not task.final and self.dice.random() < announces:
+        if not task.planned.final and self.dice.random() < announces:
             return self.announce(claim)
         if self.dice.random() >= trouble:
-            files = (ResultFile(task.params.get("index", 0), "image/png", 1, "h"),) if task.final else ()
-            report = Done(claim, None if task.final else object_for(task), files, Timings())
+            files = (ResultFile(task.params.get("index", 0), "image/png", 1, "h"),) if task.planned.final else ()
+            report = Done(claim, None if task.planned.final else object_for(task), files, Timings())
             return self.take(lifecycle.completed(self.context, report, "w", WALL))
         kind = self.dice.choice(["transient", "crash", "object_lost", "object_lost"])
         lost = self.dice.choice(task.inputs).id if task.inputs else "unknown"
@@ -798,7 +804,7 @@ class TestCheckpoints:
         change = lifecycle.saved(context, Saved(claim, object_for(claim, "kept"), 10), "w")
         assert change is not None
         context = change.context
-        task = Task(context.id, "denoise.0", 1, "p", "denoise", "m", {})
+        task = task_of(context.id, "denoise.0", 1, "p", "denoise", "m", {})
         after = {
             "transient": lambda: lifecycle.failed(context, Failed(claim, "transient", "x"), "w", WALL, NOW),
             "crash": lambda: lifecycle.failed(context, Failed(claim, "crash", "x"), "w", WALL, NOW),

@@ -10,9 +10,9 @@ from tests.scheduler.test_scheduler import done, scheduling, take
 from tools.asking import asking
 from unfuse.core.media import Room
 from unfuse.core.plan import Pipeline
-from unfuse.core.task import Task
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.transitions import REMEMBERED, OutputSizes
+from unfuse.testing.queue_samples import task_of
 
 TEXT, *OTHERS = CARD.pipeline.stages
 UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, room=Room()), *OTHERS)))
@@ -27,7 +27,7 @@ async def room_of_next(scheduler: Scheduler, nbytes: int) -> int:
     assert report.output
     output = msgspec.structs.replace(report.output, nbytes=nbytes)
     await scheduler.complete(msgspec.structs.replace(report, output=output), lease.worker)
-    return lease.task.room
+    return lease.task.planned.room
 
 
 async def test_room_follows_what_the_pool_made() -> None:
@@ -50,10 +50,10 @@ async def test_what_a_pipeline_declares_goes_before_what_is_learned() -> None:
         for _ in range(2):
             await room_of_next(scheduler, 999)
         (denoise, _) = await take(scheduler, DENOISE, slots=2)
-        assert denoise.task.room == 64 * 64 // 2
+        assert denoise.task.planned.room == 64 * 64 // 2
         await scheduler.complete(done(denoise), denoise.worker)
         (decode,) = await take(scheduler, DECODE)
-        assert decode.task.room == 0
+        assert decode.task.planned.room == 0
 
 
 async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
@@ -63,7 +63,7 @@ async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
         await room_of_next(scheduler, 70)
         await scheduler.upkeep.end(waiting)
         (again,) = await take(scheduler, ENCODE)
-        assert (waiting.task.room, again.task.room) == (0, 70)
+        assert (waiting.task.planned.room, again.task.planned.room) == (0, 70)
 
 
 @pytest.mark.parametrize(("lengths", "room"), [([], 0), ([7], 7), ([1, 2], 2), ([0], 0), (range(1, 101), 97)])
@@ -71,5 +71,5 @@ def test_the_room_is_a_length_that_was_seen(lengths: list[int], room: int) -> No
     output_sizes = OutputSizes()
     for nbytes in lengths:
         output_sizes.learn("p", nbytes)
-    tasks = (Task("r", "s", 1, "p", "k", "m", {}), Task("r", "s", 1, "q", "k", "m", {}))
-    assert [task.room for task in output_sizes.given(tasks)] == [room, 0]
+    tasks = (task_of("r", "s", 1, "p", "k", "m", {}), task_of("r", "s", 1, "q", "k", "m", {}))
+    assert [task.planned.room for task in output_sizes.given(tasks)] == [room, 0]

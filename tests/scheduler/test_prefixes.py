@@ -71,11 +71,11 @@ async def extending(scheduler: Scheduler, begins: Sequence[str], tenant: str = "
 
 def added(lease: Lease, digest: str, ref: ObjectRef) -> Keep:
     """What a stage says of a portion that it adds."""
-    return Keep(lease.claim, prefix_key(lease.task.extends, digest), ref, digest)
+    return Keep(lease.claim, prefix_key(lease.task.planned.extends, digest), ref, digest)
 
 
 async def keep(scheduler: Scheduler, lease: Lease, number: int, ref: ObjectRef) -> None:
-    await scheduler.keep(Keep(lease.claim, lease.task.prefixes[number], ref), lease.worker)
+    await scheduler.keep(Keep(lease.claim, lease.task.planned.prefixes[number], ref), lease.worker)
 
 
 async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> None:
@@ -109,12 +109,12 @@ async def test_tenants_share_nothing_and_nor_does_who_asks_for_that() -> None:
         await keep(scheduler, await leased(scheduler, ["a"]), 0, made("x"))
         assert (await leased(scheduler, ["a"], tenant="another")).prefix == ()
         alone = await leased(scheduler, ["a"], cache=False)
-        assert (alone.task.prefixes, alone.prefix) == ((), ())
+        assert (alone.task.planned.prefixes, alone.prefix) == ((), ())
 
 
 async def test_without_room_nothing_is_kept_and_the_longest_unused_goes_first() -> None:
     async with scheduling(0) as scheduler:
-        assert (await leased(scheduler, ["a"])).task.prefixes == ()
+        assert (await leased(scheduler, ["a"])).task.planned.prefixes == ()
     async with scheduling() as scheduler:
         lease = await leased(scheduler, ["a", "ab", "abc"])
         for number, nbytes in enumerate((40, 40, 40)):
@@ -138,7 +138,7 @@ async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
     then that is refused and nobody finds it."""
     async with scheduling() as scheduler:
         lease = await leased(scheduler, ["a"])
-        key = lease.task.prefixes[0]
+        key = lease.task.planned.prefixes[0]
         for worker, message in (
             (TWO, Keep(lease.claim, key, made("x", TWO))),
             (ONE, Keep(lease.claim, "another", made("x"))),
@@ -161,7 +161,7 @@ async def test_what_a_later_stage_adds_is_found_by_who_goes_on_from_there() -> N
         assert [ref.id for ref in (await leased(scheduler, ["a", "ac"], TWO)).prefix] == ["x"]
         assert (await leased(scheduler, ["a", "ab"], tenant="another")).prefix == ()
         assert (await leased(scheduler, ["a", "ab"], cache=False)).prefix == ()
-        assert (await extending(scheduler, ["b"], cache=False)).task.extends == ""
+        assert (await extending(scheduler, ["b"], cache=False)).task.planned.extends == ""
 
 
 async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_runs() -> None:
@@ -170,7 +170,7 @@ async def test_a_stage_adds_to_the_space_of_its_own_request_alone_and_while_it_r
     async with scheduling() as scheduler:
         lease, other = await extending(scheduler, ["a"]), await extending(scheduler, ["a"], "another")
         right = added(lease, "ab", made("y"))
-        theirs = prefix_key(other.task.extends, "ab")
+        theirs = prefix_key(other.task.planned.extends, "ab")
         for worker, message in (
             (ONE, msgspec.structs.replace(right, key=theirs)),
             (ONE, msgspec.structs.replace(right, digest="ac")),

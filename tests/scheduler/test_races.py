@@ -113,7 +113,7 @@ async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
     await first.submit(*asking(CARD, params()))
     (lease,) = await take(first)
     await asyncio.gather(first.upkeep.end(lease), second.upkeep.end(lease))
-    assert observed.heard[1:] == [("expired", lease.task.pool)]
+    assert observed.heard[1:] == [("expired", lease.task.planned.pool)]
 
 
 class Fate:
@@ -149,8 +149,8 @@ class Fate:
     async def report(self, lease: Lease, worker: str) -> Record:
         task = lease.task
         index = task.params.get("index", 0)
-        files = (ResultFile(int(str(index)), "image/png", 1, "h"),) if task.final else ()
-        output = None if task.final else msgspec.structs.replace(object_for(task), owner=worker)
+        files = (ResultFile(int(str(index)), "image/png", 1, "h"),) if task.planned.final else ()
+        output = None if task.planned.final else msgspec.structs.replace(object_for(task), owner=worker)
         wants = wanted(*self.pools, slots=1) if self.dice.random() < 0.5 else None
         done = Done(lease.claim, output, files, Timings(run_s=1.0))
         record, leases = await self.scheduler.complete(done, worker, wants)

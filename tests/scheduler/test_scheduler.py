@@ -46,7 +46,7 @@ def done(lease: Lease) -> Done:
     results = (ResultFile(int(lease.task.params.get("index") or 0), "image/png", 3, "0" * 64),)
     return (
         Done(lease.claim, None, results, Timings())
-        if lease.task.final
+        if lease.task.planned.final
         else Done(lease.claim, output(lease), (), Timings())
     )
 
@@ -115,7 +115,7 @@ async def test_a_task_carries_the_room_its_output_will_need() -> None:
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
-        assert (encode.task.room, denoise.task.room) == (100, 64 * 64 // 2)
+        assert (encode.task.planned.room, denoise.task.planned.room) == (100, 64 * 64 // 2)
 
 
 async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() -> None:

@@ -190,12 +190,12 @@ async def test_what_is_made_and_not_in_the_cache_is_had_while_its_request_goes_o
         await scheduler.complete(done(encode), WORKER)
         made = done(encode).output
         assert made
-        await scheduler.queue.uncache(encode.task.cache, made.id)
+        await scheduler.queue.uncache(encode.task.planned.cache, made.id)
         second = await ask(scheduler, 2)
         assert [event.type async for event in until(scheduler, second, "stage_completed")]
         assert (await run(scheduler, first, second))["text_encode"] == 0
 
-        await scheduler.queue.uncache(encode.task.cache, made.id)
+        await scheduler.queue.uncache(encode.task.planned.cache, made.id)
         third = await ask(scheduler, 3)
         assert not third.context.stages[ENCODED].follows
         assert (await run(scheduler, third))["text_encode"] == 1

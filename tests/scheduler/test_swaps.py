@@ -212,7 +212,7 @@ async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_wh
         assert dispatcher.scheduler.swaps.until_loaded(DENOISE) == 1.0 + 1.0  # as long as it may be idle, and to load
         granted = await dispatcher.answer(b"peer", Ask(4, None, 0.0, holds="first"))
         assert isinstance(granted, Granted)
-        assert [lease.task.pool for lease in granted.leases] == [ENCODE]
+        assert [lease.task.planned.pool for lease in granted.leases] == [ENCODE]
 
 
 async def test_a_set_that_could_not_be_loaded_leaves_the_one_before_and_comes_again_later() -> None:
@@ -268,7 +268,7 @@ async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and
             assert isinstance(granted, Granted)
             (lease,) = granted.leases
             assert (lease.claim.request, lease.claim.stage.partition(".")[0]) == (first, stage)
-            ask = Ask(1, None, 0.0, holds="first", after=lease.task.pool)
+            ask = Ask(1, None, 0.0, holds="first", after=lease.task.planned.pool)
             granted = await dispatcher.answer(b"peer", msgspec.structs.replace(done(lease), ask=ask))
         assert granted == Granted((), {})
 

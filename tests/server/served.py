@@ -114,12 +114,12 @@ class Worker:
         if params["prompt"] == POISON:
             await self._scheduler.fail(Failed(claim, "crash", "the compute process died", EVIDENCE), WORKER.id)
             return
-        if lease.task.kind == "denoise":
+        if lease.task.planned.kind == "denoise":
             await self._scheduler.queue.progress(claim, list(self._steps(lease)))
             await self.ending.wait()
-        files = tuple(self._draw(lease)) if lease.task.final else ()
+        files = tuple(self._draw(lease)) if lease.task.planned.final else ()
         timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0, share_s=0.15)
-        output = None if lease.task.final else msgspec.structs.replace(object_for(claim), owner=WORKER.id)
+        output = None if lease.task.planned.final else msgspec.structs.replace(object_for(claim), owner=WORKER.id)
         await self._scheduler.complete(Done(claim, output, files, timings), WORKER.id)
 
     def _steps(self, lease: Lease) -> Iterator[Event]:
@@ -141,7 +141,7 @@ class Worker:
         if request.startswith("req_"):
             yield self.results.put(request, index, f"image/{form}", picture(seed, int(str(params["width"])), form))
             return
-        first = self.results.attached(request, "image") if "image" in params else b""
+        first = self.results.attached(request, "image") if lease.task.derived.pictures else b""
         frames, data = film(seed, int(str(params["num_frames"])), first)
         if form == "mp4":
             yield self.results.put(request, 0, "video/mp4", data)

@@ -77,7 +77,7 @@ class Decoder:
         while True:
             asked = queue.lease(WORKER.id, wanted(*WORKER.pools), 600.0, wait=20.0)
             (lease,) = self._served.run(asked)
-            if lease.task.final:
+            if lease.task.planned.final:
                 return lease
             said = Event("progress", 0.0, lease.claim.stage, 9, WORKER.id, 9, 9)
             self._served.run(queue.progress(lease.claim, [said]))

@@ -19,6 +19,7 @@ from tools.cards import STILL
 from tools.redis_server import RedisServer
 from unfuse.core import checking
 from unfuse.core.checking import Delivery
+from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, ResultsUnavailable
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import Pipeline
@@ -350,10 +351,15 @@ def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
     ids=str,
 )  # fmt: skip
 def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[str, Any]) -> None:
-    made = makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, 1, Delivery())
-    assert makes(PICTURES, ASKED, {"prompt": "a", "seed": 5}, 1, Delivery()) == made != ""
-    assert makes(msgspec.structs.replace(PICTURES, **change), ASKED, {"seed": 5, "prompt": "a"}, 1, Delivery()) != made
-    assert makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, 2, Delivery()) != made
+    none, other = Derived(), Derived(pictures={"image": "hash"})
+    made = makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
+    assert makes(PICTURES, ASKED, {"prompt": "a", "seed": 5}, none, 1, Delivery()) == made != ""
+    assert (
+        makes(msgspec.structs.replace(PICTURES, **change), ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
+        != made
+    )
+    assert makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 2, Delivery()) != made
+    assert makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, other, 1, Delivery()) != made
 
 
 def test_another_default_of_the_model_makes_other_results(tmp_path: Path, exact: None) -> None:

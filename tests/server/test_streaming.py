@@ -52,8 +52,8 @@ def test_the_picture_is_part_of_what_is_asked_for(studio: Served, film_set: http
         for sent in (picture(8), picture(8), picture(9))
     ]
     first, same, other = (studio.run(studio.queue.load(id)).context for id in ids)
-    assert (first.params["image"], first.fingerprint) == (same.params["image"], same.fingerprint)
-    assert first.params["image"] != other.params["image"]
+    assert (first.derived.pictures["image"], first.fingerprint) == (same.derived.pictures["image"], same.fingerprint)
+    assert first.derived.pictures["image"] != other.derived.pictures["image"]
     assert first.fingerprint != other.fingerprint
 
 

@@ -14,9 +14,10 @@ import xxhash
 from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, PermanentError, TransientError, UnfuseError
 from unfuse.core.messages import Borrow, Lent, Refused, Stranger
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Lease
 from unfuse.service.lending import Lending
 from unfuse.stages.adapters import CHUNK, Loras
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker import borrowing
 from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.task_end import unfetched
@@ -41,7 +42,7 @@ class Scheduler:
 
 def lease(kind: str = "denoise", lora: str = "ink:0.5", ids: str = ID) -> Lease:
     params: dict[str, Any] = {"lora": lora} if lora else {}
-    task = Task("r", "denoise", 1, "p", kind, "m", params, derived=Derived(lora_id=ids if lora else ""))
+    task = task_of("r", "denoise", 1, "p", kind, "m", params, derived=Derived(lora_id=ids if lora else ""))
     return Lease(task, "worker", b"token", 0.0)
 
 

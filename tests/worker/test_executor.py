@@ -21,9 +21,10 @@ from unfuse.core.messages import Done, Failed, Places, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, Value, roles_of
 from unfuse.core.request import new_request_id
-from unfuse.core.task import Lease, Task
+from unfuse.core.task import Lease
 from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker import executor as executor_module
 from unfuse.worker.compute_messages import Load, Ready
 from unfuse.worker.executor import Executor
@@ -42,7 +43,7 @@ def lease(stage: str = "text_encode", *inputs: ObjectRef, **changes: Value) -> L
     card = find(folder := resolve_source(SHAPES)).card(SHAPES, folder)
     params = {**card.defaults, "prompt": "a red circle on white", "seed": 1, **changes}
     pool = card.pools()[stage]
-    task = Task(new_request_id(), stage, 1, pool, stage, SHAPES, params, inputs)
+    task = task_of(new_request_id(), stage, 1, pool, stage, SHAPES, params, inputs)
     return Lease(task, "w", secrets.token_bytes(16), 0.0)
 
 

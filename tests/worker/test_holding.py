@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.worker.refs import ref
 from unfuse.core.object_ref import CHUNK_BYTES
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Lease
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker.holding import WITHDRAW, Holding
 
 WHOLE = ref(CHUNK_BYTES * 2, 1, 2)
@@ -14,7 +15,7 @@ WRITTEN = ref(CHUNK_BYTES * 2, 1)
 
 
 def lease(name: str, **more: Any) -> Lease:
-    return Lease(Task("req_a", name, 1, "pool", "decode", "m", {}, **more), "w", name.encode(), 0.0)
+    return Lease(task_of("req_a", name, 1, "pool", "decode", "m", {}, **more), "w", name.encode(), 0.0)
 
 
 def holding(*leases: Lease, slots: int = 2, **resources: int) -> Holding:

@@ -20,8 +20,9 @@ from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.messages import Done, Failed, FailureKind, Granted, Moved, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Lease
 from unfuse.stores.keyed import remains_at
+from unfuse.testing.queue_samples import task_of
 from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
@@ -70,7 +71,7 @@ def made(objects: Objects, value: int = 7, nbytes: int = PIECE, request: str = "
 
 
 def reading(*refs: ObjectRef, request: str = "req_a", stage: str = "next") -> Lease:
-    return Lease(Task(request, stage, 1, "pool", "kind", "model", {}, refs), "near", stage.encode(), 0.0)
+    return Lease(task_of(request, stage, 1, "pool", "kind", "model", {}, refs), "near", stage.encode(), 0.0)
 
 
 def granted(*owners: Objects) -> Granted:

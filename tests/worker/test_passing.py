@@ -14,13 +14,14 @@ from unfuse.arena.arena import Arena
 from unfuse.core.derived import Derived
 from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
-from unfuse.core.task import Lease, Task
+from unfuse.core.task import Lease
+from unfuse.testing.queue_samples import task_of
 from unfuse.transfer.sinks import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 from unfuse.worker.passing import Passing
 
 KV = replace(ref(8 * CHUNK_BYTES), stage="prefill")
-TASK = Task(
+TASK = task_of(
     "req_a", "decode.0", 1, "decode:abc:float32@12", "decode", "m", {}, (KV,), derived=Derived(prompt_tokens=100)
 )
 ARRIVED = Arrived(Lease(TASK, "w", b"t", 0.0), KV, 0, 0, 10)

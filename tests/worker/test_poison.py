@@ -22,9 +22,10 @@ from unfuse.core.messages import Done, Failed, Places, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.request import new_request_id
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Lease
 from unfuse.models import find
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker.compute_messages import Load, Ready
 from unfuse.worker.executor import Executor
 
@@ -55,7 +56,7 @@ class Compute:
     async def run(self, prompt: str, *inputs: ObjectRef, stage: str = "text_encode", **changes: object) -> Claim:
         steps = changes.pop("steps", 3)
         params = {"prompt": prompt, "num_inference_steps": steps}
-        task = Task(new_request_id(), stage, 1, self.pools[stage], stage, "outside", params, inputs, **changes)  # type: ignore[arg-type]
+        task = task_of(new_request_id(), stage, 1, self.pools[stage], stage, "outside", params, inputs, **changes)  # type: ignore[arg-type]
         lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
         await self.executor.run(lease, {})
         return lease.claim

@@ -10,8 +10,9 @@ import pytest
 
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Accepted, Append, Pulse, Recall, Recorded, Refused, ToScheduler, ToWorker
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
+from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
 from unfuse.worker.progress import APPEND_S, OutputRecorder
@@ -22,7 +23,7 @@ def claim(name: str) -> Claim:
 
 
 def lease(appended: int) -> Lease:
-    return Lease(Task("a", "s", 1, "p", "k", "m", {}), "w", b"token", 0.0, appended=appended)
+    return Lease(task_of("a", "s", 1, "p", "k", "m", {}), "w", b"token", 0.0, appended=appended)
 
 
 class Scheduler:

@@ -12,7 +12,8 @@ from tools.addresses import a_worker, unix_address
 from unfuse.core.messages import Accepted, Done, Failed, Keep, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Lease
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.worker import Worker
 
@@ -71,7 +72,7 @@ def saving(before: str = "") -> tuple[SavedStates, Place, Scheduler]:
     place, scheduler = Place(), Scheduler()
     made: Any = SavedStates(place, scheduler)  # type: ignore[arg-type]
     checkpoint = object_for(CLAIM, before) if before else None
-    made.begin(Lease(Task("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
+    made.begin(Lease(task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
     return made, place, scheduler
 
 
@@ -156,7 +157,7 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     await worker._link.close()
     worker._saved_states, worker._link = made, scheduler
     worker._draining.set()
-    task = Task("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
+    task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
     worker._holding.take(Lease(task, "w", b"token", 0.0))
     for key in ("a", "b"):
         await worker._hear(Keep(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))

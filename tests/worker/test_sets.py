@@ -15,9 +15,10 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.worker.test_executor import load
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Choice, roles_of
-from unfuse.core.task import Lease, Task
+from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker.registration import Served
 from unfuse.worker.sets import Swapping, sets_of
 
@@ -71,7 +72,7 @@ class Executed:
 
 
 def lease(pool: str) -> Lease:
-    return Lease(Task("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
+    return Lease(task_of("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
 
 
 def shapes(*roles: str, folder: Path = SHAPES) -> Swapping:

@@ -24,11 +24,12 @@ from unfuse.core.messages import Done, Failed, Keep, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value, prefix_key
 from unfuse.core.request import new_request_id
-from unfuse.core.task import Lease, Task
+from unfuse.core.task import Lease
 from unfuse.core.text import TextLoad
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
 from unfuse.worker.batches import BatchSizes
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
@@ -182,7 +183,7 @@ class Bench:
         prefixes: tuple[str, ...] = (), extends: str = "", **more: Value,
     ) -> Lease:  # fmt: skip
         own: Params = {"steps": steps, "tag": tag, **more}
-        task = Task(
+        task = task_of(
             new_request_id(),
             "stage",
             1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from typing import Literal
@@ -239,18 +238,18 @@ def compile_plan(
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
         keys = begins if spec.goes_on and shared_by is not None else ()
         space = prefix_space(shared_by or (), pools[spec.name])
-        for index, run in enumerate(runs[spec.name]):
-            given = known | run.values()
+        for index, (name, own, shown) in enumerate(runs[spec.name]):
+            given = known | own | (msgspec.structs.asdict(shown) if shown else {})
             read = [(key, given.get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
             before = (runs[one][index : index + 1] if specs[one].per_sample else runs[one] for one in sources)
             planned.append(
                 PlannedStage(
-                    name=run.name,
+                    name=name,
                     kind=spec.kind,
                     pool=pools[spec.name],
-                    after=tuple(one.name for several in before for one in several),
-                    params=run.params,
+                    after=tuple(one for several in before for one, *_ in several),
+                    params=own,
                     room=spec.room.bytes(given),
                     final=not spec.outputs,
                     cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
@@ -258,7 +257,7 @@ def compile_plan(
                     needs={name: need.bytes(given) for name, need in spec.needs.items()},
                     prefixes=tuple(prefix_key(space, digest) for digest in keys),
                     extends=_extended(spec, producers, pools, shared_by),
-                    derived=None if run.shown is None else Derived(shown=(run.shown,)),
+                    derived=Derived(shown=(shown,)) if shown else None,
                 )
             )
     return ExecutionPlan(tuple(planned))
@@ -274,25 +273,17 @@ def _extended(
     return prefix_space(shared_by, source) if outcome_of(source) == outcome_of(pools[spec.name]) else ""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of a stage: the parameters of its sample, or what of the prompt it is for."""
+def _runs(
+    spec: StageSpec, known: Params, samples: Sequence[Params], derived: Derived
+) -> list[tuple[str, Params, Shown | None]]:
+    """Each run of a stage: its name, the parameters of its sample, and what of the prompt it is for.
 
-    name: str
-    params: Params = field(default_factory=dict)
-    shown: Shown | None = None
-
-    def values(self) -> Params:
-        """What formulas read of this run before what they read of the request."""
-        return self.params if self.shown is None else msgspec.structs.asdict(self.shown)
-
-
-def _runs(spec: StageSpec, known: Params, samples: Sequence[Params], derived: Derived) -> list[_Run]:
-    """Each run of a stage. Those for equal pictures are one."""
+    Runs for equal pictures are one.
+    """
     if spec.when and known.get(spec.when) is None:
         return []
     if spec.each:
-        return [_Run(f"{spec.name}.{index}", shown=one) for index, one in enumerate(dict.fromkeys(derived.shown))]
+        return [(f"{spec.name}.{index}", {}, one) for index, one in enumerate(dict.fromkeys(derived.shown))]
     if spec.per_sample:
-        return [_Run(f"{spec.name}.{index}", own) for index, own in enumerate(samples)]
-    return [_Run(spec.name)]
+        return [(f"{spec.name}.{index}", own, None) for index, own in enumerate(samples)]
+    return [(spec.name, {}, None)]

@@ -8,7 +8,7 @@ import msgspec
 
 from unfuse.core.derived import Derived
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Params
+from unfuse.core.plan import Params, PlannedStage
 
 TaskStatus = Literal["waiting", "queued", "leased", "announced", "done", "cancelled"]
 
@@ -35,29 +35,22 @@ def cached_as(key: str, id: str) -> str:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One stage of one request, with a read-only view of what it needs.
+    """One attempt at a planned stage of a request, with a read-only view of what it needs.
 
+    `params` are the request's with those of the stage, `derived` is what the server found out about the request.
     `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
-    seconds of the queue's clock. `room` is the predicted bytes of the output, `needs` what it takes of further named
-    resources. Two preferences: `near` is the node that holds most bytes of its inputs; tasks of equal `affinity` can
-    share a forward, or an adapter. A task to run `alone` must not run beside another in one compute process, because
-    several ran when one died. Of a task that is one of `several`, other stages make the same of something else, and
-    whoever reads one reads all. `cache` is the key under which other requests find its output ("": they do not),
-    `prefixes` those of what it makes on the way. It adds to the portions of another stage those whose keys are in the
-    space `extends` ("": none). It is not leased to the worker in `avoids` ("": to any). `derived` is what the server
-    found out about the request.
+    seconds of the queue's clock. Two preferences: `near` is the node that holds most bytes of its inputs; tasks of
+    equal `affinity` can share a forward, or an adapter. A task to run `alone` must not run beside another in one
+    compute process, because several ran when one died. Of a task that is one of `several`, other stages make the same
+    of something else, and whoever reads one reads all. It is not leased to the worker in `avoids` ("": to any).
     """
 
     request: str
-    stage: str
+    planned: PlannedStage
     attempt: int
-    pool: str
-    kind: str
     model: str
     params: Params
     inputs: tuple[ObjectRef, ...] = ()
-    room: int = 0
-    final: bool = False
     priority: int = 0
     order: float = 0.0
     not_before: float = 0.0
@@ -65,13 +58,14 @@ class Task(msgspec.Struct, frozen=True):
     near: str = ""
     affinity: str = ""
     alone: bool = False
-    cache: str = ""
-    needs: dict[str, int] = {}
-    prefixes: tuple[str, ...] = ()
     several: bool = False
     avoids: str = ""
-    extends: str = ""
     derived: Derived = Derived()
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage."""
+        return self.planned.name
 
     @property
     def key(self) -> tuple[str, str]:
@@ -81,7 +75,7 @@ class Task(msgspec.Struct, frozen=True):
     @property
     def resources(self) -> dict[str, int]:
         """How much it takes of each resource, by name."""
-        return {**self.needs, SLOTS: 1, ARENA: self.room}
+        return {**self.planned.needs, SLOTS: 1, ARENA: self.planned.room}
 
 
 class Claim(msgspec.Struct, frozen=True):

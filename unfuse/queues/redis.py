@@ -129,7 +129,7 @@ class RedisQueue(QueueBackend):
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
         check_numbers(context, *tasks, *events)
-        fields, more = script.context_fields(context, tasks, events), Counter(task.pool for task in tasks)
+        fields, more = script.context_fields(context, tasks, events), Counter(task.planned.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
     @override

@@ -149,8 +149,9 @@ def task_fields(task: Task) -> dict[str, Any]:
     """
     (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))
     rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
-    names = ("stage", "attempt", "pool", "room", "near", "affinity", "priority", "not_before", "needs", "avoids")
-    return {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
+    names, planned = ("stage", "attempt", "near", "affinity", "priority", "not_before", "avoids"), task.planned
+    fields = {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
+    return fields | {"pool": planned.pool, "room": planned.room, "needs": planned.needs}
 
 
 def context_fields(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:

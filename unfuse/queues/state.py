@@ -323,7 +323,7 @@ class QueueState:
             raise Overloaded(
                 f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
             )
-        for pool, more in Counter(task.pool for task in tasks).items():
+        for pool, more in Counter(task.planned.pool for task in tasks).items():
             size = self.pool_queues.size(pool)
             if size + more > limits.max_queue:
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
@@ -357,7 +357,7 @@ class QueueState:
 
     def _put(self, rank: Rank) -> None:
         self.pool_queues.put(rank, self._clock.now())
-        self.changed_pools[rank[3].pool] = None
+        self.changed_pools[rank[3].planned.pool] = None
 
     def _remove_task(self, key: Key) -> None:
         """Remove a task from its queue and end its lease, whichever there is."""
@@ -365,7 +365,7 @@ class QueueState:
         self._returned.forget(key)
         self._pushed.pop(key, None)
         if rank := self.pool_queues.remove(key):
-            self.changed_pools[rank[3].pool] = None
+            self.changed_pools[rank[3].planned.pool] = None
 
     def _note_change(self, entry: Entry) -> None:
         """Index an entry that has changed, and call `changed`."""

@@ -68,8 +68,8 @@ def check_storable(*parts: RequestContext | Task | Event) -> None:
 def check_numbers(*parts: RequestContext | Task | Event) -> None:
     """Raise ProtocolError for NaN, or a number beyond EXACT: what encoding does not refuse."""
     for part in parts:
-        needs = part.needs.values() if isinstance(part, Task) else ()
-        for number in (*_NUMBERS[type(part)](part), *needs):
+        planned = (part.planned.room, *part.planned.needs.values()) if isinstance(part, Task) else ()
+        for number in (*_NUMBERS[type(part)](part), *planned):
             if not -EXACT <= (number or 0) <= EXACT:
                 raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
 

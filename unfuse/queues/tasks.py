@@ -41,7 +41,7 @@ class PoolQueues:
         """Add a task to its pool's queue, or to the delayed tasks if its time has not come."""
         task = rank[3]
         self._ranks[task.key] = rank
-        self._sizes[task.pool] += 1
+        self._sizes[task.planned.pool] += 1
         if task.not_before > now:
             insort(self._delayed, (task.not_before, rank[2], rank))
         else:
@@ -54,7 +54,7 @@ class PoolQueues:
         del self._delayed[:count]
         for rank in due:
             self._insert(rank, rank[3].not_before)
-        return [rank[3].pool for rank in due]
+        return [rank[3].planned.pool for rank in due]
 
     def next_due(self) -> float | None:
         """When the next delayed task may be leased; None if no task is delayed."""
@@ -65,11 +65,11 @@ class PoolQueues:
         rank = self._ranks.pop(key, None)
         if rank is None:
             return None
-        self._sizes[rank[3].pool] -= 1
+        self._sizes[rank[3].planned.pool] -= 1
         if self._since.pop(key, None) is None:
             del self._delayed[bisect_left(self._delayed, (rank[3].not_before, rank[2], rank))]
         else:
-            queue = self._queues[rank[3].pool]
+            queue = self._queues[rank[3].planned.pool]
             del queue[bisect_left(queue, rank)]
         return rank
 
@@ -87,7 +87,7 @@ class PoolQueues:
 
     def position(self, rank: Rank) -> int:
         """How many tasks of its pool are ahead of this one."""
-        return bisect_left(self._queues[rank[3].pool], rank)
+        return bisect_left(self._queues[rank[3].planned.pool], rank)
 
     def next(
         self, wanted: Wanted, full: frozenset[str], others: frozenset[Key], now: float, used: Mapping[str, int]
@@ -100,7 +100,7 @@ class PoolQueues:
         pools = [pool for pool in wanted.pools if pool not in full and pool in self._queues]
         while (rank := self._first(wanted, pools, others, now)) is not None:
             task = rank[3]
-            offer = wanted.pools[task.pool]
+            offer = wanted.pools[task.planned.pool]
             lacking = offer.lacks(task.resources, used)
             if not lacking:
                 return rank
@@ -112,7 +112,7 @@ class PoolQueues:
         return None
 
     def _insert(self, rank: Rank, now: float) -> None:
-        insort(self._queues[rank[3].pool], rank)
+        insort(self._queues[rank[3].planned.pool], rank)
         self._since[rank[3].key] = now
 
     def _first(self, wanted: Wanted, pools: list[str], others: frozenset[Key], now: float) -> Rank | None:

@@ -279,7 +279,7 @@ class Dispatcher(Observer):
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
-            self.scheduler.observers.tell(Observer.dispatched, lease.task.pool)
+            self.scheduler.observers.tell(Observer.dispatched, lease.task.planned.pool)
             self.scheduler.swaps.worked(peer.worker.id)
         return messages.Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 

@@ -64,17 +64,12 @@ class Draft:
         self.push.append(
             Task(
                 request=request.id,
-                stage=stage,
+                planned=planned,
                 attempt=attempt,
-                pool=planned.pool,
-                kind=planned.kind,
                 model=request.model,
                 params=params,
                 derived=planned.derived or request.derived,
                 inputs=inputs,
-                room=planned.room,
-                needs=planned.needs,
-                final=planned.final,
                 priority=request.priority,
                 order=request.order,
                 not_before=not_before,
@@ -82,9 +77,6 @@ class Draft:
                 near=_nearest(inputs),
                 affinity=_affinity(request, params),
                 alone=self.stages[stage].alone,
-                cache=planned.cache,
-                prefixes=planned.prefixes,
-                extends=planned.extends,
                 several=sum(stage.kind == planned.kind for stage in request.plan.stages) > 1,
                 avoids=self.stages[stage].avoids,
             )

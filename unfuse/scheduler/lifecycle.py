@@ -17,7 +17,7 @@ from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
 from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import PlannedStage
+from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import (
     MODERATION_BLOCKED,
     Change,
@@ -28,7 +28,7 @@ from unfuse.core.request import (
     StageState,
     Timings,
 )
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import Claim, Lease, Task
 from unfuse.core.usage import believable, newest
 from unfuse.queues.stored import EXACT
 from unfuse.scheduler import accounting, waking
@@ -363,14 +363,20 @@ def placed(change: Change, home: Callable[[str], str]) -> Change:
 
     Workers of another pool make other bytes: nothing of what an earlier attempt left is gone on from there.
     """
-    pools = {task.stage: pool for task in change.push if (pool := home(task.pool)) != task.pool}
+    pools = {task.stage: pool for task in change.push if (pool := home(task.planned.pool)) != task.planned.pool}
     if not pools:
         return change
     replace, context = msgspec.structs.replace, change.context
     fresh = {name: replace(context.stages[name], checkpoint=None, checkpoint_step=0) for name in pools}
-    push = tuple(replace(t, pool=pools[t.stage], cache="") if t.stage in pools else t for t in change.push)
     context = replace(context, plan=context.plan.moved(pools), stages=context.stages | fresh)
+    push = tuple(_replanned(task, context.plan) for task in change.push)
     return replace(change, context=context, push=push)
+
+
+def _replanned(task: Task, plan: ExecutionPlan) -> Task:
+    """The task as the plan has its stage now; its room may have been learned."""
+    planned = msgspec.structs.replace(plan.stage(task.stage), room=task.planned.room)
+    return msgspec.structs.replace(task, planned=planned)
 
 
 def moved(

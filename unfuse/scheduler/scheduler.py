@@ -276,8 +276,8 @@ class Scheduler:
     async def resumed(self, lease: Lease) -> Lease:
         """The lease with what its task need not make: an earlier attempt's checkpoint, a prefix that others made."""
         task = lease.task
-        if task.prefixes:
-            lease = msgspec.structs.replace(lease, prefix=await self._cache.prefix(task.prefixes))
+        if task.planned.prefixes:
+            lease = msgspec.structs.replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
         if task.attempt == 1:
             return lease
         with suppress(NotFound, Damaged):

@@ -44,7 +44,11 @@ class OutputSizes:
 
     def given(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
         """These tasks, with room where their pipelines declare none."""
-        return tuple(task if task.room else msgspec.structs.replace(task, room=self.of(task.pool)) for task in tasks)
+        return tuple(task if task.planned.room else self._with_room(task) for task in tasks)
+
+    def _with_room(self, task: Task) -> Task:
+        planned = msgspec.structs.replace(task.planned, room=self.of(task.planned.pool))
+        return msgspec.structs.replace(task, planned=planned)
 
 
 PAGE = 256  # requests that are looked through in one go

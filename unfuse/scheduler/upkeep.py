@@ -105,7 +105,7 @@ class Upkeep(Observer):
                 log.warning(
                     "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
                 )
-                self._transitions.observers.tell(Observer.lease_expired, task.pool)
+                self._transitions.observers.tell(Observer.lease_expired, task.planned.pool)
 
     async def expire(self, request: str) -> None:
         """End a request whose deadline has come, unless that was moved meanwhile."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import asdict
 
 from unfuse.core.media import seconds_of
-from unfuse.core.plan import Params, PlannedStage
+from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Record, RequestContext, ResultFile, Running
 from unfuse.core.usage import billed_seconds
 from unfuse.server.prices import FREE, Prices
@@ -42,7 +42,10 @@ def request_object(
         "model": context.asked or context.model,
         "medium": context.medium.name,
         "prompt": context.params.get("prompt"),
-        "params": _params(context),
+        "params": {
+            **{name: value for name, value in context.params.items() if name != "prompt"},
+            **context.derived.values(),
+        },
         "tenant": context.tenant,
         "priority": context.priority,
         "status": record.status,
@@ -66,12 +69,6 @@ def request_object(
         "metadata": context.metadata,
         "webhook": hook and {name: getattr(hook, name) for name in ("url", "state", "attempts", "reason")},
     }
-
-
-def _params(context: RequestContext) -> Params:
-    """The parameters beside the prompt, and what the server derived from the request."""
-    params = {name: value for name, value in context.params.items() if name != "prompt"}
-    return params | context.derived.values()
 
 
 def video_object(record: Record) -> dict[str, object]:

@@ -13,7 +13,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import ExecutionPlan, PlannedStage
+from unfuse.core.plan import ExecutionPlan, Params, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import ARENA, SLOTS, Claim, Lease, Task
 from unfuse.queues.base import Limits, Offer, QueueBackend, Wanted
@@ -41,7 +41,24 @@ def planned(**costs: float) -> ExecutionPlan:
 
 def task(name: str, stage: str = "s", pool: str = "p", attempt: int = 1, **fields: Any) -> Task:
     """A task of the request of that name."""
-    return Task(name, stage, attempt, pool, kind="denoise", model="model", params={}, **fields)
+    return task_of(name, stage, attempt, pool, "denoise", "model", {}, **fields)
+
+
+def task_of(
+    request: str,
+    stage: str,
+    attempt: int,
+    pool: str,
+    kind: str,
+    model: str,
+    params: Params,
+    inputs: tuple[ObjectRef, ...] = (),
+    **fields: Any,
+) -> Task:
+    """A task; `fields` are those of the task or of its planned stage."""
+    own = {name: fields.pop(name) for name in PlannedStage.__struct_fields__ if name in fields and name != "derived"}
+    stage_fields = {"after": (), "params": {}, "room": 0, "final": False, **own}
+    return Task(request, PlannedStage(stage, kind, pool, **stage_fields), attempt, model, params, inputs, **fields)
 
 
 async def submitted(queue: QueueBackend, name: str, **fields: Any) -> Record:

@@ -91,7 +91,7 @@ async def nobody_waits_beside_a_task_they_could_take(queue: QueueBackend, clock:
     one, other = [await started(queue.lease(pool, wanted(pool), TTL, wait=60.0)) for pool in "pq"]
     await asyncio.gather(submitted(queue, "a", pool="q"), submitted(queue, "b", pool="p", priority=1))
     assert len(await both) == 1
-    left = one if (await both)[0].task.pool == "q" else other
+    left = one if (await both)[0].task.planned.pool == "q" else other
     assert len(await left) == 1
     (one if left is other else other).cancel()
 

@@ -153,7 +153,7 @@ class Batches:
         jobs = [job for job in jobs if not job.stage.waits(job.state)] or jobs
         first = min(jobs, key=self._place)
         self._turn += 1
-        self._turns[first.lease.task.pool] = first.turn = self._turn
+        self._turns[first.lease.task.planned.pool] = first.turn = self._turn
         if first.alone:
             return [first], "alone"
         same = first.key, first.priority, False
@@ -203,13 +203,13 @@ class Batches:
         which there is no room would keep texts from making some. Texts that may not share a forward take turns.
         """
         task, steps = job.lease.task, job.stage.progress(job.state)[1]
-        soon = task.final or job.stage.texts is not None
+        soon = task.planned.final or job.stage.texts is not None
         own = job.turn if self._exactness and job.stage.all_together else 0
-        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.pool, 0), own
+        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.planned.pool, 0), own
 
     def _note(self, job: Job, found: Sharing) -> None:
         """Add to what is known of how requests of this job's pool share forwards."""
-        pool = job.lease.task.pool
+        pool = job.lease.task.planned.pool
         known = self.sharing.get(pool, Sharing())
         if known | found != known:
             self.sharing[pool] = known | found

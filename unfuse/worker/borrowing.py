@@ -39,7 +39,7 @@ class Borrowing:
     async def bring(self, lease: Lease) -> None:
         """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
         task = lease.task
-        if not task.derived.lora_id or task.kind not in ADAPTED or not self._has_adapters:
+        if not task.derived.lora_id or task.planned.kind not in ADAPTED or not self._has_adapters:
             return
         for (name, _), id in zip(scales(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
             async with self._lock:

@@ -33,7 +33,7 @@ class Holding:
     def take(self, lease: Lease) -> None:
         """A task was leased to the worker."""
         self.leases[lease.claim] = lease
-        if lease.task.needs and not all(ref.whole for ref in lease.task.inputs):
+        if lease.task.planned.needs and not all(ref.whole for ref in lease.task.inputs):
             self._arriving.add(lease.claim)
 
     def arrived(self, claim: Claim) -> None:
@@ -55,7 +55,7 @@ class Holding:
         if free is None or (not used and not self.leases):
             return None
         unplaced = self.leases.keys() - self._placed
-        return max(0, free - sum(self.leases[claim].task.room for claim in unplaced))
+        return max(0, free - sum(self.leases[claim].task.planned.room for claim in unplaced))
 
     def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> Ask:
         """The next Ask, of what it `holds`: for free slots, or one more urgent task; or one `after` a task's end."""
@@ -67,6 +67,6 @@ class Holding:
         above = None if slots > 0 else max(task.priority for task in held)
         taken = Counter[str]()
         for task in held:
-            taken.update(task.needs)
+            taken.update(task.planned.needs)
         amounts = {name: max(0, amount - taken[name]) for name, amount in self.resources.items()}
         return Ask(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)

@@ -84,7 +84,7 @@ class Intake:
         try:
             inputs = self._receiving.setdefault(claim, {})
             if ref.id not in inputs:
-                stage, names = self._stages[declared(task.pool)], [meta.name for meta in ref.tensors]
+                stage, names = self._stages[declared(task.planned.pool)], [meta.name for meta in ref.tensors]
                 inputs[ref.id] = stage.receive(task.derived, task.priority, names) or Collected(ref, self._ranks)
             inputs[ref.id].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
@@ -121,12 +121,12 @@ class Intake:
                 inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
             collected, received = self._came(run.lease)
             tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
-            stage = self._stages[declared(task.pool)]
+            stage = self._stages[declared(task.planned.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.derived)}
             prefix += self._prefix(run.lease)
             given = StageInput(
                 task.params, tensors, uploads, run.recorded, task.priority,
-                tuple(map(dict, prefix)), received, bool(task.extends) and not _is_narrowed(run.lease),
+                tuple(map(dict, prefix)), received, bool(task.planned.extends) and not _is_narrowed(run.lease),
                 task.derived,
             )  # fmt: skip
             return self._job(run, stage, given, inputs, get_s=time.monotonic() - began)
@@ -146,7 +146,7 @@ class Intake:
         state = stage.start(given) if resumed is None else resumed
         try:
             step, _ = stage.progress(state)
-            key = run.lease.task.pool, stage.batch_key(given), self.exact_batch_key(stage, state)
+            key = run.lease.task.planned.pool, stage.batch_key(given), self.exact_batch_key(stage, state)
         except BaseException:
             stage.let_go(state)
             raise
@@ -189,7 +189,7 @@ class Intake:
             return None
 
     def _as_torch(self, lease: Lease) -> bool:
-        return declared(lease.task.pool) not in self._plain
+        return declared(lease.task.planned.pool) not in self._plain
 
 
 def _is_narrowed(lease: Lease) -> bool:

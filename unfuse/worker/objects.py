@@ -149,7 +149,7 @@ class Objects:
         if isinstance(message, Failed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
         elif isinstance(message, Done):
-            self.made(message, lease.task.kind)
+            self.made(message, lease.task.planned.kind)
         crashed = isinstance(message, Failed) and (message.kind == "crash" or message.reason == "compute")
         withdrawn = isinstance(message, Stopped) and not all(ref.whole for ref in lease.task.inputs)
         if crashed or withdrawn or (isinstance(message, Failed) and message.kind == "object_lost"):

@@ -31,7 +31,7 @@ def announce(
     several is told of however small it is: who reads all of them begins with those that are there.
     """
     task, outline = job.lease.task, job.stage.outline(job.state)
-    if not outline or tell is None or task.final or encodings.get(task.kind, "none") != "none":
+    if not outline or tell is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
         return
     with suppress(TransientError):
         job.output = store.begin(
@@ -51,9 +51,9 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
     if job.output:
         job.output.fill(output.tensors)
         return job.output.finish()
-    if task.final:
+    if task.planned.final:
         return None
-    encoding = encodings.get(task.kind, "none")
+    encoding = encodings.get(task.planned.kind, "none")
     return store.put(
         output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
     )
@@ -67,11 +67,11 @@ def completed(job: Job) -> list[Portion]:
     task, found = job.lease.task, list[Portion]()
     try:
         for number in job.stage.kept(job.state):
-            if number < len(task.prefixes):
-                key, digest = task.prefixes[number], ""
-            elif task.extends:
+            if number < len(task.planned.prefixes):
+                key, digest = task.planned.prefixes[number], ""
+            elif task.planned.extends:
                 digest = job.stage.digest(job.state, number)
-                key = prefix_key(task.extends, digest)
+                key = prefix_key(task.planned.extends, digest)
             else:
                 break
             found.append(Portion(key, digest, job.stage.portion(job.state, number)))

@@ -65,7 +65,7 @@ class Swapping:
 
     def fits(self, lease: Lease) -> bool:
         """Whether a task is of the set that is loaded."""
-        return not self.sets or declared(lease.task.pool) in self.sets.get(self.holds, ())
+        return not self.sets or declared(lease.task.planned.pool) in self.sets.get(self.holds, ())
 
     async def to(
         self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event

@@ -328,12 +328,12 @@ class Worker:
 
     def _is_left_out(self, lease: Lease) -> bool:
         """Whether compute did not load a task's pool, because its files have changed."""
-        return self._weights is not None and declared(lease.task.pool) in self._weights.left_out
+        return self._weights is not None and declared(lease.task.planned.pool) in self._weights.left_out
 
     async def _announce(self, news: Announced) -> None:
         """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
         lease = self._active.get(news.claim)
-        if lease and declared(lease.task.pool) not in self._read_here:
+        if lease and declared(lease.task.planned.pool) not in self._read_here:
             await self._link.call(news)
 
     async def _hear(
@@ -383,7 +383,7 @@ class Worker:
         """Return the result of a task, or hand the task back if its weights, which may be mapped, changed in place."""
         lease = self._active.get(message.claim)
         while lease and self._weights:
-            file = await asyncio.to_thread(self._weights.overwritten, declared(lease.task.pool))
+            file = await asyncio.to_thread(self._weights.overwritten, declared(lease.task.planned.pool))
             if file is None:
                 break
             if file.compared:
@@ -396,10 +396,10 @@ class Worker:
             message = Failed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
         if self._saved_states and isinstance(message, Failed):
             await self._saved_states.wait_until_saved()  # the next attempt resumes from there
-        if self._saved_states and isinstance(message, Done) and lease and lease.task.extends:
+        if self._saved_states and isinstance(message, Done) and lease and lease.task.planned.extends:
             await self._saved_states.wait_until_shared(message.claim)  # none is taken any more once the request is over
         if self._objects and lease:
-            message = self._objects.end_task(lease, message, declared(lease.task.pool) in self._read_here)
+            message = self._objects.end_task(lease, message, declared(lease.task.planned.pool) in self._read_here)
         log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
@@ -408,7 +408,7 @@ class Worker:
             self._asks_with_outcome = True
             self._newest_ask += 1
             with self._background.besides("asking for work"):
-                message = msgspec.structs.replace(message, ask=self._wanted(lease.task.pool if lease else ""))
+                message = msgspec.structs.replace(message, ask=self._wanted(lease.task.planned.pool if lease else ""))
         self._changed.set()
         try:
             recorded = await self._send_end(message)
@@ -417,7 +417,7 @@ class Worker:
                 self._asks_with_outcome = False
                 self._changed.set()
         if recorded and self._objects and lease and isinstance(message, Done):
-            self._objects.share(lease.task.cache, message.output)
+            self._objects.share(lease.task.planned.cache, message.output)
         if self._saved_states:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
