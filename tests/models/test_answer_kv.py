@@ -246,7 +246,7 @@ def looped(model: Model, folder: Path, overlapped: bool, given: Sequence[StageIn
     bench.loop = StepLoop({"talk": decode}, *own, 4, exactness=Exactness(None), overlapped=overlapped)
     leases = []
     for one in given:
-        leases.append(bench.run("talk", extends="space" if one.extends else "", **one.params))
+        leases.append(bench.run("talk", extends="space" if one.extends else "", derived=one.derived, **one.params))
         bench.results.attach(leases[-1].task.request, "prompt", one.uploads["prompt"])
     return bench, leases
 

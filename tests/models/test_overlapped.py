@@ -57,7 +57,7 @@ def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tu
         asked |= {"logprobs": True, "top_logprobs": 2}
         asked |= {"stop": chance.choice([["e"], ["the", "zzz"], []]), "frequency_penalty": chance.choice([0, 0.5])}
         given = task(model.card, model.ids(3 + 9 * number), **asked)
-        leases.append(bench.run("talk", **given.params))
+        leases.append(bench.run("talk", derived=given.derived, **given.params))
         bench.results.attach(leases[-1].task.request, "prompt", given.uploads["prompt"])
         for _ in range(chance.randrange(20)):
             bench.loop.carry_out(bench.loop.decide())
@@ -97,7 +97,7 @@ def prompts_in(
     leases = []
     for length in lengths:
         given = task(model.card, [3 + (7 * length + place) % 190 for place in range(length)])
-        leases.append(bench.run("fill", prefixes=KEYS, **given.params))
+        leases.append(bench.run("fill", prefixes=KEYS, derived=given.derived, **given.params))
         bench.results.attach(leases[-1].task.request, "prompt", given.uploads["prompt"])
     return bench, prefill, leases
 

@@ -18,11 +18,12 @@ import torch
 from msgspec.structs import replace
 
 from unfuse.core.codec import decode, encode
+from unfuse.core.derived import Derived
 from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Done, Failed, Keep, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Params, Value, prefix_key
+from unfuse.core.plan import NOTHING_DERIVED, Params, Value, prefix_key
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease
 from unfuse.core.text import TextLoad
@@ -180,7 +181,7 @@ class Bench:
 
     def run(
         self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0,
-        prefixes: tuple[str, ...] = (), extends: str = "", **more: Value,
+        prefixes: tuple[str, ...] = (), extends: str = "", derived: Derived = NOTHING_DERIVED, **more: Value,
     ) -> Lease:  # fmt: skip
         own: Params = {"steps": steps, "tag": tag, **more}
         task = task_of(
@@ -196,6 +197,7 @@ class Bench:
             priority=priority,
             prefixes=prefixes,
             extends=extends,
+            derived=derived,
         )
         lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
         self.inbox.put(Run(lease, {}))
