@@ -10,7 +10,7 @@ import msgspec
 
 from unfuse.core.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
 MAX_UPLOAD_BYTES = 32 * 1024 * 1024  # the frames of a video that a call sends: as many as its body may have
 
