@@ -29,7 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 SLOW = (
     "bench/tests", "tests/answers", "tests/chaos", "tests/integration", "tests/launch/test_launcher_suite.py",
     "tests/launch/test_local.py", "tests/launch/test_strangers.py", "tests/models",
-    "tests/parallel/test_texts.py", "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
+    "tests/parallel/test_texts.py", "tests/stages/test_adapter_alphas.py",
+    "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
     "tests/stores/test_store_conformance.py", "tests/stores/test_two_hosts.py", "tests/tools",
     "tests/transfer/test_strangers.py", "tests/transfer/test_transfer_conformance.py", "tests/worker/test_executor.py",
     "tests/worker/test_schedulers.py",

@@ -134,7 +134,7 @@ async def test_what_differs_in_anything_that_counts_is_encoded(other: dict[str, 
 async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
     async with caching() as (scheduler, counts):
         record = await scheduler.submit(*asking(SHARING, params(), cache=False))
-        assert (await scheduler.queue.peek(ENCODE))[0].cache == ""
+        assert (await scheduler.queue.peek(ENCODE))[0].planned.cache == ""
         await ran(scheduler)
         await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
