@@ -147,7 +147,10 @@ def _between(old: Any, new: Any, path: str, same: bool) -> Iterator[str]:
             elif same or key not in CIRCUMSTANTIAL:
                 between = _in_any_order if key == UNORDERED else _between
                 yield from between(old[key], new[key], at, same)
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+    elif isinstance(old, list) and isinstance(new, list) and len(old) != len(new):
+        yield f"{path}: {len(old)} of them, now {len(new)}"
+        yield from _in_any_order(old, new, path, same)
+    elif isinstance(old, list) and isinstance(new, list):
         for number, pair in enumerate(zip(old, new, strict=True)):
             yield from _between(*pair, f"{path}[{number}]", same)
     elif old != new or type(old) is not type(new):

@@ -188,18 +188,20 @@ def told_of(events: list[dict[str, Any]], broken_off: bool) -> dict[str, Any]:
     for stage, of in stages.items():
         for kind in STEPS:
             told = [event for event in events if event["stage"] == stage and event["type"] == kind]
+            if kind == "progress" and told and told[-1]["steps"] == 1:  # it may come too late to be told
+                continue
             of += [told[-1] | {"step": steps_in(told, broken_off)}] if told else []
     return dict(sorted(stages.items()))
 
 
 def steps_in(events: list[dict[str, Any]], broken_off: bool) -> object:
-    """Which steps these tell of."""
+    """Which steps these tell of; the last ones may come too late to be told."""
     steps = [event["step"] for event in events]
     if broken_off:
         return NUMBER
     if events[0]["type"] == "appended":
         return f"to {steps[-1]}"
-    return f"each of 1 to {steps[-1]}" if steps == [*range(1, steps[-1] + 1)] else steps
+    return "each from 1" if steps == [*range(1, steps[-1] + 1)] else steps
 
 
 def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -74,6 +74,8 @@ def test_what_was_renamed_removed_or_added_is_no_difference() -> None:
         ("sqlite/view/steps", 30.0, "sqlite.view.steps: 30, now 30.0"),
         ("sqlite/view/waited_s", None, 'sqlite.view.waited_s: is gone, was "<number>"'),
         ("sqlite/view/holds", "all", 'sqlite.view.holds: is new, "all"'),
+        ("sqlite/view/results", [], "sqlite.view.results: 1 of them, now 0"),
+        ("sqlite/view/results", [], 'sqlite.view.results: is gone, {"digest": {"sha256": "a"}}'),
         ("sqlite/view/extra", 1, "sqlite.view.extra: is new, 1"),
         ("sqlite/view/results/0/digest/sha256", "b", 'sqlite.view.results[0].digest.sha256: "a", now "b"'),
         (
@@ -125,7 +127,7 @@ def test_a_file_of_a_recording_says_parts_once_and_is_read_as_it_was() -> None:
 
 
 def event(kind: str, stage: str = "decode.0", step: int = 0) -> dict[str, Any]:
-    return {"type": kind, "stage": stage, "step": step}
+    return {"type": kind, "stage": stage, "step": step, "steps": 3}
 
 
 def test_when_steps_are_told_and_which_tokens_come_together_is_no_difference() -> None:
@@ -142,7 +144,7 @@ def test_when_steps_are_told_and_which_tokens_come_together_is_no_difference() -
     ]
 
     assert told_of(one, False) == told_of(other, False)
-    assert told_of(one, False)["decode.0"][2]["step"] == "each of 1 to 3"
+    assert told_of(one, False)["decode.0"][2]["step"] == "each from 1"
     assert told_of(one[:2] + one[3:], False)["decode.0"][2]["step"] == [1, 3], "one is missing"
 
     def lines(*texts: str) -> list[str]:

@@ -1,0 +1,217 @@
+"""CPU time of a task, a picture and a token: two checkouts in interleaved pairs, by the parts of three benches.
+
+A task is a hop of `bench.hop`: scheduler, the ends of two workers, and Redis; each checkout runs its own. A picture and
+a token of a chat are what `serve` and all its processes spend, one server of each checkout, at once up and asked in
+turns, the first of which changes from pair to pair. The model of pictures is that of `bench.pictures`, the one of chats
+that of `bench.chat`, with one thread a worker. The processor that is spent is judged, not the time on the wall.
+Ends with 1 if something costs more than `--limit` times as much, as a median of pairs.
+`python -m bench.against OLD [NEW] [--pairs N] [--part hop|pictures|chat] [--limit RATIO]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HOPS = (100, 1300)
+"""Hops of two measurements, whose difference has neither start nor end."""
+
+PICTURES, CLIENTS = 12, 4
+CHATS, TOKENS = 4, 64
+Measure = Callable[[], dict[str, float]]
+"""CPU seconds and seconds on the wall of one unit."""
+
+ROOT = Path(__file__).parents[1]
+
+
+def of_checkout(checkout: Path) -> dict[str, str]:
+    """Variables with which Python finds `unfuse` and `bench` there, and nowhere else."""
+    return {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+
+
+def checked(checkout: Path) -> Path:
+    """Fails unless that folder's `unfuse` is what would be measured."""
+    command = [sys.executable, "-c", "import unfuse; print(unfuse.__file__)"]
+    found = subprocess.run(command, env=os.environ | of_checkout(checkout), capture_output=True, text=True, check=True)
+    if not Path(found.stdout.strip()).is_relative_to(checkout):
+        raise SystemExit(f"{checkout} is no checkout: unfuse is imported from {found.stdout.strip()}")
+    return checkout
+
+
+def spent() -> float:
+    """CPU seconds of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def hops_here() -> None:
+    """What a hop costs over each queue, with the modules of the checkout this runs in: a line of JSON."""
+    import psutil
+    import uvloop
+
+    from bench.hop import measure
+    from bench.servers import redis_server
+
+    found = {}
+    with redis_server() as server, tempfile.TemporaryDirectory(dir=".") as folder:
+        redis = psutil.Process(server.pid)
+        for queue in ("memory", "sqlite", "redis"):
+            took = []
+            for number in HOPS:
+                place = {"sqlite": f"sqlite:{folder}/{number}.db", "redis": f"{server.url}?prefix=of-{number}"}
+                began, cpu = time.perf_counter(), spent() + sum(redis.cpu_times()[:2])
+                uvloop.run(measure(place.get(queue, queue), number, warm=20))
+                took.append((spent() + sum(redis.cpu_times()[:2]) - cpu, time.perf_counter() - began))
+            hops = HOPS[1] - HOPS[0]
+            found[f"hop, {queue}"] = {"cpu": (took[1][0] - took[0][0]) / hops, "wall": (took[1][1] - took[0][1]) / hops}
+    print(json.dumps(found))
+
+
+def hops_of(checkout: Path, folder: Path) -> dict[str, dict[str, float]]:
+    command = [sys.executable, "-P", str(Path(__file__).absolute()), "hops"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
+    ran = subprocess.run(
+        command, cwd=folder, env=variables | of_checkout(checkout), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, check=True,
+    )  # fmt: skip
+    found: dict[str, dict[str, float]] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+@contextmanager
+def both_serve(checkouts: Mapping[str, Path], *arguments: str) -> Iterator[dict[str, Any]]:
+    """A server of each checkout, with the same arguments."""
+    from tools.server import serving
+
+    with ExitStack() as stack:
+        servers = {}
+        for name, checkout in checkouts.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            flags = ("--workers", "all=1", "--threads", "1", "--encoder-cache", "0")
+            run = stack.enter_context(tempfile.TemporaryDirectory(prefix="run-"))
+            variables = {"UNFUSE_RUN_DIR": run, **of_checkout(checkout)}
+            servers[name] = stack.enter_context(serving(folder, *arguments, *flags, **variables)).ready()
+        yield servers
+
+
+def pictures(server: Any, seeds: Iterator[int]) -> Measure:
+    """Pictures that some clients ask for."""
+    from bench.chat import cpu
+    from bench.load import closed_loop
+    from bench.pictures import PROMPTS, ask_us
+
+    def measure() -> dict[str, float]:
+        before = cpu(server)
+        wall, _ = closed_loop(lambda n: ask_us(server.url, PROMPTS[n % 4], next(seeds)), CLIENTS, PICTURES)
+        return {"cpu": (cpu(server) - before) / PICTURES, "wall": wall / PICTURES}
+
+    return measure
+
+
+def chats(server: Any, asked: Any) -> Measure:
+    """Chats that are read at one time, by what a token of them costs."""
+    from bench.chat import served
+
+    def measure() -> dict[str, float]:
+        one = served(server, [asked.messages(20) for _ in range(CHATS)], TOKENS)
+        return {"cpu": one["cpu"] / one["tokens"], "wall": one["seconds"] / one["tokens"]}
+
+    return measure
+
+
+def in_turns(sides: Mapping[str, Measure], pairs: int, warm: int) -> dict[str, list[dict[str, float]]]:
+    """A measurement of each in every pair, who is first by turns; some pairs before are not counted."""
+    found = defaultdict[str, list[dict[str, float]]](list)
+    for number in range(warm + pairs):
+        for name in [*sides][:: 1 if number % 2 else -1]:
+            one = sides[name]()
+            if number >= warm:
+                found[name].append(one)
+        print(f"pair {number + 1 - warm} of {pairs}", file=sys.stderr)
+    return found
+
+
+def compared(
+    checkouts: Mapping[str, Path], part: str | None, pairs: int
+) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """What was measured, by what and by side."""
+    from bench.chat import KV, Chats
+    from bench.peers.flux_folder import build
+    from tools.tiny_language import make_language_model
+
+    found = dict[str, dict[str, list[dict[str, float]]]]()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if part in (None, "hop"):
+            each: dict[str, Any] = {name: lambda of=path: hops_of(of, folder) for name, path in checkouts.items()}
+            for name, rows in in_turns(each, pairs, 0).items():
+                for what in rows[0]:
+                    found.setdefault(what, {})[name] = [row[what] for row in rows]  # type: ignore[misc]
+        if part in (None, "pictures"):
+            with both_serve(checkouts, str(build(folder / "pictures"))) as servers:
+                seeds = count(1)
+                sides = {name: pictures(server, seeds) for name, server in servers.items()}
+                found["picture"] = in_turns(sides, pairs, 4)
+        if part in (None, "chat"):
+            model = make_language_model(folder / "narrow", positions=4096, width=256, layers=4)
+            with both_serve(checkouts, str(model), "--kv", KV, "--arena", "256MiB") as servers:
+                asked = Chats(model)
+                sides = {name: chats(server, asked) for name, server in servers.items()}
+                found["token of a chat"] = in_turns(sides, pairs, 2)
+    return found
+
+
+def row(of: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+    """Medians of both, and of the ratios of pairs, with their quartiles."""
+    from bench.report import ratio
+
+    found: dict[str, object] = {}
+    for what in ("cpu", "wall"):
+        old, new = ([one[what] for one in of[name]] for name in ("old", "new"))
+        spread = ratio(new, old)
+        found |= {
+            f"{what}, old, ms": round(1e3 * median(old), 3), f"{what}, new, ms": round(1e3 * median(new), 3),
+            f"{what}, new ÷ old": round(spread["p50"], 3),
+            f"{what}, quartiles": f"{spread['p25']:.3f} to {spread['p75']:.3f}",
+        }  # fmt: skip
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:] == ["hops"]:
+        hops_here()
+        return
+    from bench.report import show, table
+
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("old", type=Path, help="a folder with another checkout, as `git worktree add` makes it")
+    options.add_argument("new", type=Path, nargs="?", default=ROOT)
+    options.add_argument("--pairs", type=int, default=15)
+    options.add_argument("--part", choices=["hop", "pictures", "chat"])
+    options.add_argument("--limit", type=float, default=1.03)
+    given = options.parse_args()
+    checkouts = {name: checked(getattr(given, name).absolute()) for name in ("old", "new")}
+    found = compared(checkouts, given.part, given.pairs)
+    rows = {what: row(of) for what, of in found.items()}
+    table("new beside old", rows)
+    show("against", pairs=given.pairs, limit=given.limit, all=found)
+    worse = [what for what, one in rows.items() if float(str(one["cpu, new ÷ old"])) > given.limit]
+    if worse:
+        raise SystemExit(f"costs more than {given.limit} times as much: {', '.join(worse)}")
+
+
+if __name__ == "__main__":
+    main()
