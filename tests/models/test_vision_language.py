@@ -366,7 +366,7 @@ def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path])
     assert chat.card.vision
     ids = torch.tensor([chat.ids])
     model = getattr(transformers, card_kind(folder)).from_pretrained(folder).model
-    grids = [[one["frames"], one["rows"], one["columns"]] for one in json.loads(chat.shown)]
+    grids = [[one.frames, one.rows, one.columns] for one in chat.shown]
     kinds = (ids == chat.card.vision.picture).int()
     expected, delta = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
     stages = chat.stages()
