@@ -29,6 +29,9 @@ class Renames(NamedTuple):
     added: Mapping[str, Names]
 
 
+HALVES = "what was the default happens always"
+MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
+
 RENAMES = Renames(
     fields={},
     metrics={},
@@ -36,6 +39,12 @@ RENAMES = Renames(
     settings={},
     flags={},
     values={},
-    removed={"fields": {}, "metrics": {}, "labels": {}, "settings": {}, "flags": {}},
+    removed={
+        "fields": {"guidance-halves": HALVES},
+        "metrics": {},
+        "labels": {},
+        "settings": {"UNFUSE_COMPUTE__GUIDANCE_HALVES": HALVES},
+        "flags": {"--guidance-halves": HALVES, "--layouts": MEASURED},
+    },
     added={"fields": {}, "metrics": {}, "labels": {}, "settings": {}, "flags": {}},
 )
