@@ -30,7 +30,7 @@ THREADS = 4
 REMEMBERED_FROM = 1 << 20  # bytes; hashing a smaller file costs less than remembering it
 MAX_ENTRIES = 4096  # the latest fingerprints that the file keeps
 WHOLE_BYTES = 64 << 20
-"""Files up to this size enter a component's hash with their content, as in earlier versions: pools keep their names."""
+"""Files up to this size enter a component's hash with their content."""
 
 LOGGED_FROM = 1 << 30  # bytes; hashing a smaller file is too quick to be worth a log line
 
