@@ -28,7 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 SLOW = (
     "bench/tests", "tests/answers", "tests/chaos", "tests/integration", "tests/launch/test_launcher_suite.py",
-    "tests/launch/test_local.py", "tests/launch/test_strangers.py", "tests/models",
+    "tests/launch/test_local.py", "tests/launch/test_strangers.py", "tests/models", "tests/weights",
+    "tests/language/test_chat_template.py", "tests/language/test_grammars.py", "tests/language/test_history.py",
+    "tests/language/test_special_text.py", "tests/language/test_tokenizer.py", "tests/language/test_tool_messages.py",
     "tests/parallel/test_texts.py", "tests/stages/test_adapter_alphas.py",
     "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
     "tests/stores/test_store_conformance.py", "tests/stores/test_two_hosts.py", "tests/tools",

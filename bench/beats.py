@@ -18,11 +18,11 @@ import unfuse.models
 from bench.report import show, table
 from bench.servers import redis_server
 from unfuse import queues
+from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Beat, Hello, Places, Pulse, WorkerInfo
 from unfuse.models import card_of
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.supervision.clock import SystemClock
 
 WORKERS = (10, 100, 1000)
 AT_ONCE = 32

@@ -32,8 +32,8 @@ from typing import Any
 from bench.report import quantile, show, table
 from tools.server import Server, environment, family_of, serving
 from tools.tiny_language import TEXT, make_language_model
+from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import resolve_source
-from unfuse.models.tokenizer import ChatTokenizer
 
 PEER = Path(__file__).parent / "peers" / "with_transformers.py"
 CLIENTS = (1, 4, 16)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from bench.report import show, spread
 from tools import tiny
 from tools.server import serving
-from unfuse.models.fingerprints import Fingerprints
+from unfuse.weights.fingerprints import Fingerprints
 
 ROOT = Path(__file__).parents[1]
 LARGE = "text_encoder_2/model.safetensors"

@@ -51,8 +51,8 @@ from tools import tiny
 from unfuse.arena.arena import Arena
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import UnfuseError
-from unfuse.models.folder import INDEX
-from unfuse.service.machine import look
+from unfuse.planning.machine import look
+from unfuse.weights.folder import INDEX
 
 MIB, GIB = 1 << 20, 1 << 30
 PARTS = ("stages", "batching", "bytes", "verdicts", "offload", "compare")

@@ -24,15 +24,15 @@ from tools.tiny_language import make_language_model
 from unfuse.core.checking import check
 from unfuse.core.derived import GRAMMAR, Derived
 from unfuse.core.errors import ConfigError
-from unfuse.core.grammar import Grammar, digest, packed as pack_grammar
 from unfuse.core.media import TEXT
 from unfuse.core.schemas import schema_text
 from unfuse.core.text import packed
 from unfuse.core.words import PromptTokens
+from unfuse.language.grammar import Grammar, digest, packed as pack_grammar
+from unfuse.language.grammars import Grammars
+from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
-from unfuse.models.grammars import Grammars
-from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing
 

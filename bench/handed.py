@@ -29,10 +29,10 @@ from unfuse.arena.arena import Arena
 from unfuse.core.derived import Derived
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
+from unfuse.language.paged_kv import KvSequence
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.handed_kv import CHUNKS, REST, KvReader
 from unfuse.stages.language import Decode, Prefill, Prefilling
-from unfuse.stages.paged_kv import KvSequence
 from unfuse.stages.sequences import open_model
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.report import quantile, show, table
+from unfuse.language.paged_kv import KvSequence, PagedKv
 from unfuse.stages.language_model import LanguageModel
-from unfuse.stages.paged_kv import KvSequence, PagedKv
 
 CONTEXTS = (256, 1024, 4096, 16384)
 TOGETHER = (1, 4, 16)

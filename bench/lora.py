@@ -25,9 +25,9 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.derived import Derived
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source
-from unfuse.stages.adapters import Loras
 from unfuse.stages.base import StageInput
 from unfuse.stages.denoise import Denoise, DenoiseState
+from unfuse.weights.adapters import Loras
 
 RANKS = (4, 16, 64)
 SIZES = {"128²": (128, 128, 1), "128² × 9 frames": (128, 128, 9)}

@@ -32,7 +32,7 @@ from bench.peers.flux_folder import build
 from bench.pictures import PROMPTS, post
 from bench.report import NO_CACHE, quantile, show, table
 from tools.server import Server, family_of, serving
-from unfuse.launch.placement import PROCESS
+from unfuse.planning.placement import PROCESS
 
 CLIENTS = {"8 clients each": (8, 8), "8 and 1": (8, 1)}
 NAMES = "one", "two"

@@ -14,10 +14,11 @@ import pytest
 from tools.references import refusals
 from tools.snippets import PAGES, ROOT, blocks, commands
 from unfuse.core import parameters, pixels
+from unfuse.edge import connections, key_lines
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.upkeep import GONE, RETURN_S
-from unfuse.server import body, connections, fetching, key_lines, links, shown, targets, uploads
+from unfuse.server import body, fetching, links, shown, targets, uploads
 from unfuse.server.metrics_table import METRICS
 from unfuse.transfer import BACKENDS
 

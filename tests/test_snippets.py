@@ -21,7 +21,7 @@ OTHERWISE = (
     "sum by (model, device)", "  helm -n unfuse install",
     "UNFUSE_SERVE__MODELS=", "UNFUSE_WORKER__SCHEDULER=", "[Service]", "[serve]",
     "NAME sha256:HEX [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
-    " " * 19 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
+    " " * 21 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip
 """The beginnings of blocks that are neither commands nor whole programs: each is held to the code by a test of its own,
 or shows what diffusers is called with."""

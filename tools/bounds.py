@@ -32,7 +32,7 @@ TESTS = (
 """All that needs nothing that computes: some verbs refuse to work without it."""
 
 LEFT_OUT = (
-    "--ignore=tests/server/test_key_file.py",
+    "--ignore=tests/edge/test_key_file.py",
     "--deselect=tests/server/test_chat_parameters.py::test_each_field_of_openai_is_known",
 )
 """Verbs that refuse, too; and names that an openai package may lack which fits old dependencies."""

@@ -151,7 +151,7 @@ def _units(text: str, added: Sequence[str]) -> Iterable[bytes]:
 
 def _spelled(pieces: Sequence[bytes], added: Sequence[str]) -> list[str]:
     """Tokens as a byte-level vocabulary has them; added tokens as they are."""
-    from unfuse.models.tokenizer import LETTERS
+    from unfuse.language.tokenizer import LETTERS
 
     letters = {byte: letter for letter, byte in LETTERS.items()}
     known = {token.encode(): token for token in added}

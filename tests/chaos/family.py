@@ -33,10 +33,10 @@ from unfuse.core.errors import PermanentError, TransientError
 from unfuse.core.media import Room
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
-from unfuse.models.dtypes import choose_dtypes
-from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
+from unfuse.weights.dtypes import choose_dtypes
+from unfuse.weights.folder import ModelFolder
 
 COMPONENTS = ("text_encoder", "transformer", "vae")
 PIXELS_PER_NUMBER = 8

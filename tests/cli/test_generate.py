@@ -300,7 +300,7 @@ def test_what_its_own_workers_would_refuse_is_refused_before_they_start(
 def test_a_library_that_adapters_need_is_missed_before_anything_starts(
     alone: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    monkeypatch.setattr("unfuse.stages.adapters.find_spec", lambda name: None)
+    monkeypatch.setattr("unfuse.weights.adapters.find_spec", lambda name: None)
     monkeypatch.setattr("unfuse.cli.serve.Forks", lambda models: ExitStack())
     arguments = ["a circle"] if verb == "generate" else ["--port", "0"]
     code, out, err = alone(verb, *arguments, "--loras", str(tmp_path))

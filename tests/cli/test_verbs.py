@@ -349,7 +349,7 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
 
 
 def test_doctor_sizes_a_machine_that_is_not_there(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.service.machine.gpus", lambda: ())
+    monkeypatch.setattr("unfuse.planning.machine.gpus", lambda: ())
     code, out, err = unfuse(
         "doctor", "unfuse/shapes", "--device-memory", "cuda:0=24GiB", "--device-memory", "cuda:1=24GiB"
     )

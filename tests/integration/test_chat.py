@@ -16,7 +16,7 @@ from tools.tiny_language import KINDS, TEXT, make_language_model
 from unfuse.client import connect
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.text import CHUNK
-from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.language.tokenizer import ChatTokenizer
 
 ASKED = [{"role": "user", "content": "what is the capital of France"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}

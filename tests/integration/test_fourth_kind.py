@@ -21,10 +21,10 @@ from unfuse.core.card import ModelCard
 from unfuse.core.media import Limits, Room, Workload
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
-from unfuse.models.dtypes import choose_dtypes
-from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput
 from unfuse.stages.specs import TEXT_ENCODE
+from unfuse.weights.dtypes import choose_dtypes
+from unfuse.weights.folder import ModelFolder
 
 PARTS = ("reader", "mirror")
 PIPELINE = Pipeline(

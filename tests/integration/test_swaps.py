@@ -20,7 +20,7 @@ import pytest
 
 from tests.integration.pictures import SHAPES, digest
 from tools.server import Server, all_gone, computes_of, family_of, serving, until
-from unfuse.launch.placement import PROCESS
+from unfuse.planning.placement import PROCESS
 
 ONE = f"cpu={PROCESS + (64 << 20) + (18 << 20)}"
 """Room for a worker of one of the models, which take 15 MiB, and for no second denoiser of 8 MiB."""

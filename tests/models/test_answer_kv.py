@@ -20,8 +20,7 @@ from unfuse.core.codec import decode as read
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Keep, Progress, Stopped
 from unfuse.core.plan import prefix_key
-from unfuse.core.reading import Reading
-from unfuse.core.reasoning import ReasoningFormat
+from unfuse.core.reading import Reading, ReasoningFormat
 from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states

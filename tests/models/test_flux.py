@@ -14,9 +14,9 @@ from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.models.base import weights_ids
-from unfuse.models.folder import ModelFolder
 from unfuse.models.text import true_cfg_scale
 from unfuse.stages.base import StageInput
+from unfuse.weights.folder import ModelFolder
 
 
 @pytest.fixture

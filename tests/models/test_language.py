@@ -28,12 +28,10 @@ from unfuse.core.media import TEXT
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import TextLoad, packed
 from unfuse.core.words import PromptTokens
+from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
-from unfuse.models.folder import WHOLE
-from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
-from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
 from unfuse.stores.checksums import checksums_of
@@ -41,6 +39,8 @@ from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import Window
+from unfuse.weights.folder import WHOLE
+from unfuse.weights.gguf_model import files_of
 
 MOST = 12
 TOKEN_BYTES = 512

@@ -16,9 +16,9 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
-from unfuse.models.folder import ModelFolder
 from unfuse.models.whole import FAMILY as WHOLE
 from unfuse.stages.base import Stage, StageInput
+from unfuse.weights.folder import ModelFolder
 
 
 def load(folder: Path, stage: str, options: ComputeOptions = c.EXACT, **changes: Any) -> Stage:

@@ -26,8 +26,8 @@ from unfuse.core.plan import Params
 from unfuse.models import find
 from unfuse.models.base import DiffusersFamily, Runtime
 from unfuse.models.modular import Modular
-from unfuse.stages.adapters import Loras
 from unfuse.stages.base import StageInput, SteppedStage, next_states
+from unfuse.weights.adapters import Loras
 
 JOBS = {job.name: job for job in [*c.LORA_JOBS, c.FILES[-1]]}
 ONE = ComputeOptions(max_loras=1)
@@ -297,7 +297,7 @@ class TestFolder:
         assert loras.id_of("a") == first
         file.write_bytes(b"two")
         assert loras.id_of("a") != first
-        monkeypatch.setattr("unfuse.stages.adapters.MAX_BYTES", 2)
+        monkeypatch.setattr("unfuse.weights.adapters.MAX_BYTES", 2)
         with pytest.raises(NotFound, match="3 bytes"):
             loras.id_of("a")
 

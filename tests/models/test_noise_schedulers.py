@@ -23,7 +23,6 @@ from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES, card_of, find
 from unfuse.models.base import DiffusersFamily, Loader, Runtime
 from unfuse.models.declared import declared
-from unfuse.models.folder import ModelFolder
 from unfuse.models.noise_schedulers import (
     EULER,
     MULTISTEP,
@@ -33,6 +32,7 @@ from unfuse.models.noise_schedulers import (
     scheduler_classes,
     unreadable_field,
 )
+from unfuse.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.slow
 

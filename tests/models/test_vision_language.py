@@ -29,9 +29,9 @@ from unfuse.core.plan import compile_plan
 from unfuse.core.text import CHUNK, beginnings, packed
 from unfuse.core.vision import PixelBounds, Vision, places_of
 from unfuse.core.words import PromptTokens
+from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
-from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.shown import read_shown
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, Prefill, Writing

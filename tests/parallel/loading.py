@@ -19,9 +19,9 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
-from unfuse.models.folder import ModelFolder
-from unfuse.models.shared import held
 from unfuse.parallel.group import Group
+from unfuse.weights.folder import ModelFolder
+from unfuse.weights.shared import held
 
 LIMIT_S = 60.0
 

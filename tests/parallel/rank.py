@@ -24,11 +24,11 @@ from unfuse.core.derived import Derived
 from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
-from unfuse.models.shared import held
 from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
-from unfuse.stages.adapters import Loras
 from unfuse.stages.base import Stage, StageInput
+from unfuse.weights.adapters import Loras
+from unfuse.weights.shared import held
 
 LIMIT_S = 60.0
 

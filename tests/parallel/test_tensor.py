@@ -13,12 +13,12 @@ from tests.models.conftest import Undivided
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.core.spread import Spread
-from unfuse.launch.placement import Device, Wanted
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
-from unfuse.models.folder import ModelFolder
 from unfuse.parallel.cut import Matrices
+from unfuse.planning.placement import Device, Wanted
 from unfuse.service.plan import look_into, needs
+from unfuse.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.slow
 

@@ -17,13 +17,13 @@ from tools.tiny_language import KINDS, make_language_model
 from tools.tiny_vision import KINDS as SEE, make_vision_model
 from unfuse.core.errors import ConfigError
 from unfuse.core.spread import Spread, parse_parallel, refuse
-from unfuse.launch.placement import Device, Wanted
 from unfuse.models import card_of
 from unfuse.models.base import Loader, Runtime, held
-from unfuse.models.folder import LANGUAGE, VISION, WHOLE, ModelFolder
-from unfuse.models.gguf_model import files_of
 from unfuse.models.vision_language import _seeing, _speaking
+from unfuse.planning.placement import Device, Wanted
 from unfuse.service.plan import look_into, needs
+from unfuse.weights.folder import LANGUAGE, VISION, WHOLE, ModelFolder
+from unfuse.weights.gguf_model import files_of
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from torch.nn import Linear, Sequential
 
 from tests.parallel.conftest import run_ranks
 from tools.tiny import KINDS, build
-from unfuse.models.shared import keep_in
 from unfuse.parallel.weights import write
+from unfuse.weights.shared import keep_in
 
 pytestmark = pytest.mark.slow
 

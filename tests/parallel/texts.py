@@ -23,11 +23,11 @@ from unfuse.core.spread import Spread
 from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
-from unfuse.models.gguf_model import files_of
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.handed_kv import CHUNKS, REST
+from unfuse.weights.gguf_model import files_of
 
 LIMIT_S = 60.0
 MOST = 12

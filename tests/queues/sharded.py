@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 
 from tests.queues.twins import POOLS, Side, Twins
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.request import Allowance, Who
 from unfuse.core.task import Task
 from unfuse.queues.base import Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
-from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.core.graphs import object_for, request_for
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import Conflict, LeaseLost
 from unfuse.core.messages import Done, Failed
 from unfuse.core.plan import Pipeline, StageSpec
@@ -18,7 +19,6 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import Limits
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
-from unfuse.supervision.clock import SystemClock
 from unfuse.testing.queue_samples import append, wanted
 
 PIPELINE = Pipeline(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from unfuse import queues
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.event import Event
 from unfuse.core.registry import resolve
@@ -23,7 +24,6 @@ from unfuse.queues.local import Waiters, follow
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.state import QueueState
 from unfuse.queues.tasks import Held, Leases, Rank
-from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
     LIMITS,

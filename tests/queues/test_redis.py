@@ -19,6 +19,7 @@ from tests.examples import examples
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
 from unfuse import queues
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import Record
@@ -28,7 +29,6 @@ from unfuse.queues.connection import RUN_BYTES, RUN_CALLS, runs
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
 from unfuse.queues.script import task_fields
-from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,

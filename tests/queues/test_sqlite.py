@@ -28,6 +28,7 @@ from tests.examples import examples
 from tests.queues.disk import failing_disk
 from unfuse import queues
 from unfuse.core.card import ModelCard
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
@@ -37,7 +38,6 @@ from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolSt
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.queues.stored import StoredTask
-from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,

@@ -30,13 +30,13 @@ from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE, ResultFile, Timings
 from unfuse.core.task import Lease
+from unfuse.edge.access import Access
+from unfuse.edge.connections import ConnectionLimits, HttpServer
+from unfuse.edge.keys import Keys
 from unfuse.queues.base import Limits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.server.access import Access
-from unfuse.server.connections import ConnectionLimits, HttpServer
 from unfuse.server.gateway import Gateway
-from unfuse.server.keys import Keys
 from unfuse.server.webhooks import Webhooks
 from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results

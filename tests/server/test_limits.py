@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.edge.test_keys import written
 from tests.server.served import IDLE, Served, serve, until
-from tests.server.test_keys import written
 from tools.cards import MOVING, PICTURES
 from tools.redis_server import RedisServer
 

@@ -29,7 +29,7 @@ from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed
 from unfuse.core.request import RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
-from unfuse.server.errors import BrokenOff
+from unfuse.edge.refusal import BrokenOff
 from unfuse.server.gateway import Gateway
 from unfuse.server.live import Live
 from unfuse.stages.media import Video

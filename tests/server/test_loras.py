@@ -14,7 +14,7 @@ import pytest
 from tests.server.served import Served, serve
 from tools.cards import PICTURES, STILL
 from unfuse.core.plan import Params
-from unfuse.stages.adapters import Loras
+from unfuse.weights.adapters import Loras
 
 ADAPTED = msgspec.structs.replace(PICTURES, takes_lora=True)
 ASYNC = {"prefer": "respond-async"}

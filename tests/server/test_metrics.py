@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Moved
 from unfuse.core.request import Record
 from unfuse.queues.base import Limits, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.metrics import REMEMBERED, Metrics
 from unfuse.server.metrics_table import METRICS
-from unfuse.supervision.clock import SystemClock
 from unfuse.testing.queue_samples import planned, request, task
 
 

@@ -18,11 +18,11 @@ import pytest
 import unfuse.models
 from tests.server.composed import composed
 from tools.cards import card
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome, WorkerInfo
 from unfuse.core.plan import Choice
 from unfuse.models import resolve_source
-from unfuse.models.composed import with_components
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.service.logs import Logs
@@ -30,7 +30,7 @@ from unfuse.service.options import options
 from unfuse.service.service import Service, plan
 from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
-from unfuse.supervision.clock import SystemClock
+from unfuse.weights.composed import with_components
 from unfuse.worker.registration import _source_here, decide_served
 
 SHAPES = Path(unfuse.models.__file__).parent / "shapes"

@@ -6,8 +6,8 @@ import pytest
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.reading import Reading
-from unfuse.core.tools import Tools, read_tools
-from unfuse.models.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.tools import Tools, read_tools
 from unfuse.server.parsers import Parsers, reading_of
 
 HERMES, MISTRAL, QWEN3 = CALL_FORMATS["hermes"], CALL_FORMATS["mistral"], REASONING_FORMATS["qwen3"]

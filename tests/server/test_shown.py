@@ -18,8 +18,8 @@ from PIL import Image
 from tests.server.composed import composed
 from tools.tiny_vision import KINDS, make_vision_model
 from unfuse.core.errors import InvalidParameter
+from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of
-from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import shown
 from unfuse.stages.media import Video
 

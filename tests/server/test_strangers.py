@@ -10,9 +10,9 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.edge.test_keys import written
 from tests.server.composed import call, composed
 from tests.server.served import PICTURES, Served, serve
-from tests.server.test_keys import written
 from unfuse.cli.main import run
 from unfuse.client import connect
 from unfuse.core.errors import ConfigError

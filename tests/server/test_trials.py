@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from unfuse.core.errors import InvalidParameter, TransientError
-from unfuse.core.grammar import Grammar, packed
+from unfuse.language.grammar import Grammar, packed
 from unfuse.server import trials
 from unfuse.server.metrics import Metrics
 from unfuse.server.trials import AT_ONCE, Trials

@@ -13,9 +13,10 @@ from pathlib import Path
 from tests.models.conftest import SHAPES
 from tools.asking import asking
 from unfuse.core.card import ModelCard
+from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Places
 from unfuse.launch.base import Launcher
-from unfuse.launch.placement import PROCESS
+from unfuse.planning.placement import PROCESS
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -26,7 +27,6 @@ from unfuse.service.options import options as options_of
 from unfuse.service.plan import Plan
 from unfuse.service.service import Service, plan as plan_of
 from unfuse.service.settings import load
-from unfuse.supervision.clock import SystemClock
 
 ONE = 64 + 18
 """MiB for an arena and one of the models, which take 15, and no second denoiser of 8."""

@@ -10,8 +10,8 @@ import pytest
 
 from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
-from unfuse.launch.placement import PROCESS
-from unfuse.server.errors import Refusal
+from unfuse.edge.refusal import Refusal
+from unfuse.planning.placement import PROCESS
 from unfuse.server.joining import JoinProgress
 from unfuse.service import crews as module
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unfuse.core.compute import ComputeOptions
-from unfuse.launch.placement import Device, Part, Wanted, place
+from unfuse.planning.placement import Device, Part, Wanted, place
 from unfuse.service.advice import batches_of, gains, verdict
 from unfuse.service.plan import Plan, plan_for
 from unfuse.worker.exactness import TRUSTED, Exactness

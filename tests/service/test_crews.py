@@ -11,16 +11,16 @@ import pytest
 from typing_extensions import override
 
 from tools.cards import IDLE, PICTURES, STILL
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.launch.base import Launcher
-from unfuse.launch.placement import Placed, Wanted
+from unfuse.planning.placement import Placed, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service.crews import QUIET, Crews
 from unfuse.service.plan import Model, Plan
-from unfuse.supervision.clock import SystemClock
 
 CARDS = {card.name: card for card in (PICTURES, IDLE, STILL)}
 

@@ -13,8 +13,8 @@ from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
-from unfuse.launch.placement import Wanted
-from unfuse.server.key_lines import Key
+from unfuse.edge.key_lines import Key
+from unfuse.planning.placement import Wanted
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
 from unfuse.service.local import own_pools

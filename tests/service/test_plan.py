@@ -19,8 +19,8 @@ from tools.tiny_vision import make_vision_model
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
-from unfuse.launch.placement import CONTEXT, CPU, Device, Part, Placed, Wanted, parse_place
 from unfuse.models import resolve_source
+from unfuse.planning.placement import CONTEXT, CPU, Device, Part, Placed, Wanted, parse_place
 from unfuse.service.options import options
 from unfuse.service.plan import Model, Plan, explicit_dtypes, look_into, needs, plan_for
 from unfuse.service.service import plan
@@ -194,7 +194,7 @@ def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
 @pytest.mark.slow
 def test_no_model_is_loaded_to_plan_for_it() -> None:
     code = (
-        "import sys; from unfuse.service.plan import plan_for; from unfuse.launch.placement import Wanted, Device;"
+        "import sys; from unfuse.service.plan import plan_for; from unfuse.planning.placement import Wanted, Device;"
         "print(plan_for(['unfuse/shapes'], '', Wanted(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
         "{'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     )
@@ -204,7 +204,7 @@ def test_no_model_is_loaded_to_plan_for_it() -> None:
 
 HUB_SCRIPT = """
 from unfuse.service.plan import plan_for
-from unfuse.launch.placement import Device, Wanted
+from unfuse.planning.placement import Device, Wanted
 found = plan_for(["owner/model"], "v1", Wanted(), (Device("cpu", 1 << 40),))
 print(found.models[0].card.source, *(row["memory"] for row in found.rows()))
 """

@@ -10,14 +10,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.service.paper import ONE, Machine, shifted
+from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.request import ErrorInfo
-from unfuse.launch.placement import PROCESS
+from unfuse.edge.refusal import Refusal
+from unfuse.planning.placement import PROCESS
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import MODEL_FAILED
-from unfuse.server.errors import Refusal
 from unfuse.service import crews as module
-from unfuse.supervision.clock import SystemClock
 
 TWO = 2 * ONE + PROCESS // (1 << 20)
 """Room for two models beside each other, in MiB."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
 from unfuse.core.card import START_PICTURE, ModelCard
-from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted
+from unfuse.planning.placement import CPU, Device, Part, Placed, Wanted
 from unfuse.service.plan import Model, Plan
 from unfuse.service.start_screen import StartScreen
 

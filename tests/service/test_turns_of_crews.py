@@ -13,7 +13,7 @@ import pytest
 
 from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
-from unfuse.launch.placement import PROCESS
+from unfuse.planning.placement import PROCESS
 from unfuse.service import crews as module
 from unfuse.service.plan import Plan
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.cli.conftest import Run
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
-from unfuse.launch.placement import Device
+from unfuse.planning.placement import Device
 from unfuse.service.machine_workers import plan_here
 from unfuse.service.settings import load
 from unfuse.service.specs import environment_of

@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import save_file
 
-from unfuse.stages.adapters import Adapters, Loras
+from unfuse.weights.adapters import Adapters, Loras
 
 RANK = 2
 

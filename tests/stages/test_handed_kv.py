@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from unfuse.language.paged_kv import KvSequence, PagedKv
 from unfuse.stages.handed_kv import CHUNK, CHUNKS, REST, KvLayout, KvReader, KvWriter
-from unfuse.stages.paged_kv import KvSequence, PagedKv
 
 LAYERS, HEADS, WIDTH = 3, 2, 4
 

@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from unfuse.core.errors import ConfigError
+from unfuse.language.paged_kv import KvSequence, PagedKv
 from unfuse.stages import language_model
 from unfuse.stages.language_model import LanguageModel
-from unfuse.stages.paged_kv import KvSequence, PagedKv
 from unfuse.stages.refusal import refusal
 
 LAYERS, HEADS, KEPT, WIDTH, WORDS, BLOCK = 3, 6, 2, 16, 300, 4

@@ -178,7 +178,7 @@ class Endless(MemoryBackend):
     *(pytest.param(broken, marks=pytest.mark.nightly) for broken in (Copying, Early, Eager, Endless)),
 ])  # fmt: skip
 def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
-    from unfuse.supervision.clock import SystemClock
+    from unfuse.core.clock import SystemClock
 
     with pytest.raises(AssertionError):
         check_store(lambda: TensorStore(broken(CAPACITY), "w1", "n1", SystemClock()))

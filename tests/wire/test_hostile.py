@@ -19,6 +19,7 @@ from tests.scheduler.test_scheduler import done, info
 from tests.wire.zmtp import Peer, message
 from tools.addresses import unix_address
 from tools.asking import asking
+from unfuse.core.clock import SystemClock
 from unfuse.core.codec import MAX_BYTES, VERSION, decode, encode
 from unfuse.core.messages import (
     Accepted,
@@ -45,7 +46,6 @@ from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.supervision.clock import SystemClock
 from unfuse.wire.address import INSECURE, endpoint
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys, make, read

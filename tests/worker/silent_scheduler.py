@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Places
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
 
 

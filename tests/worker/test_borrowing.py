@@ -16,8 +16,8 @@ from unfuse.core.errors import NotFound, PermanentError, TransientError, UnfuseE
 from unfuse.core.messages import Borrow, Lent, Refused, Stranger
 from unfuse.core.task import Claim, Lease
 from unfuse.service.lending import Lending
-from unfuse.stages.adapters import CHUNK, Loras
 from unfuse.testing.queue_samples import task_of
+from unfuse.weights.adapters import CHUNK, Loras
 from unfuse.worker import borrowing
 from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.task_end import unfetched

@@ -16,8 +16,8 @@ from tests.worker.test_step_loop import Bench, Count
 from unfuse.core.messages import Failed, Stopped
 from unfuse.core.request import Timings
 from unfuse.core.task import Lease
+from unfuse.language.paged_kv import PagedKv
 from unfuse.stages.base import StageInput
-from unfuse.stages.paged_kv import PagedKv
 from unfuse.stages.sequences import Sequences
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Leak, LeaksFound

@@ -10,8 +10,8 @@ import pytest
 
 from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Accepted, Append, Pulse, Recall, Recorded, Refused, ToScheduler, ToWorker
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
-from unfuse.supervision.supervisor import Supervisor
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run

@@ -15,6 +15,7 @@ import pytest
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
+from unfuse.core.clock import SystemClock
 from unfuse.core.derived import Derived
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
@@ -41,7 +42,6 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.said import pieces
-from unfuse.supervision.clock import SystemClock
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
 from unfuse.worker import progress

@@ -13,7 +13,7 @@ from unfuse.cli import show
 from unfuse.service.groups import Settings
 
 if TYPE_CHECKING:
-    from unfuse.service.machine import Machine
+    from unfuse.planning.machine import Machine
 
 
 def show_checks(settings: Settings, json: bool) -> NoReturn:

@@ -15,7 +15,7 @@ from unfuse.cli.checks import print_installation, print_machine, show_checks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
-from unfuse.launch.placement import NO_DEVICE
+from unfuse.planning.placement import NO_DEVICE
 from unfuse.service.settings import load
 from unfuse.service.size import Size
 
@@ -40,13 +40,13 @@ def doctor(
     work for that. --device-memory may name devices that this machine does not have: then all is planned for a machine
     that has exactly these.
     """
-    from unfuse.models.fingerprints import FINGERPRINTS
+    from unfuse.planning.machine import devices_to_size, look
     from unfuse.service import leftovers
     from unfuse.service.addresses import running
-    from unfuse.service.machine import devices_to_size, look
     from unfuse.service.plan import plan_for, wanted
     from unfuse.service.resources import device_memory, means
     from unfuse.service.transfers import transfers
+    from unfuse.weights.fingerprints import FINGERPRINTS
 
     terminal.open_log()
     loaded = load({**flags, **terminal.flags}, config)

@@ -62,7 +62,7 @@ def add(
 
     Example: unfuse keys add anna --rate 60/min --concurrent 4
     """
-    from unfuse.server import key_file
+    from unfuse.edge import key_file
 
     fields = {"admin": "yes" * admin, "read": "yes" * read, "models": models, "rate": rate}
     fields["concurrent"] = str(concurrent or "")
@@ -80,7 +80,7 @@ def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json 
 
     Example: unfuse keys ls --file keys.txt
     """
-    from unfuse.server.key_file import SHOWN_DIGITS, rows_of
+    from unfuse.edge.key_file import SHOWN_DIGITS, rows_of
 
     place = _place(terminal, file, config)
     rows = [
@@ -115,7 +115,7 @@ def rm(
 
     Example: unfuse keys rm anna
     """
-    from unfuse.server.key_file import SHOWN_DIGITS, remove
+    from unfuse.edge.key_file import SHOWN_DIGITS, remove
 
     place = _place(terminal, file, config)
     for entry in remove(place, which):
@@ -129,7 +129,7 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
 
     Example: unfuse keys hash keys.txt
     """
-    from unfuse.server.key_file import hash_keys
+    from unfuse.edge.key_file import hash_keys
 
     count, short = hash_keys(file)
     done = f"{count} plain keys are hashes now" if count != 1 else "its plain key is a hash now"

@@ -132,8 +132,8 @@ def here() -> Iterator[dict[str, Any]]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from unfuse.models import served_classes
-    from unfuse.models.folder import INDEX, ModelFolder
-    from unfuse.models.source import INSTALLED, PACKAGED, resolve_source
+    from unfuse.weights.folder import INDEX, ModelFolder
+    from unfuse.weights.source import INSTALLED, PACKAGED, resolve_source
 
     for name in PACKAGED:
         yield {"id": name, "object": "model", "state": "built in"}

@@ -16,7 +16,7 @@ from unfuse.service.settings import load
 from unfuse.service.size import Size
 
 if TYPE_CHECKING:
-    from unfuse.models.hub import Brought
+    from unfuse.weights.hub import Brought
 
 
 @takes("serve.revision", "worker.role", "worker.component")

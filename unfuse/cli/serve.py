@@ -16,10 +16,10 @@ from unfuse.cli.options import COMPUTE, PLACING, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.launch.forks import Forks, InheritedForks
-from unfuse.launch.placement import CPU
+from unfuse.planning.machine import devices
+from unfuse.planning.placement import CPU
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
-from unfuse.service.machine import devices
 from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import load
 
@@ -78,7 +78,7 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
         with closing(InheritedForks(inherited)) as forks:
             yield forks
         return
-    from unfuse.models.source import is_local
+    from unfuse.weights.source import is_local
 
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
     local = all(map(is_local, serve.models))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 
 class Clock(Protocol):
-    """Two readings of time that must not be mixed, and alarms. `unfuse.supervision.clock` has this machine's."""
+    """Two readings of time that must not be mixed, and alarms. `SystemClock` is this machine's."""
 
     def now(self) -> float:
         """Seconds that never run backwards; only differences between readings mean anything."""
@@ -20,3 +23,21 @@ class Clock(Protocol):
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` soon after `now` has reached `when`, never at once. Returns what cancels the alarm."""
         ...
+
+
+class SystemClock(Clock):
+    """Monotonic and Unix seconds, in any thread; alarms are the running event loop's."""
+
+    @override
+    def now(self) -> float:
+        return time.monotonic()
+
+    @override
+    def wall(self) -> float:
+        return time.time()
+
+    @override
+    def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
+        import asyncio  # who only reads the time, such as a process that serves objects, has no event loop
+
+        return asyncio.get_running_loop().call_later(max(0.0, when - self.now()), callback).cancel

@@ -1,12 +1,60 @@
-"""Splits the text of an answer into reasoning, content and tool calls, by the model's formats."""
+"""How an answer is parsed: the formats of reasoning and tool calls in a model's text."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from unfuse.core.call_formats import CallFormat
-from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
-from unfuse.core.tool_calls import CallReader, Part
+Syntax = Literal["json", "tags", "named", "listed", "python"]
+"""What follows a start mark: a JSON object; tags; a name and then arguments; a list of objects or a name; Python."""
+
+SEPARATOR = "<｜tool▁sep｜>"
+"""The mark between the function's name and its arguments in `named` calls."""
+
+
+class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tool-call format. The first group of fields is for parsing, the second for grammars that enforce a call.
+
+    A call begins after one of the marks `starts`. A line that begins with one of the characters in `bare` may also be
+    a call. `ends` are marks that may follow a call and are not part of the content. `inner` are marks within a call.
+
+    A grammar writes `open`, then calls separated by `between`, then `close`. A call is `head` with NAME replaced, the
+    arguments as JSON, then `tail`. If `written` is set, grammars use that format instead.
+    """
+
+    name: str
+    syntax: Syntax
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    bare: str = ""
+    inner: tuple[str, ...] = ()
+
+    open: str = ""
+    head: str = '{"name": "NAME", "arguments": '
+    tail: str = "}"
+    between: str = ""
+    close: str = ""
+    written: CallFormat | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks. They may be special tokens of the model, and are never content."""
+        return (*self.starts, *self.ends, *self.inner)
+
+    @property
+    def as_written(self) -> CallFormat:
+        """The format that grammars write."""
+        return self.written or self
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The marks around reasoning. `name` is that of vLLM's parser. `always`: reasoning may start without `begin`."""
+
+    name: str
+    begin: str = "<think>"
+    end: str = "</think>"
+    always: bool = False
 
 
 class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,37 +80,3 @@ class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
         calls = self.calls.marks if self.calls else ()
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return (*calls, *reasoning)
-
-
-class AnswerReader:
-    """Parses an answer incrementally. The parts do not depend on where the text is split."""
-
-    def __init__(self, reading: Reading) -> None:
-        self.reasoning = ReasoningReader(reading.reasoning, reading.opened) if reading.reasoning else None
-        self._calls: CallReader | None = None
-        if reading.calls:
-            about = {"several": reading.several, "forced": reading.forced}
-            self._calls = CallReader(reading.calls, reading.functions, **about)
-
-    @property
-    def over(self) -> bool:
-        """Whether the answer is complete, so that further text is ignored."""
-        return self._calls is not None and self._calls.over
-
-    def feed(self, text: str) -> list[Part]:
-        """Add text. Returns the parts that are certain now."""
-        return self._read(self.reasoning.feed(text) if self.reasoning else [Part("content", text, text)])
-
-    def finish(self, *, cut: bool = False) -> list[Part]:
-        """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
-        parts = self._read(self.reasoning.finish(cut=cut)) if self.reasoning else []
-        return parts + (self._calls.finish(cut=cut) if self._calls else [])
-
-    def _read(self, parts: list[Part]) -> list[Part]:
-        """Replace content by the parts that the call parser makes of it."""
-        if self._calls is None:
-            return parts
-        found = list[Part]()
-        for part in parts:
-            found += self._calls.feed(part.raw) if part.kind == "content" else [part]
-        return found

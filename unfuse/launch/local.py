@@ -14,14 +14,13 @@ from typing import Any
 import structlog
 from typing_extensions import override
 
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError
+from unfuse.core.supervisor import Supervisor
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
 from unfuse.launch.forks import Forks, ForkServerProcess, InheritedForks
 from unfuse.launch.output import Output, pass_on
-from unfuse.launch.placement import only_cpu
-from unfuse.supervision.clock import SystemClock
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.planning.placement import only_cpu
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
 """Seconds before a worker that died is restarted; this doubles, up to the maximum, while it dies at once each time."""

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, UnfuseError
+from unfuse.core.supervisor import Supervisor
 from unfuse.launch.base import Hear, Launcher, OpenLauncher, WorkerSpec
 from unfuse.launch.local import SETTLED_S, pause_after
 from unfuse.launch.output import LAST_S, Output, pass_on
-from unfuse.launch.placement import CPU, only_cpu
 from unfuse.launch.ray_nodes import NodePlace, Nodes
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.planning.placement import CPU, only_cpu
 
 LOOK_S, LOST_S, ROOM_S = 1.0, 10.0, 30.0
 """Seconds between two looks at which nodes are drained; without an answer, or a place, after which that is said."""

@@ -11,11 +11,11 @@ from unfuse.core.plan import Choice
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
 from unfuse.models.declared import declared
-from unfuse.models.gguf_model import files_of
-from unfuse.models.hub import Tell
-from unfuse.models.names import pipeline_class
-from unfuse.models.source import resolve_source
 from unfuse.models.whole import FAMILY as WHOLE
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.hub import Tell
+from unfuse.weights.names import pipeline_class
+from unfuse.weights.source import resolve_source
 
 __all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_classes"]
 

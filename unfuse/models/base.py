@@ -23,28 +23,28 @@ from unfuse.core.media import Limits
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
-from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import cut_of, encoder_spreads
-from unfuse.models.folder import INDEX, ModelFolder
-from unfuse.models.gguf_model import GgufModel
 from unfuse.models.noise_schedulers import READ_ERRORS, draws_noise, is_split, unreadable_field
-from unfuse.models.quantised import check, is_whole_number, packed_bytes
-from unfuse.models.shared import Mapped, held, load_together, moved
-from unfuse.models.single import load_single
-from unfuse.models.source import source_of
-from unfuse.models.unplaced import unplaced
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, VAE_DECODE
+from unfuse.weights.dtypes import choose_dtypes
+from unfuse.weights.folder import INDEX, ModelFolder
+from unfuse.weights.gguf_model import GgufModel
+from unfuse.weights.quantised import check, is_whole_number, packed_bytes
+from unfuse.weights.shared import Mapped, held, load_together, moved
+from unfuse.weights.single import load_single
+from unfuse.weights.source import source_of
+from unfuse.weights.unplaced import unplaced
 
 if TYPE_CHECKING:
     import torch
 
     from unfuse.parallel.group import Group, Mesh
-    from unfuse.stages.adapters import Adapters
     from unfuse.stages.denoise import Denoiser
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
+    from unfuse.weights.adapters import Adapters
 
 EXTRAS = ("scipy", "torchsde")  # packages that a few noise schedulers need; unfuse does not install them
 
@@ -250,7 +250,7 @@ class DiffusersFamily(Family):
 
     def _adapters(self, loader: Loader, denoiser: Denoiser) -> Adapters | None:
         """Those of the transformer that the denoiser has loaded; where it has two, of the first, as in diffusers."""
-        from unfuse.stages.adapters import Adapters, Loras
+        from unfuse.weights.adapters import Adapters, Loras
 
         runtime = loader.runtime
         if not runtime.loras or not self.takes_lora or loader.folder.quantisation(self.adapts):
@@ -397,7 +397,7 @@ class Loader:
             return moved(model, self.device)
         if self.device.type == "cpu":
             raise ConfigError(f"--offload {offload} needs a GPU: on a CPU weights are in host memory anyway")
-        from unfuse.models.offload import rest
+        from unfuse.weights.offload import rest
 
         return rest(model, self.device, offload)
 

@@ -16,8 +16,7 @@ from unfuse.core.media import Limits, nearest_size
 from unfuse.core.plan import Params
 from unfuse.core.vocabulary import Vocabulary
 from unfuse.stages.base import need
-
-SERVING = "serving.json"
+from unfuse.weights.folder import SERVING
 
 Read = TypeVar("Read", bound=msgspec.Struct)
 Quality = Literal["low", "medium", "standard", "high", "hd"]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from unfuse.models.folder import VISION, ModelFolder
 from unfuse.parallel.cut import Cut, Matrices
+from unfuse.weights.folder import VISION, ModelFolder
 
 T5 = Matrices(
     outputs=("*.SelfAttention.[qkv]", "*.relative_attention_bias", "*.DenseReluDense.wi*"),

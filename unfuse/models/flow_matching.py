@@ -11,10 +11,10 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
-from unfuse.models.folder import ModelFolder
 from unfuse.models.noise_schedulers import READ_ERRORS
 from unfuse.models.text import true_cfg_scale
 from unfuse.stages.base import need
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

@@ -21,12 +21,12 @@ from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import PATCH, Packing, need_channels
-from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedDenoiser, PackedFamily
 from unfuse.models.pictures import GridPictureVae
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,10 +23,10 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import PATCH, Packing
 from unfuse.models.flux import Flux, FluxDenoiser
-from unfuse.models.folder import ModelFolder
 from unfuse.models.text import with_encoders
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import IMAGE_ENCODE
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -23,12 +23,12 @@ from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, VideoShape, need_channels
-from unfuse.models.folder import ModelFolder
 from unfuse.models.frame_rates import frame_rate
 from unfuse.models.noise_schedulers import EULER
 from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from torch import Tensor

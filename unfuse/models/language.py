@@ -20,15 +20,15 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.core.vision import Vision
 from unfuse.core.words import TextLimits
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
-from unfuse.models.defaults import SERVING, TextServing
-from unfuse.models.dtypes import choose_dtypes
+from unfuse.models.defaults import TextServing
 from unfuse.models.encoders import ENCODERS
-from unfuse.models.folder import WHOLE, ModelFolder
-from unfuse.models.gguf import GGUF
-from unfuse.models.gguf_model import files_of
-from unfuse.models.source import source_of
 from unfuse.stages.refusal import refusal
 from unfuse.stages.specs import DECODE, PREFILL
+from unfuse.weights.dtypes import choose_dtypes
+from unfuse.weights.folder import SERVING, WHOLE, ModelFolder
+from unfuse.weights.gguf import GGUF
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.source import source_of
 
 if TYPE_CHECKING:
     from unfuse.parallel.group import Axis
@@ -105,8 +105,8 @@ class LanguageFamily(Family):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
-        from unfuse.models.grammars import Grammars
-        from unfuse.models.tokenizer import ChatTokenizer
+        from unfuse.language.grammars import Grammars
+        from unfuse.language.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
 
         shared, key = runtime.shared, (folder, runtime.dtypes[self.parts[0]])

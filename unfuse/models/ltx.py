@@ -26,12 +26,12 @@ from unfuse.core.media import Limits
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, VideoShape, need_channels
-from unfuse.models.folder import ModelFolder
 from unfuse.models.frame_rates import frame_rate
 from unfuse.models.text import T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import AWAY, guidance_scale
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

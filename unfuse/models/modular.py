@@ -27,7 +27,6 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader, Report, Runtime
 from unfuse.models.defaults import call_defaults
 from unfuse.models.flow_matching import PATCH, Packing
-from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedFamily
 from unfuse.models.redraw import OneVae
 from unfuse.models.text import FAST_TOKENIZERS, with_encoders
@@ -36,6 +35,7 @@ from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unfuse.models.folder import ModelFolder
+from unfuse.weights.folder import ModelFolder
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")

@@ -11,9 +11,9 @@ from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import PATCH, FlowDenoiser, Packing
-from unfuse.models.folder import ModelFolder
 from unfuse.models.redraw import Redrawing
 from unfuse.stages.base import need
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import FlowDenoiser
-from unfuse.models.folder import ModelFolder
 from unfuse.models.redraw import Redrawing
 from unfuse.models.text import TruthfulText
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

@@ -23,10 +23,10 @@ from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import PATCH, GridVae, Packing, need_channels
-from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedDenoiser, PackedFamily
 from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from torch import Tensor

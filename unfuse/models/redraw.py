@@ -21,9 +21,9 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.defaults import call_defaults
 from unfuse.models.flow_matching import Packing
-from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Stage, need
 from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, VAE_DECODE
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

@@ -21,12 +21,12 @@ from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import Packing, need_channels, shift
-from unfuse.models.folder import ModelFolder
 from unfuse.models.pictures import GridDenoiser, GridFamily, LatentGrid, ProjectedClip
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import AWAY, guidance_scale
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from torch import Tensor

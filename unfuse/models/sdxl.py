@@ -25,12 +25,12 @@ from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import Packing, need_channels
-from unfuse.models.folder import ModelFolder
 from unfuse.models.pictures import GridDenoiser, GridFamily, GridPictureVae, LatentGrid, ProjectedClip
 from unfuse.models.redraw import computing_in, forces_upcast
 from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
 from unfuse.stages.base import Stage, need
 from unfuse.stages.guidance import AWAY
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

@@ -22,9 +22,9 @@ from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.vision import Grid, PixelBounds, Vision
 from unfuse.models.base import Loader, Report, Runtime
 from unfuse.models.encoders import SEES as SEEING
-from unfuse.models.folder import CONFIGS, LANGUAGE, SEES, VISION, WHOLE, ModelFolder
 from unfuse.models.language import LanguageFamily, axis_of
 from unfuse.stages.specs import VISION_ENCODE
+from unfuse.weights.folder import CONFIGS, LANGUAGE, SEES, VISION, WHOLE, ModelFolder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

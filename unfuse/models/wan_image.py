@@ -30,11 +30,11 @@ from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import norm
-from unfuse.models.folder import ModelFolder
 from unfuse.models.text import with_encoders
 from unfuse.models.wan import LATENT_BYTES, Shape, Wan, WanVae
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import IMAGE_ENCODE
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

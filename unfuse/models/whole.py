@@ -24,13 +24,13 @@ from unfuse.core.plan import Params, Pipeline, StageSpec, Value
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.declared import VIDEO, Declared, declared, has_pipelines
 from unfuse.models.defaults import Defaults, Serving
-from unfuse.models.dtypes import choose_dtypes
-from unfuse.models.folder import ModelFolder
 from unfuse.models.frame_rates import frame_rate
 from unfuse.models.noise_schedulers import misfit
-from unfuse.models.source import source_of
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import WHOLE
+from unfuse.weights.dtypes import choose_dtypes
+from unfuse.weights.folder import ModelFolder
+from unfuse.weights.source import source_of
 
 LIBRARIES = ("diffusers", "transformers")
 
@@ -110,8 +110,8 @@ class WholeFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
-        from unfuse.stages.adapters import Loras, PipelineAdapters
         from unfuse.stages.whole import Whole
+        from unfuse.weights.adapters import Loras, PipelineAdapters
 
         model = ModelFolder(folder)
         found = _declared(model)

@@ -23,12 +23,12 @@ from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import FlowDenoiser, Packing, need_channels, shift
-from unfuse.models.folder import ModelFolder
 from unfuse.models.pictures import GridFamily, GridPictureVae, LatentGrid
 from unfuse.models.text import FAST_TOKENIZERS, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import TOWARDS, guidance_scale
+from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch

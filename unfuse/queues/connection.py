@@ -10,9 +10,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import MovedError, NoScriptError, ReadOnlyError, RedisError
 
+from unfuse.core.supervisor import Supervisor
 from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, Background, RemoteWaiters
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
-from unfuse.supervision.supervisor import Supervisor
 
 Call = tuple[str, bytes]  # a verb of the script, and its arguments
 

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 
 from typing_extensions import override
 
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.queues.local import LocalQueue, follow
-from unfuse.supervision.clock import SystemClock
 
 
 class MemoryQueue(LocalQueue):

@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError, UsageError
 from unfuse.core.event import Event
@@ -51,7 +51,6 @@ from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Wai
 from unfuse.queues.script import Unreadable
 from unfuse.queues.shards import ShardedQueue
 from unfuse.queues.stored import NANOSECONDS, check_numbers
-from unfuse.supervision.clock import SystemClock
 
 try:
     from redis.exceptions import RedisError

@@ -20,10 +20,10 @@ from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
+from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import SCHEMA, Damage, Declaration, Member
 from unfuse.queues.stored import remaining_of
-from unfuse.supervision.supervisor import RepeatedErrors
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(

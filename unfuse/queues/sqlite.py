@@ -15,7 +15,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
@@ -27,7 +27,6 @@ from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal, Writer
 from unfuse.queues.local import LocalQueue, follow
 from unfuse.queues.stored import Pieces, Row
-from unfuse.supervision.clock import SystemClock
 
 EVENTS_A_START = 2**24  # above a request's events between two starts: numbers go on at the next multiple after one
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan
@@ -27,7 +27,6 @@ from unfuse.core.request import Record, RequestContext, Waking
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.time_model import TimeModel
 from unfuse.scheduler.waking import last_waking
-from unfuse.supervision.clock import SystemClock
 
 UNMEASURED_S = 1e-7  # seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 of 1024 × 1024
 LEARNED = 1024  # the last so many requests that were learned from are known by their ids: none teaches twice

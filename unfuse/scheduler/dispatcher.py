@@ -18,11 +18,11 @@ from unfuse.core import messages
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
 from unfuse.core.request import RequestContext, Timings
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
 from unfuse.scheduler.backpressure import Backpressure, Dispatch
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.supervision.supervisor import Supervisor
 
 MAX_WAIT_S = 30.0  # how long one Ask may wait; a worker asks again after it
 MAX_STEPS = 512  # steps that one message may list, the newest; no history keeps more

@@ -11,11 +11,11 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, NotFound, ProtocolError
 from unfuse.core.growth import Grown
+from unfuse.core.observers import Observers
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim
 from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
-from unfuse.supervision.observers import Observers
 
 MOST = 4096  # requests whose growth is known here at one time; the one that is known longest is forgotten first
 

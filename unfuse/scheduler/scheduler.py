@@ -11,14 +11,16 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
 from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
+from unfuse.core.observers import Observers
 from unfuse.core.plan import ExecutionPlan, Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Limits, QueueBackend, Wanted
 from unfuse.queues.stored import EXACT
@@ -36,9 +38,6 @@ from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.swaps import Swaps
 from unfuse.scheduler.transitions import Transitions
 from unfuse.scheduler.upkeep import Upkeep
-from unfuse.supervision.clock import SystemClock
-from unfuse.supervision.observers import Observers
-from unfuse.supervision.supervisor import Supervisor
 
 UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
 ANY_NUMBER = Allowance()  # of requests that nobody asks for within an allowance

@@ -14,11 +14,11 @@ from unfuse.core.errors import Damaged, NotFound
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import RequestContext, StageState
+from unfuse.core.supervisor import Supervisor
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.transitions import Transitions
-from unfuse.supervision.supervisor import Supervisor
 
 
 class SingleFlight:

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from unfuse.core.clock import Clock
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.observers import Observers
 from unfuse.queues.base import PoolStats, QueueBackend
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
-from unfuse.supervision.observers import Observers
 
 LOADING_SHARE = 0.1
 """The most of a worker's time that goes to loading while it always has something to do: a set stays for so long."""

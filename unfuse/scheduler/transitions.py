@@ -14,6 +14,7 @@ import msgspec
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound
+from unfuse.core.observers import Observers
 from unfuse.core.pool import declared
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Task
@@ -22,7 +23,6 @@ from unfuse.queues.base import Filter, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
-from unfuse.supervision.observers import Observers
 
 SHARE, REMEMBERED = 0.95, 64  # the part of outputs that the room is meant for, of the last so many of a pool
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.request import Record, RequestContext
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter
 from unfuse.scheduler import lifecycle, waking
@@ -20,7 +21,6 @@ from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.transitions import PAGE, Transitions
-from unfuse.supervision.supervisor import Supervisor
 
 SWEEP_S = 0.5  # how late the end of a lease may be noticed
 

@@ -16,15 +16,15 @@ from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery, size_from
 from unfuse.core.derived import GRAMMAR, Derived, expected_tokens
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError
-from unfuse.core.grammar import digest
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, UPLOAD, Medium
 from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
 from unfuse.core.request import Allowance, Asked, Record, Who, request_ids
 from unfuse.core.words import PromptTokens
+from unfuse.edge.refusal import Refusal
+from unfuse.language.grammar import digest
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
-from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_pictures

@@ -10,15 +10,15 @@ from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
 
 from unfuse import __version__
+from unfuse.edge.access import Access, Guard
+from unfuse.edge.throttle import Throttle
 from unfuse.server import chat, dead, health, images, models, requests, videos, workers
-from unfuse.server.access import Access, Guard
 from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, Lasting, caller_of
 from unfuse.server.body import BodyBudget
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
 from unfuse.server.methods import Methods
-from unfuse.server.throttle import Throttle
 
 
 def create_app(gateway: Gateway, access: Access | None = None) -> FastAPI:

@@ -15,11 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse.core.errors import TransientError
 from unfuse.core.request import Allowance
-from unfuse.server.access import STRANGER
-from unfuse.server.errors import BrokenOff, Refusal, envelope
+from unfuse.edge.access import STRANGER
+from unfuse.edge.key_lines import DEFAULT_TENANT, Key
+from unfuse.edge.keys import Keys
+from unfuse.edge.refusal import BrokenOff, Refusal, envelope
 from unfuse.server.gateway import gateway_of
-from unfuse.server.key_lines import DEFAULT_TENANT, Key
-from unfuse.server.keys import Keys
 from unfuse.server.sse import event
 
 KEYED = HTTPBearer(auto_error=False, description="an API key of this server")

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO
-from unfuse.server.errors import Refusal
+from unfuse.edge.refusal import Refusal
 
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 

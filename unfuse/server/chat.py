@@ -17,31 +17,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from unfuse import __version__
-from unfuse.core.call_formats import CallFormat
 from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
 from unfuse.core.derived import PROMPT, Derived
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
-from unfuse.core.grammar import packed as pack_grammar
 from unfuse.core.media import TEXT
-from unfuse.core.reading import Reading
-from unfuse.core.reasoning import ReasoningFormat, ReasoningReader
+from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
 from unfuse.core.request import Record, RequestContext
-from unfuse.core.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
-from unfuse.core.tools import Tools, grammar_of, read_tools
 from unfuse.core.vision import Shown, places_of
 from unfuse.core.words import PromptTokens, read_bad_words
+from unfuse.edge.refusal import envelope
+from unfuse.language.answer_reader import ReasoningReader
+from unfuse.language.grammar import packed as pack_grammar
+from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_format
+from unfuse.language.tokenizer import ChatTokenizer
+from unfuse.language.tools import Tools, grammar_of, read_tools
 from unfuse.models import resolve_source
-from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import sse
 from unfuse.server.accept import Call, Prompt
 from unfuse.server.answers import CHATTED
 from unfuse.server.auth import Known
 from unfuse.server.body import MAX_SHOWN_BODY, read_json
 from unfuse.server.caller import answer_call
-from unfuse.server.errors import envelope, refusal_of
+from unfuse.server.errors import refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.logprobs import GrowingLogprobs, logprobs_of

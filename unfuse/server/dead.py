@@ -11,10 +11,10 @@ from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import Allowance
+from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Damage, Filter
 from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
 from unfuse.server.auth import Known
-from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Served
 from unfuse.server.requests import listed
 

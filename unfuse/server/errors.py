@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 import secrets
-from collections.abc import Mapping
 from http import HTTPStatus
 from math import ceil
 
@@ -19,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse.core import errors
-from unfuse.core.request import MODERATION_BLOCKED
+from unfuse.edge.refusal import BrokenOff, Refusal, envelope
 from unfuse.server.answers import TEXT, Answers, Schema, perhaps, thing
 from unfuse.server.methods import allowed_methods
 
@@ -33,28 +32,6 @@ _ENVELOPE: Schema = {
     "content": {"application/json": {"schema": thing({"error": _ERROR})}},
 }
 DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}  # the error replies of every route, for /openapi.json
-
-
-class Refusal(errors.UnfuseError):
-    """A call that the gateway itself refuses, with an HTTP status and a code for programs."""
-
-    def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
-
-
-class BrokenOff(Exception):
-    """A response cannot be sent to its end: the connection closes before that, so that the client notices."""
-
-
-def envelope(error: Refusal) -> dict[str, object]:
-    """The body of an error reply."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
-    kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
-    kind = "image_generation_user_error" if error.code == MODERATION_BLOCKED else kind
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def install(app: FastAPI) -> None:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from unfuse.core.errors import NotFound
-from unfuse.server.errors import Refusal
+from unfuse.edge.refusal import Refusal
 
 MAX_RANGES = 100
 """The most ranges in one call. A call with more gets the whole file."""

@@ -29,16 +29,18 @@ from unfuse.core.errors import (
 from unfuse.core.event import TERMINAL_EVENTS
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.usage import billed_seconds
+from unfuse.edge.key_lines import DEFAULT_TENANT
+from unfuse.edge.keys import Keys
+from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.errors import Refusal, refusal_of
+from unfuse.server.errors import refusal_of
 from unfuse.server.fetching import Fetching
 from unfuse.server.joining import Joining
-from unfuse.server.key_lines import DEFAULT_TENANT
-from unfuse.server.keys import Keys
 from unfuse.server.links import Links
 from unfuse.server.metrics import Metrics
 from unfuse.server.model_names import ModelNames
@@ -48,9 +50,8 @@ from unfuse.server.reuse import Reuse
 from unfuse.server.trials import Trials
 from unfuse.server.view import request_object
 from unfuse.server.webhooks import Webhooks
-from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.weights.adapters import Loras
 
 STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503, MODEL_FAILED: 503}
 """The HTTP status for a failed request by its error code; 500 for any other code."""

@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from unfuse import __version__
 from unfuse.core.errors import TransientError
+from unfuse.edge.refusal import Refusal, envelope
 from unfuse.server.answers import READY
 from unfuse.server.auth import Caller, Visitor, reader_of
-from unfuse.server.errors import Refusal, envelope
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.metrics_audience import Audience
 

@@ -20,13 +20,14 @@ from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.media import IMAGE, MASK
 from unfuse.core.medium import nth_seed
 from unfuse.core.request import Record, RequestContext, ResultFile
+from unfuse.edge.refusal import envelope
 from unfuse.server import sse
 from unfuse.server.accept import Call
 from unfuse.server.answers import DRAWN
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
 from unfuse.server.caller import answer_call
-from unfuse.server.errors import envelope, refusal_of
+from unfuse.server.errors import refusal_of
 from unfuse.server.fields import EDIT, GENERATE
 from unfuse.server.gateway import Gateway, Served, base_of
 from unfuse.server.view import result_path, size_of

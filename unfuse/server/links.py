@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import TransientError, UsageError
+from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import WorkerRegistry
-from unfuse.server.errors import Refusal
 
 LASTS_S = 3600
 """Lifetime in seconds of a link in a response."""

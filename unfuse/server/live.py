@@ -17,7 +17,7 @@ from anyio import to_thread
 from unfuse.core.errors import NotFound, ResultsUnavailable, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
-from unfuse.server.errors import BrokenOff
+from unfuse.edge.refusal import BrokenOff
 from unfuse.server.gateway import Gateway
 from unfuse.stages.fragments import streamed
 from unfuse.stores.results import part_name

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from unfuse.core.call_formats import CallFormat
 from unfuse.core.errors import UsageError
-from unfuse.core.reading import Reading
-from unfuse.core.reasoning import ReasoningFormat, opened
-from unfuse.core.tools import Tools
-from unfuse.models.answer_formats import BARE, CALL_FORMATS, REASONING_FORMATS
-from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
+from unfuse.language.answer_formats import BARE, CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_reader import opened
+from unfuse.language.tokenizer import ChatTokenizer
+from unfuse.language.tools import Tools
 
 AUTO, NONE = "auto", "none"
 

@@ -14,11 +14,11 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from unfuse.core.errors import NotFound
 from unfuse.core.event import Event
 from unfuse.core.request import MODERATION_BLOCKED, RequestStatus
+from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Filter
 from unfuse.server import sse
 from unfuse.server.answers import HAPPENED, REQUEST, one, several
 from unfuse.server.auth import Known
-from unfuse.server.errors import Refusal
 from unfuse.server.files import file_response
 from unfuse.server.gateway import Served
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
-from unfuse.core.reading import AnswerReader
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
-from unfuse.core.tool_calls import Part
+from unfuse.language.answer_reader import AnswerReader
+from unfuse.language.tool_calls import Part
 from unfuse.queues.base import RequestStore
 
 

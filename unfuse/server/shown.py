@@ -12,7 +12,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import choice, number, printable
 from unfuse.core.pixels import MAX_SIDE, size_of
 from unfuse.core.vision import Grid, Shown, Vision
-from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.server.mp4 import film_of
 from unfuse.server.uploads import as_image_url, decode_data_url, read_picture
 

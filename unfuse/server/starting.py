@@ -9,9 +9,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unfuse import __version__
-from unfuse.server.access import Access, Guard
-from unfuse.server.connections import ConnectionLimits, HttpServer
-from unfuse.server.errors import Edge, Refusal
+from unfuse.edge.access import Access, Guard
+from unfuse.edge.connections import ConnectionLimits, HttpServer
+from unfuse.edge.refusal import Refusal
+from unfuse.server.errors import Edge
 
 ANSWERS = {"/health": {"status": "ok"}, "/version": {"version": __version__}}
 """What is answered whether or not there is a queue, by path."""

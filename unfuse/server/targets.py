@@ -16,7 +16,7 @@ import httpcore2
 from typing_extensions import override
 
 from unfuse.core.errors import InvalidParameter, TransientError, UsageError
-from unfuse.server.access import ANY, address_of
+from unfuse.edge.access import ANY, address_of
 
 CALL_S = 10.0  # the longest a target has, from looking up its name to the head of its answer; the rest is not read
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from anyio import CapacityLimiter, to_thread
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.grammar import digest
-from unfuse.models.grammars import Grammars
+from unfuse.language.grammar import digest
+from unfuse.language.grammars import Grammars
 from unfuse.server.metrics import Metrics
 
 AT_ONCE = 2  # how many grammars are tried at one time; each may compute for some seconds

@@ -15,12 +15,12 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.media import LAST_FRAME, VIDEO
 from unfuse.core.request import Record
+from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body
-from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
 from unfuse.server.files import file_response
 from unfuse.server.gateway import Gateway, Served

@@ -21,14 +21,14 @@ from standardwebhooks import Webhook as Signer
 from unfuse import __version__
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError, UsageError
 from unfuse.core.request import Record, RequestContext, Webhook
+from unfuse.core.supervisor import Supervisor
+from unfuse.edge.path_like import is_path_like
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.links import WEBHOOK_LASTS_S, Links
-from unfuse.server.path_like import is_path_like
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.targets import Targets, host_of
 from unfuse.server.view import request_object
-from unfuse.supervision.supervisor import Supervisor
 
 REVIEW_S = 10.0  # seconds between two looks for what other gateways left untold
 MOST = 1024  # How many requests one gateway tells of, or waits for, at one time. Others are found by a later look.

@@ -9,7 +9,7 @@ from typing import Any
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.pool import declared
-from unfuse.launch.placement import CONTEXT, CPU, PROCESS
+from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.service.plan import Plan
 from unfuse.worker.exactness import Exactness, Verdict
 from unfuse.worker.options import EXACTNESS

@@ -26,8 +26,8 @@ from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
 from unfuse.models.undivided import Undivided
+from unfuse.planning.machine import gpus
 from unfuse.scheduler.costs import Costs
-from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan
 
 Digests = tuple[str, ...]  # the SHA-256 of each file of a request

@@ -15,19 +15,19 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.model_names import without_source
+from unfuse.core.own_thread import in_own_thread
 from unfuse.core.request import Record
+from unfuse.edge.refusal import Refusal
 from unfuse.launch.base import Launcher
-from unfuse.launch.placement import taken
-from unfuse.models.gguf_model import files_of
+from unfuse.planning.placement import taken
 from unfuse.queues.base import Declaration, Filter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.errors import Refusal
 from unfuse.server.joining import Joining, JoinProgress
 from unfuse.service.load_progress import StartProgress
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Model, Plan
-from unfuse.supervision.own_thread import in_own_thread
+from unfuse.weights.gguf_model import files_of
 
 LOOK_S = 1.0  # seconds between two looks at which models have left
 QUIET = 2  # how many looks in a row find no request of a model that left before its workers go: one may be on its way

@@ -8,10 +8,10 @@ from typing import Any
 from unfuse.core.checking import check
 from unfuse.core.errors import InvalidParameter, NotFound, Unsuitable
 from unfuse.core.media import IMAGE, UPLOADS, VIDEO
-from unfuse.models.gguf_model import files_of
-from unfuse.models.quantised import library
 from unfuse.service.plan import Plan
-from unfuse.stages.adapters import Loras, require_peft
+from unfuse.weights.adapters import Loras, require_peft
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.quantised import library
 
 
 def require_libraries(plan: Plan, loras: str) -> None:

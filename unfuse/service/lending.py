@@ -7,7 +7,7 @@ from anyio import to_thread
 from unfuse.core.errors import NotFound, PermanentError
 from unfuse.core.messages import Borrow, Lent, Refused, ToScheduler, ToWorker
 from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.stages.adapters import Loras
+from unfuse.weights.adapters import Loras
 
 
 class Lending:

@@ -41,7 +41,7 @@ class Loading:
             case {"event": "importing"}:
                 self._heard(worker, record, IMPORTING)
             case {"event": "fetching", "done": int(done), "total": int(total), "rate": float(rate)}:
-                from unfuse.models.hub import Brought
+                from unfuse.weights.hub import Brought
 
                 self._states[worker] = f"fetches {Brought('', done, total, rate)}"
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:

@@ -14,7 +14,7 @@ import structlog
 
 from unfuse.client import Client
 from unfuse.core.errors import UnfuseError
-from unfuse.server.keys import Keys
+from unfuse.edge.keys import Keys
 from unfuse.service.leftovers import passing_folder
 from unfuse.service.load_lines import LoadLines
 from unfuse.service.loading import Loading

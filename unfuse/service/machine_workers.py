@@ -10,19 +10,19 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Welcome, WorkerInfo
+from unfuse.core.time_budget import StopBudget
 from unfuse.launch.local import LocalLauncher
-from unfuse.models.fingerprints import FINGERPRINTS
+from unfuse.planning.machine import devices
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import Settings
 from unfuse.service.logs import Logs
-from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for, wanted
 from unfuse.service.resources import device_memory, means
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import WorkerSlots, environment_of, flags_of, forked, specs_of
 from unfuse.service.stopping import share_of
 from unfuse.stores.results import sees
-from unfuse.supervision.budget import StopBudget
+from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.worker.link import Link
 
 STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve

@@ -8,12 +8,11 @@ from socket import gethostname
 from unfuse.core.errors import UsageError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
+from unfuse.edge.access import Access
+from unfuse.edge.connections import ConnectionLimits
+from unfuse.edge.keys import Keys
 from unfuse.launch import opener
-from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.queues.base import Limits
-from unfuse.server.access import Access
-from unfuse.server.connections import ConnectionLimits
-from unfuse.server.keys import Keys
 from unfuse.server.links import parse_public_url
 from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
@@ -25,6 +24,7 @@ from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
 from unfuse.service.specs import WorkerSlots, environment_of, flags_of
 from unfuse.service.transfers import require_engines
+from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.worker.checkpoints import Policy
 
 

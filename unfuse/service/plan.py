@@ -16,7 +16,10 @@ from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.spread import SHARD, parse_parallel, refuse
-from unfuse.launch.placement import (
+from unfuse.models import card_of, find, resolve_source
+from unfuse.models.encoders import shared_of
+from unfuse.planning.layout import SWAP, Layouts, Means, layouts
+from unfuse.planning.placement import (
     Device,
     Part,
     Placed,
@@ -28,16 +31,13 @@ from unfuse.launch.placement import (
     place,
     taken,
 )
-from unfuse.models import card_of, find, resolve_source
-from unfuse.models.composed import with_components
-from unfuse.models.dtypes import choose_dtypes, parse_dtypes
-from unfuse.models.encoders import shared_of
-from unfuse.models.folder import STORED, ModelFolder
-from unfuse.models.gguf_model import files_of
 from unfuse.service.groups import SHARED_ARENA, Settings
-from unfuse.service.layout import SWAP, Layouts, Means, layouts
 from unfuse.service.size import Size
 from unfuse.stages.specs import PREFILL
+from unfuse.weights.composed import with_components
+from unfuse.weights.dtypes import choose_dtypes, parse_dtypes
+from unfuse.weights.folder import STORED, ModelFolder
+from unfuse.weights.gguf_model import files_of
 
 AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
 """Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from unfuse.core.errors import UsageError
 from unfuse.core.task import ARENA, SLOTS
-from unfuse.launch.placement import numbered
+from unfuse.planning.layout import Means
+from unfuse.planning.machine import CONTROL_GROUP, cpus
+from unfuse.planning.placement import numbered
 from unfuse.service.groups import Settings
-from unfuse.service.layout import Means
-from unfuse.service.machine import CONTROL_GROUP, cpus
 from unfuse.service.size import Size
 
 COSTS = "costs.json"

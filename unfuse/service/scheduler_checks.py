@@ -15,12 +15,12 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Refused, Welcome
 from unfuse.models import card_of
-from unfuse.models.source import is_local, resolve_source
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import Settings
 from unfuse.service.machine_workers import STRANGER
 from unfuse.service.plan import roles_apart
 from unfuse.stores.results import sees
+from unfuse.weights.source import is_local, resolve_source
 from unfuse.wire.address import Trust, unix_path
 from unfuse.wire.dealer import Dealer
 

@@ -18,21 +18,24 @@ import structlog
 from unfuse.core.errors import ConfigError, TransientError, UsageError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
+from unfuse.core.supervisor import Supervisor
+from unfuse.core.time_budget import StopBudget
+from unfuse.edge.access import Access
+from unfuse.edge.connections import ConnectionLimits
+from unfuse.edge.keys import Keys as ApiKeys
 from unfuse.launch.base import Launcher, OpenLauncher, WorkerSpec
 from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
-from unfuse.launch.placement import Wanted
-from unfuse.models.composed import parse_component_sources
+from unfuse.planning.layout import Means
+from unfuse.planning.machine import devices
+from unfuse.planning.placement import Wanted
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.server.access import Access
-from unfuse.server.connections import ConnectionLimits
 from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
-from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.server.starting import Front
@@ -41,10 +44,8 @@ from unfuse.service.addresses import from_elsewhere, running
 from unfuse.service.crews import Crews
 from unfuse.service.first_checks import require_libraries
 from unfuse.service.groups import Serve
-from unfuse.service.layout import Means
 from unfuse.service.lending import Lending
 from unfuse.service.logs import Logs
-from unfuse.service.machine import devices
 from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.queue_start import QueueStart, ServiceStopped
@@ -54,8 +55,7 @@ from unfuse.service.stage_kinds import check_stage_kinds
 from unfuse.service.stopping import share_of
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
-from unfuse.supervision.budget import StopBudget
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.weights.composed import parse_component_sources
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router

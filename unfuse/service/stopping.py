@@ -7,7 +7,7 @@ import os
 
 import structlog
 
-from unfuse.supervision.budget import StopBudget
+from unfuse.core.time_budget import StopBudget
 
 LEAST_S = 5.0  # seconds that a stop may take whatever its budget, since processes have to end, too
 AT_ONCE_S = 10.0  # seconds that a stop may take that was hurried by a second signal

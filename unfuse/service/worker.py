@@ -16,15 +16,15 @@ import msgspec
 from unfuse.core.spread import AUTO
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import HURRY, LocalLauncher
-from unfuse.launch.placement import CPU, Wanted, devices_of, only_cpu
-from unfuse.models.composed import parse_component_sources
-from unfuse.models.fingerprints import FINGERPRINTS
+from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
+from unfuse.planning.placement import CPU, Wanted, devices_of, only_cpu
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings, Transfer
-from unfuse.service.machine import CONTROL_GROUP, cpus, devices
 from unfuse.service.resources import resources
 from unfuse.service.stopping import AT_ONCE_S, end_after
 from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
+from unfuse.weights.composed import parse_component_sources
+from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder

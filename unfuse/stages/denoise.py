@@ -16,7 +16,6 @@ from unfuse.core.plan import Params
 from unfuse.parallel.group import Mesh
 from unfuse.parallel.guidance import in_turn, side_by_side
 from unfuse.stages import noise_state
-from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.finite import remedy
@@ -24,6 +23,7 @@ from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
 from unfuse.stages.one_by_one import one_by_one
 from unfuse.stages.preview import Preview
 from unfuse.stages.redraw import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
+from unfuse.weights.adapters import Adapters
 
 Inputs = Mapping[str, Tensor]
 

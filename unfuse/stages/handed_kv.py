@@ -16,8 +16,8 @@ import torch
 from typing_extensions import override
 
 from unfuse.core.text import CHUNK
+from unfuse.language.paged_kv import KvSequence
 from unfuse.stages.base import OpenOutput, Tensors
-from unfuse.stages.paged_kv import KvSequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,11 +22,11 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, MOST_SHARED, Answer, Piece, unpacked
 from unfuse.core.vision import Shown
+from unfuse.language.paged_kv import KvSequence, NoBlocks
+from unfuse.language.sampling import Sampled, Sampling, sample
 from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need, next_states
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
-from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.reasoned import BehindReasoning
-from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import GrammarEngine, GrammarMatcher, Growing, PromptStage, Sequences
 from unfuse.stages.words import Ending, Tokenizer, Words
 

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from unfuse.core.errors import ConfigError
-from unfuse.stages.paged_kv import KvSequence, PagedKv, Span, joined
+from unfuse.language.paged_kv import KvSequence, PagedKv, Span, joined
 from unfuse.stages.refusal import refusal
 from unfuse.stages.sight import Rows, Sight
 

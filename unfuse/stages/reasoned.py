@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unfuse.core.reading import Reading
-from unfuse.core.reasoning import ReasoningReader
-from unfuse.stages.detokenize import Detokenizer
+from unfuse.language.answer_reader import ReasoningReader
+from unfuse.language.detokenize import Detokenizer
 from unfuse.stages.sequences import GrammarMatcher
 from unfuse.stages.words import Tokenizer
 

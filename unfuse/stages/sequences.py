@@ -13,10 +13,10 @@ from unfuse.core.derived import PROMPT
 from unfuse.core.errors import PermanentError
 from unfuse.core.text import CHUNK, TextLoad, beginnings, unpacked
 from unfuse.core.vision import Shown, Vision, places_of
+from unfuse.language.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
-from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sight import Sight
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
-from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.finite import remedy
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
+from unfuse.weights.adapters import Adapters
 
 FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
 """Fields of pipeline outputs with the pictures that the safety checker replaced by black ones."""

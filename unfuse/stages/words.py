@@ -7,10 +7,11 @@ from typing import Protocol
 
 import msgspec
 
-from unfuse.core.reading import AnswerReader, Reading
+from unfuse.core.reading import Reading
 from unfuse.core.text import Piece, TokenBytes, token_name
-from unfuse.core.tool_calls import Part
-from unfuse.stages.detokenize import Detokenizer, Stops, TokenVocabulary
+from unfuse.language.answer_reader import AnswerReader
+from unfuse.language.detokenize import Detokenizer, Stops, TokenVocabulary
+from unfuse.language.tool_calls import Part
 
 
 class Tokenizer(TokenVocabulary, Protocol):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
-from unfuse.core.clock import Clock
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
 from unfuse.stores.base import (
@@ -32,7 +32,6 @@ from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
 from unfuse.stores.tensors import WIDE, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
-from unfuse.supervision.clock import SystemClock
 
 LOOK_AGAIN_S = 0.005  # seconds between two tries of a `put` that waits for room
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.core.supervisor import Supervisor
 
 PAUSE_S = 0.2  # seconds before a socket that could not be read is read again
 

@@ -15,8 +15,8 @@ from unfuse.core.errors import NotFound, PermanentError, TransientError
 from unfuse.core.messages import Borrow, Lent, Refused
 from unfuse.core.parameters import scales
 from unfuse.core.task import Lease
-from unfuse.stages.adapters import MAX_BYTES, Loras
 from unfuse.stages.specs import ADAPTED
+from unfuse.weights.adapters import MAX_BYTES, Loras
 from unfuse.worker.link import Link
 
 KEPT_BYTES = 32 << 30  # how much a machine keeps; what was used longest ago goes first

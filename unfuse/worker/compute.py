@@ -29,13 +29,13 @@ from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
-from unfuse.models.fingerprints import FINGERPRINTS
-from unfuse.models.gguf_model import files_of
-from unfuse.models.quantised import library
 from unfuse.stages.base import Stage
 from unfuse.stores.results import copies_here, open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
+from unfuse.weights.fingerprints import FINGERPRINTS
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.quantised import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.checkpoints import Policy
 from unfuse.worker.exactness import Exactness

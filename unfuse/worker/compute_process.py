@@ -18,7 +18,7 @@ import structlog
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.core.supervisor import Supervisor
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.processes import Child, begin
 from unfuse.worker.records import read_record, relog

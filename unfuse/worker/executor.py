@@ -26,8 +26,8 @@ from unfuse.core.messages import (
     Stopped,
     WorkerStatus,
 )
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
-from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
     Arrived,
     Cancel,

@@ -12,8 +12,8 @@ import structlog
 
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Append, Progress, Pulse, Recall, Recorded, Refused, Steps
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
-from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.link import Link
 
 GATHER_S = 0.01  # seconds that a step waits for steps of other tasks, to be sent in the same message

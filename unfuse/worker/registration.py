@@ -17,11 +17,11 @@ from unfuse.core.model_names import is_path, name_of
 from unfuse.core.plan import Choice, StageSpec, slots_of
 from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch
-from unfuse.models.composed import split_name, with_components
-from unfuse.models.hub import Brought
-from unfuse.models.source import is_local, resolve_source
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.weights.composed import split_name, with_components
+from unfuse.weights.hub import Brought
+from unfuse.weights.source import is_local, resolve_source
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.options import EXACTNESS, WorkerOptions
 from unfuse.worker.weight_files import States, states_of

@@ -15,8 +15,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared, manned
 from unfuse.core.task import Lease
-from unfuse.models.gguf_model import files_of
-from unfuse.models.source import resolve_source
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.source import resolve_source
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.executor import Executor
 from unfuse.worker.options import WorkerOptions

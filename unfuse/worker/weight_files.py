@@ -16,8 +16,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import Choice
 from unfuse.models import card_of
-from unfuse.models.fingerprints import COARSE_S, FileState
-from unfuse.models.gguf_model import files_of
+from unfuse.weights.fingerprints import COARSE_S, FileState
+from unfuse.weights.gguf_model import files_of
 
 log = structlog.get_logger(__name__)
 

@@ -42,9 +42,9 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import declared, manned
+from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
-from unfuse.supervision.budget import StopBudget
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.core.time_budget import StopBudget
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.compute_messages import LeaksFound, Ready

@@ -17,9 +17,9 @@ from unfuse.core.errors import TransientError, Unsuitable
 from unfuse.core.media import Limits, Room
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
-from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
+from unfuse.weights.folder import ModelFolder
 
 STEP_S = 0.02
 

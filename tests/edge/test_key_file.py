@@ -1,0 +1,248 @@
+"""`unfuse keys`: what it prints, what it writes, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from unfuse.cli.main import run
+from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.request import Allowance
+from unfuse.edge import key_file
+from unfuse.edge.key_lines import Key
+from unfuse.edge.keys import Keys
+
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Typed:
+    """Run `unfuse keys`; returns exit code, standard output, standard error."""
+    monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path / "data"))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            run(["keys", *arguments])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+def sha(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_a_key_is_made_printed_once_and_only_its_hash_is_kept(typed: Typed, tmp_path: Path) -> None:
+    file = tmp_path / "data" / "api-keys"
+    code, out, err = typed("add", "ada", "--rate", "60/min", "--concurrent", "2", "--models", "m")
+    ada = out.strip()
+    assert code == 0 and out == f"{ada}\n" and len(ada) >= 40
+    assert f"--api-keys {file}" in err and ada not in err
+    root = typed("add", "root", "--admin")[1].strip()
+    see = typed("add", "see", "--read")[1].strip()
+
+    assert file.read_text() == (
+        f"ada sha256:{sha(ada)} models=m rate=60/min concurrent=2\n"
+        f"root sha256:{sha(root)} admin=yes\nsee sha256:{sha(see)} read=yes\n"
+    )
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    keys = Keys(files=[str(file)])
+    assert keys.of(ada) == Key("ada", models=frozenset({"m"}), allowance=Allowance(2, 60, 60))
+    assert (keys.of(root), keys.of(see)) == (Key("root", admin=True), Key("see", only_reads=True))
+    assert keys.warning == ""
+
+
+def test_keys_are_listed_without_any_key(typed: Typed, tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("# studio\nbob plain-key-of-bob read=yes models=b,a\nbare-key\n")
+    root = typed("add", "root", "--admin", "--rate", "5/s", "--concurrent", "3", "--file", str(file))[1].strip()
+    code, out, err = typed("ls", "--file", str(file))
+    assert (code, err) == (0, "")
+    head, *lines = out.splitlines()
+    assert head.split() == ["NAME", "HASH", "ADMIN", "READ", "MODELS", "RATE", "CONCURRENT", "STORED", "AS"]
+    assert lines[0].split() == [
+        "bob",
+        sha("plain-key-of-bob")[:8],
+        *["no", "yes", "a,", "b", "-", "-", "plain", "text"],
+    ]
+    assert lines[1].split() == ["default", sha("bare-key")[:8], *["no", "no", "-", "-", "-", "plain", "text"]]
+    assert lines[2].split() == ["root", sha(root)[:8], *["yes", "no", "-", "5/s", "3", "hash"]]
+    rows = json.loads(typed("ls", "--file", str(file), "--json")[1])
+    assert [row["name"] for row in rows] == ["bob", "default", "root"]
+    for secret in ("plain-key-of-bob", "bare-key", root, sha(root)[:12]):
+        assert secret not in out + str(rows)
+
+
+def test_keys_are_removed_by_name_or_by_hash_and_the_rest_stays(typed: Typed, tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_bytes(b"# studio\r\n\nada  k1\nada k2\nbob\tk3\n# end")
+    assert typed("rm", sha("k2")[:8], "--file", str(file)) == (0, f"ada {sha('k2')[:8]}\n", f"removed from {file}\n")
+    assert file.read_bytes() == b"# studio\r\n\nada  k1\nbob\tk3\n# end"
+    typed("add", "bob", "--file", str(file))
+    code, out, _ = typed("rm", "bob", "--file", str(file))
+    assert code == 0 and out.startswith(f"bob {sha('k3')[:8]}\nbob ")
+    assert file.read_bytes() == b"# studio\r\n\nada  k1\n# end\n"
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("eve", "no key in .* has the name 'eve'.*`unfuse keys ls`"),
+        ("zz99", "no key in"),
+        ("", "no key in"),
+        ("sha256:", "no key in"),
+        ("012", "no key in"),
+        ("0123", "2 keys in .* have a hash that begins with 0123"),
+        ("0123456789ab", "2 keys in .* have a hash that begins"),
+        ("feed", "is a name and the beginning of a hash"),
+    ],
+)
+def test_a_key_that_is_not_clear_is_not_removed(typed: Typed, tmp_path: Path, which: str, said: str) -> None:
+    text = f"ada sha256:0123456789ab{'0' * 52}\nbob sha256:0123456789ab{'1' * 52}\nfeed k\ncy sha256:feed{'0' * 60}\n"
+    (file := tmp_path / "keys").write_text(text)
+    code, out, err = typed("rm", which, "--file", str(file))
+    assert (code, out, file.read_text()) == (2, "", text)
+    assert re.search(said, err)
+
+
+def test_the_last_key_is_not_removed_since_a_server_would_keep_it(typed: Typed, tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("ada k1\nada k2\n")
+    code, _, err = typed("rm", "ada", "--file", str(file))
+    assert code == 2 and "add another key first" in err
+    assert file.read_text() == "ada k1\nada k2\n"
+
+
+def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_bytes(
+        b"# keys of the studio\r\n\nanna   anna-anna-anna-anna  rate=60/min\r\n"
+        b"root sha256:" + b"A" * 64 + b" admin=yes\n\tbare-bare-bare-bare\nbert short"
+    )  # fmt: skip
+    file.chmod(0o640)
+    code, out, err = typed("hash", str(file))
+    assert (code, out) == (0, "")
+    assert "3 plain keys are hashes now" in err and "short keys can be guessed" in err and "bert" in err
+    assert "anna" not in err.partition("guessed")[2] and "anna-anna" not in err
+    anna, bare, bert = (sha(key).encode() for key in ("anna-anna-anna-anna", "bare-bare-bare-bare", "short"))
+    assert file.read_bytes() == (
+        b"# keys of the studio\r\n\nanna   sha256:" + anna + b"  rate=60/min\r\n"
+        b"root sha256:" + b"A" * 64 + b" admin=yes\n\tsha256:" + bare + b"\nbert sha256:" + bert
+    )  # fmt: skip
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    keys = Keys(files=[str(file)])
+    assert keys.of("anna-anna-anna-anna") == Key("anna", allowance=Allowance(0, 60, 60))
+    assert keys.of("bare-bare-bare-bare") == Key("default") and keys.warning == ""
+
+    before = written(file)
+    assert "has no plain key" in typed("hash", str(file))[2]
+    assert written(file) == before
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def written(file: Path) -> tuple[bytes, int, int, int]:
+    """What a write changes: reading a file changes when it was last read."""
+    state = file.stat()
+    return file.read_bytes(), state.st_ino, state.st_mtime_ns, state.st_ctime_ns
+
+
+def test_a_link_stays_a_link_to_the_changed_file(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (real := tmp_path / "real" / "keys").write_text("ada plain-key-of-ada\n")
+    (link := tmp_path / "link").symlink_to(real)
+    assert typed("hash", str(link))[0] == 0
+    assert link.is_symlink() and real.read_text() == f"ada sha256:{sha('plain-key-of-ada')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["hash", "{}"], "there is no key file {}"),
+        (["ls", "--file", "{}"], "there is no key file {}"),
+        (["rm", "ada", "--file", "{}"], "there is no key file {}"),
+        (["hash", "{}/deeper"], "there is no key file {}/deeper"),
+        (["add", "two words", "--file", "{}"], "NAME is 1 to 64 letters"),
+        (["add", "ada", "--rate", "often", "--file", "{}"], "unfuse: --rate often: rate is like 10/s"),
+        (["add", "ada", "--models", "a b", "--file", "{}"], "--models 'a b' has spaces: write several models as a,b"),
+        (["add", "ada", "--models", "a admin=yes", "--file", "{}"], "--models 'a admin=yes' has spaces"),
+        (["add", "ada", "--rate", "1/s\u2028root", "--file", "{}"], "has spaces"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_and_makes_no_file(
+    typed: Typed, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    missing = str(tmp_path / "missing")
+    code, out, err = typed(*(one.format(missing) for one in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said.format(missing) in err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_line_ends_as_the_others_do(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_bytes(b"ada k1\r\nbob k2")
+    key_file.add(file, "eve", {})
+    assert re.fullmatch(rb"ada k1\r\nbob k2\r\neve sha256:[0-9a-f]{64}\r\n", file.read_bytes())
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a=b", "x" * 65, "a\nb", "sha256:0"])
+def test_a_name_that_would_break_the_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="NAME is"):
+        key_file.add(tmp_path / "keys", name, {})
+
+
+def test_a_file_that_a_server_would_refuse_is_not_written(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("ada k1 rate=1/s")
+    with pytest.raises(UsageError, match=r"line 2: ada has other limits on another line .*keys, line 1"):
+        key_file.add(file, "ada", {})
+    assert file.read_text() == "ada k1 rate=1/s" and [*tmp_path.iterdir()] == [file]
+    key_file.add(file, "ada", {"rate": "1/s"})
+    assert file.read_text().startswith("ada k1 rate=1/s\nada sha256:")
+
+
+def test_a_file_that_would_be_too_large_for_a_server_is_not_written(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("ada k1\n" + "#" * ((8 << 20) - 20))
+    before = written(file)
+    with pytest.raises(UsageError, match="would be larger than 8 MiB"):
+        key_file.hash_keys(file)
+    assert written(file) == before
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "keys").write_text("ada k1\n")
+    monkeypatch.setattr(os, "fsync", _full)
+    with pytest.raises(ConfigError, match="keys cannot be written: No space left on device"):
+        key_file.hash_keys(file)
+    assert file.read_text() == "ada k1\n" and [*tmp_path.iterdir()] == [file]
+
+
+def _full(_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_another_user_could_not_read_afterwards_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "keys").write_text("ada k1\n")
+    owner = os.stat_result((*file.stat()[:4], 12345, 12345, *file.stat()[6:]))
+    monkeypatch.setattr(Path, "stat", lambda self, **_: owner if self == file else os.stat(self))
+    monkeypatch.setattr(os, "fchown", _not_allowed)
+    with pytest.raises(ConfigError, match="belongs to another user or group.*run this as that user, or as root"):
+        key_file.hash_keys(file)
+    assert file.read_text() == "ada k1\n"
+
+
+def _not_allowed(*_: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_of_keys_that_are_added_at_once_none_is_lost(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda number: key_file.add(file, f"tenant{number}", {}), range(32)))
+    keys = Keys(files=[str(file)])
+    assert {key and key.tenant for key in map(keys.of, made)} == {f"tenant{number}" for number in range(32)}

@@ -1,0 +1,314 @@
+"""Grammars in processes of their own: which tokens may follow, and what hostile ones do to anybody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tools.server import until
+from tools.tiny_language import make_language_model
+from unfuse.core.errors import TransientError
+from unfuse.core.schemas import schema_text
+from unfuse.language import grammars
+from unfuse.language.answer_formats import CALL_FORMATS as FORMATS
+from unfuse.language.grammar import Grammar, packed
+from unfuse.language.grammars import BrokenGrammar, Constraint, Grammars
+from unfuse.language.tokenizer import ChatTokenizer
+from unfuse.language.tool_calls import CallReader
+from unfuse.language.tools import grammar_of, read_tools
+
+pytestmark = pytest.mark.slow
+WORD = packed(Grammar("regex", "(red|green) circle"), "x")
+
+
+def schema(said: Any) -> bytes:
+    return packed(Grammar("json_schema", schema_text(said, True, "x")), "x")
+
+
+def lark(text: str) -> bytes:
+    return packed(Grammar("lark", text), "x")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> ChatTokenizer:
+    return ChatTokenizer.read(folder)
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path) -> Iterator[Grammars]:
+    opened = Grammars(str(folder), patience_s=None)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[Grammars]:
+    trial = Grammars()
+    yield trial
+    trial.close()
+
+
+def ids_of(mask: bytes | None) -> set[int]:
+    assert mask is not None
+    whole = int.from_bytes(mask, "little")
+    return {place for place in range(len(mask) * 8) if whole >> place & 1}
+
+
+def written(constraint: Constraint, text: str, tokenizer: ChatTokenizer) -> list[int]:
+    """The ids of a text, each of which is allowed where it stands, and behind which the text may end."""
+    made = list[int]()
+    for id in tokenizer.ids(text):
+        assert id in ids_of(constraint.allowed(made)), tokenizer.decode([*made, id])
+        made.append(id)
+    assert ids_of(constraint.allowed(made)) & tokenizer.stops
+    return made
+
+
+def test_what_matches_may_be_written_and_nothing_else(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    constraint = opened.open(WORD)
+    first = {tokenizer.decode([id]) for id in ids_of(constraint.allowed([]))}
+    assert first and all("red circle".startswith(text) or "green circle".startswith(text) for text in first)
+    made = written(constraint, "green circle", tokenizer)
+    assert ids_of(constraint.allowed(made)) == tokenizer.stops
+    constraint.close()
+
+
+def test_a_text_that_goes_on_is_followed_from_all_that_is_recorded(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    """Given the tokens of an earlier attempt, then what may follow is what would have followed there."""
+    one, other = opened.open(WORD), opened.open(WORD)
+    made = written(one, "red circle", tokenizer)
+    for length in (4, len(made)):
+        assert other.allowed(made[:length]) == opened.open(WORD).allowed(made[:length])
+    one.close()
+    assert ids_of(other.allowed(made)) == tokenizer.stops
+
+
+def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    function = {"name": "f", "strict": True, "parameters": {**city, "additionalProperties": False}}
+    said = {"tools": [{"type": "function", "function": function}]}
+    found = grammar_of(None, read_tools(said), FORMATS["hermes"])
+    assert found
+    held, call = packed(found, "x"), '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
+    for text in ("", "a <b> text", "<tool", call, f"Let me see.\n{call}\nand {call} so"):
+        constraint = opened.open(held)
+        written(constraint, text, tokenizer)
+        constraint.close()
+    begun, other = tokenizer.ids('see <tool_call>\n{"name": "f", "arguments": {"city": '), opened.open(held)
+    assert {tokenizer.decode([id]).strip()[:1] for id in ids_of(other.allowed(begun))} <= {"", '"'}
+    assert not ids_of(other.allowed(begun)) & tokenizer.stops
+    other.close()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_must_be_called_is_written_and_read_in_each_format(
+    format: str, opened: Grammars, tokenizer: ChatTokenizer
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    said = {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+    tools, how = read_tools(said | {"tool_choice": "required"}), FORMATS[format].as_written
+    found = grammar_of(None, tools, FORMATS[format])
+    assert found and tools
+    call = how.head.replace("NAME", "f") + '{"a": 1}' + how.tail
+    calls = [call, call] if how.between else [call]
+    text = how.open + how.between.join(calls) + how.close
+    constraint = opened.open(packed(found, "x"))
+    written(constraint, text, tokenizer)
+    constraint.close()
+    parts = CallReader(how, tools.types).feed(text)
+    assert [part.text for part in parts if part.kind in ("call", "arguments")] == ["f", '{"a": 1}'] * len(calls)
+
+
+EBNF = """
+# llama.cpp writes grammars so
+root   ::= answer "!" ws tail?
+answer ::= "yes" | "n\\"o" | [a-c]{2,3}
+ws     ::= [ \\n]*
+tail   ::= ("x" | tail-two)+
+tail-two ::= [^a-z"]
+"""
+
+
+@pytest.mark.parametrize("text", ["yes!", 'n"o! ', "abc!\nxx", "ab!xÄ"])
+def test_a_grammar_in_ebnf_is_followed(text: str, opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    constraint = opened.open(packed(Grammar("ebnf", EBNF), "x"))
+    written(constraint, text, tokenizer)
+    constraint.close()
+
+
+def test_asked_again_it_says_the_same(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    constraint, ids = opened.open(WORD), tokenizer.ids("red")
+    constraint.begin(ids)
+    assert constraint.allowed(ids) == constraint.allowed(ids) == opened.open(WORD).allowed(ids)
+
+
+def test_json_has_white_space_but_not_for_ever(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    said = schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    written(opened.open(said), '{"a":1}', tokenizer)
+    written(opened.open(said), json.dumps({"a": 1}, indent=4), tokenizer)
+    constraint, made = opened.open(said), tokenizer.ids("{" + 16 * " ")
+    assert all("\n" not in tokenizer.decode([id]) for id in ids_of(constraint.allowed(made)))
+
+
+def test_nobody_waits_for_what_takes_long(folder: Path) -> None:
+    """Given a program that has yet to start, then a text waits, steps go on, and later it is there."""
+    impatient = Grammars(str(folder))
+    constraint = impatient.open(WORD)
+    assert constraint.compiling and constraint.waits()
+    assert constraint.allowed([]) is None
+    until(lambda: not constraint.waits(0.01), "the grammar to be compiled")
+    assert not constraint.compiling
+    assert constraint.allowed([])
+    impatient.close()
+
+
+BOMBS = {
+    "stack": lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(12_000)) + 'r12000: "a"'),
+    "time": lark("start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))),
+    "references": schema(
+        {"$ref": "#/$defs/a0", "$defs": {
+            f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(2_000)
+        } | {"a2000": {}}}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_and_harms_nobody(bomb: str, trial: Grammars) -> None:
+    assert "takes too much" in trial.refusal(BOMBS[bomb])
+    assert trial.refusal(WORD) == ""
+
+
+@pytest.mark.parametrize("bomb", [pytest.param("time", marks=pytest.mark.nightly), "references"])
+def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
+    """Where it was not tried before."""
+    calm = opened.open(WORD)
+    calm.begin([])
+    hostile = opened.open(BOMBS[bomb])
+    with pytest.raises(BrokenGrammar, match="takes too much"):
+        hostile.allowed([])
+    hostile.close()
+    assert calm.allowed([]) == opened.open(WORD).allowed([])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (packed(Grammar("regex", "((("), "x"), "unclosed group"),
+        (packed(Grammar("regex", "(?=a)b"), "x"), "look-around"),
+        (lark("start: A\nA: /a/ & /b/"), "no text matches"),
+        (lark("begin: A"), ""),
+        (lark('start: "a" <|im_end|>'), ""),
+        (lark("start: " + "(" * 100_000), "nested"),
+        (packed(Grammar("ebnf", "root ::= ("), "x"), "no EBNF"),
+        (packed(Grammar("ebnf", 'start ::= "a"'), "x"), ""),
+        (schema({"not": {}}), '"not"'),
+        (schema({"enum": []}), "Unsatisfiable"),
+        (schema(False), "Unsatisfiable"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+        (schema({"type": "weird"}), "weird"),
+        (schema({"$ref": "https://example.com/x"}), "retriev"),
+        (schema({"$ref": "file:///etc/passwd"}), "retriev"),
+        (schema({"type": "string", "format": "weird"}), "weird"),
+        (schema({"type": float("nan")}), ""),
+        (packed(Grammar("json_schema", "[" * 100_000), "x"), ""),
+        (packed(Grammar("json_schema", "3"), "x"), ""),
+    ],
+)
+def test_what_cannot_be_held_to_is_refused_in_a_line(grammar: bytes, says: str, trial: Grammars) -> None:
+    why = trial.refusal(grammar)
+    assert why and "\n" not in why and len(why) < 400
+    assert says in why
+
+
+def test_a_bad_grammar_ends_its_text_alone(opened: Grammars) -> None:
+    bad, good = opened.open(lark("begin: A")), opened.open(WORD)
+    with pytest.raises(BrokenGrammar, match="cannot be used"):
+        bad.allowed([])
+    assert good.allowed([])
+    bad.close()
+    good.close()
+
+
+def test_a_text_that_does_not_match_is_told_so(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    constraint = opened.open(WORD)
+    with pytest.raises(BrokenGrammar, match="cannot go on"):
+        constraint.allowed(tokenizer.ids("blue"))
+    constraint.close()
+
+
+def program() -> psutil.Process:
+    """The program that was started last."""
+    return max(psutil.Process().children(), key=lambda one: one.create_time())
+
+
+def test_whoever_is_killed_the_text_goes_on(folder: Path, tokenizer: ChatTokenizer) -> None:
+    """Given a text half written, when the process of its grammar is killed, and the program, then it is followed on."""
+    opened = Grammars(str(folder), patience_s=None)
+    constraint = opened.open(WORD)
+    made = tokenizer.ids("green ci")
+    expected = constraint.allowed(made)
+    (process,) = program().children()
+    for victim in (process, program()):
+        victim.kill()
+        victim.wait()
+    assert constraint.allowed(made) == expected
+    assert opened.open(WORD).allowed(made) == expected
+    opened.close()
+
+
+def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "KEPT", 2)
+    opened = Grammars(str(folder), patience_s=None)
+    for number in range(5):
+        constraint = opened.open(packed(Grammar("regex", f"a{number}"), "x"))
+        assert constraint.allowed([])
+        constraint.close()
+    until(lambda: len(program().children()) == 2, "processes of grammars to end")
+    opened.close()
+
+
+def test_all_end_with_who_started_them(folder: Path) -> None:
+    opened = Grammars(str(folder), patience_s=None)
+    constraint = opened.open(WORD)
+    assert constraint.allowed([])
+    everyone = [program(), *program().children()]
+    del constraint, opened
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in everyone), "their end")
+
+
+def test_without_its_program_none_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(grammars, "PROGRAM", "unfuse.models.no_such_program")
+    trial = Grammars()
+    with pytest.raises(TransientError, match="log"):
+        trial.refusal(WORD)
+    trial.close()
+    assert "no_such_program" in capfd.readouterr().err
+
+
+def test_a_process_that_is_stopped_holds_up_no_step(folder: Path, tokenizer: ChatTokenizer) -> None:
+    opened = Grammars(str(folder))
+    constraint = opened.open(WORD)
+    until(lambda: not constraint.waits(0.01), "the grammar to be compiled")
+    (process,) = program().children()
+    os.kill(process.pid, signal.SIGSTOP)
+    made = tokenizer.ids("red")
+    assert constraint.allowed(made) is None and constraint.waits()
+    os.kill(process.pid, signal.SIGCONT)
+    until(lambda: not constraint.waits(0.01), "the answer")
+    assert constraint.allowed(made)
+    opened.close()

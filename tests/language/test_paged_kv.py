@@ -1,0 +1,227 @@
+"""Paged keys and values against a plain model: who has which place, and what was written there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from tests.examples import examples
+from unfuse.core.errors import TransientError
+from unfuse.language.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
+
+BLOCK, LAYERS, HEADS, WIDTH = 4, 2, 2, 3
+
+
+def room(blocks: int) -> PagedKv:
+    return PagedKv(LAYERS, HEADS, WIDTH, blocks * BLOCK, BLOCK)
+
+
+def grown(kv: PagedKv, *lengths: int) -> list[KvSequence]:
+    sequences = [kv.sequence() for _ in lengths]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        sequence.grow(length)
+    return sequences
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+class AgainstLists(RuleBasedStateMachine):
+    """The model keeps what was written of each sequence: one number a token, from which all its values follow."""
+
+    @initialize(blocks=st.integers(1, 24), rest=st.integers(0, BLOCK - 1))
+    def start(self, blocks: int, rest: int) -> None:
+        self.blocks = blocks
+        self.kv = PagedKv(LAYERS, HEADS, WIDTH, blocks * BLOCK + rest, BLOCK)
+        self.held: dict[KvSequence, list[int]] = {}
+        self.written = 0
+
+    def values(self, numbers: list[int], layer: int) -> Tensor:
+        scale = torch.arange(1, HEADS * WIDTH + 1).view(HEADS, 1, WIDTH)
+        return (torch.tensor(numbers).view(1, -1, 1) * scale + layer).float()
+
+    def free(self) -> int:
+        return self.blocks - sum(blocks_of(len(numbers)) for numbers in self.held.values())
+
+    def drawn(self, data: st.DataObject) -> KvSequence:
+        return data.draw(st.sampled_from([*self.held]))
+
+    @rule()
+    def begin(self) -> None:
+        self.held[self.kv.sequence()] = []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), more=st.integers(0, 8 * BLOCK))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        sequence = self.drawn(data)
+        numbers, spans = self.held[sequence], sequence.spans()
+        wanted = blocks_of(len(numbers) + more) - blocks_of(len(numbers))
+        if wanted > self.free():
+            with pytest.raises(NoBlocks):
+                sequence.grow(more)
+            assert sequence.spans() == spans
+            return
+        sequence.grow(more)
+        new = [*range(self.written, self.written + more)]
+        for layer in range(LAYERS):
+            keys = self.values(new, layer)
+            sequence.write(layer, keys, -keys, len(numbers))
+        self.written += more
+        numbers += new
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data(), over=st.integers(1, 6 * BLOCK))
+    def write_again(self, data: st.DataObject, over: int) -> None:
+        sequence = data.draw(st.sampled_from([one for one, numbers in self.held.items() if numbers]))
+        numbers = self.held[sequence]
+        start = data.draw(st.integers(0, len(numbers) - 1))
+        new = [*range(self.written, self.written + min(over, len(numbers) - start))]
+        for layer in range(LAYERS):
+            keys = self.values(new, layer)
+            sequence.write(layer, keys, -keys, start)
+        self.written += len(new)
+        numbers[start : start + len(new)] = new
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        sequence = self.drawn(data)
+        kept = data.draw(st.integers(0, len(self.held[sequence])))
+        sequence.truncate(kept)
+        del self.held[sequence][kept:]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), forget=st.booleans())
+    def give_back(self, data: st.DataObject, forget: bool) -> None:
+        sequence = self.drawn(data)
+        sequence.free()
+        self.held[sequence] = []
+        if forget:
+            del self.held[sequence]
+
+    @invariant()
+    def nobody_shares_a_block(self) -> None:
+        taken = [
+            block
+            for sequence in self.held
+            for block in {place // BLOCK for span in sequence.spans() for place in range(*span)}
+        ]
+        assert len(taken) == len({*taken}) and {*taken} <= {*range(self.blocks)}
+
+    @invariant()
+    def every_sequence_holds_what_was_written(self) -> None:
+        for sequence, numbers in self.held.items():
+            assert sequence.length == len(numbers)
+            for layer in range(LAYERS):
+                keys, values = sequence.read(layer)
+                assert torch.equal(keys, self.values(numbers, layer)) and torch.equal(values, -keys)
+
+    @invariant()
+    def the_numbers_add_up(self) -> None:
+        used = self.blocks - self.free()
+        usage = self.kv.usage()
+        assert usage == KvUsage(self.blocks, used)
+        assert usage.free == self.free()
+
+
+TestAgainstLists = AgainstLists.TestCase
+TestAgainstLists.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+
+
+def test_a_sequence_grows_in_place_while_the_next_block_is_free() -> None:
+    kv = room(8)
+    (sequence,) = grown(kv, 1)
+    keys = kv.keys[0].data_ptr()
+
+    for _ in range(5 * BLOCK):
+        sequence.grow(1)
+
+    assert sequence.spans() == [(0, 5 * BLOCK + 1)]
+    assert sequence.read(0)[0].data_ptr() == keys, "one run is read in place"
+
+
+def test_a_sequence_begins_where_it_and_its_neighbour_have_most_room_to_grow() -> None:
+    kv = room(16)
+
+    first, second, third = grown(kv, BLOCK, BLOCK, BLOCK)
+
+    assert first.spans() == [(0, BLOCK)]
+    assert second.spans() == [(8 * BLOCK, 9 * BLOCK)], "half of what is left is for the first"
+    first.free()
+    (fourth,) = grown(kv, BLOCK)
+    assert fourth.spans() == [(0, BLOCK)] != third.spans(), "nobody grows into a gap before which nobody lies"
+
+
+def test_what_fits_in_one_piece_lies_in_one_piece() -> None:
+    kv = room(16)
+    first, second = grown(kv, 6 * BLOCK, BLOCK)
+
+    (third,) = grown(kv, 5 * BLOCK)
+
+    assert [len(one.spans()) for one in (first, second, third)] == [1, 1, 1]
+
+
+def test_room_that_neighbours_give_back_is_one_piece() -> None:
+    kv = room(8)
+    before, first, second, third = grown(kv, *[2 * BLOCK] * 4)
+
+    for sequence in (first, third, second):
+        sequence.free()
+    (long,) = grown(kv, 6 * BLOCK)
+
+    assert (len(before.spans()), len(long.spans())) == (1, 1)
+
+
+def test_a_sequence_whose_next_block_is_taken_goes_on_elsewhere() -> None:
+    kv = room(4)
+    first, second = grown(kv, BLOCK, BLOCK)
+    first.grow(2 * BLOCK)
+
+    assert sum(stop - start for start, stop in first.spans()) == 3 * BLOCK and len(first.spans()) == 2
+    with pytest.raises(NoBlocks, match=r"4 more tokens .* \(0 of 4 blocks of 4 are free\)"):
+        second.grow(1)
+    assert second.length == BLOCK
+    assert issubclass(NoBlocks, TransientError)
+    first.truncate(2 * BLOCK + 1)
+    first.grow(BLOCK - 1)
+    with pytest.raises(NoBlocks):
+        second.grow(1)
+    first.truncate(2 * BLOCK)
+    second.grow(1)
+
+
+def test_ranges_are_read_and_written_across_runs() -> None:
+    kv = room(4)
+    first, _ = grown(kv, BLOCK, BLOCK)
+    first.grow(2 * BLOCK)
+    keys = torch.randn(HEADS, 3 * BLOCK, WIDTH)
+
+    first.write(1, keys[:, :5], -keys[:, :5])
+    first.write(1, keys[:, 5:], -keys[:, 5:], 5)
+
+    assert len(first.spans()) == 2
+    assert torch.equal(first.read(1)[0], keys) and torch.equal(first.read(1)[1], -keys)
+    assert torch.equal(first.read(1, 3, 11)[0], keys[:, 3:11])
+    assert first.read(1, 3, 3)[0].shape == (HEADS, 0, WIDTH)
+
+
+def test_what_is_not_there_is_refused() -> None:
+    kv = room(4)
+    (sequence,) = grown(kv, 5)
+    more = torch.zeros(HEADS, 4, WIDTH)
+
+    for wrong in (
+        lambda: sequence.write(0, more, more, 2),
+        lambda: sequence.read(0, 2, 6),
+        lambda: sequence.truncate(6),
+        lambda: sequence.truncate(-1),
+        lambda: sequence.grow(-1),
+        lambda: PagedKv(1, 1, 1, BLOCK - 1, BLOCK),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    assert sequence.length == 5

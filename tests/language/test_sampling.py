@@ -1,0 +1,303 @@
+"""Which token is drawn, beside transformers' processors, exact arithmetic and counted draws."""
+
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal, localcontext
+from hashlib import blake2b
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from msgspec.structs import replace
+
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
+from unfuse.core.derived import Derived
+from unfuse.core.errors import PermanentError
+from unfuse.core.media import TEXT
+from unfuse.core.plan import Pipeline
+from unfuse.core.words import PromptTokens
+from unfuse.language import sampling
+from unfuse.language.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
+from unfuse.stages.language import ending
+
+PROMPT, MADE = [3, 5, 5, 8], [8, 9, 9, 9]
+GREEDY = Sampling(temperature=0)
+
+
+def logits(vocabulary: int = 500, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return scale * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def draws(given: torch.Tensor, how: Sampling, count: int) -> Counter[int]:
+    return Counter(sample(given, how, position, [], []).token for position in range(count))
+
+
+def expected(given: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """Probabilities by transformers' own processors, in its own order."""
+    from transformers.generation import logits_process as of
+
+    bias = {(id,): bias for id, bias in how.logit_bias.items()}
+    steps = [of.SequenceBiasLogitsProcessor(bias)] if bias else []
+    steps += [of.RepetitionPenaltyLogitsProcessor(how.repetition_penalty), of.TemperatureLogitsWarper(how.temperature)]
+    steps += [of.TopKLogitsWarper(how.top_k)] if how.top_k else []
+    steps += [of.TopPLogitsWarper(how.top_p), of.MinPLogitsWarper(how.min_p)]
+    scores = of.LogitsProcessorList(steps)(torch.tensor([PROMPT + MADE]), given[None].double())
+    return scores[0].softmax(0)
+
+
+@pytest.mark.slow  # imports transformers
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "how",
+    [
+        Sampling(),
+        Sampling(temperature=0.3),
+        Sampling(top_k=7),
+        Sampling(top_k=10_000),
+        Sampling(top_p=0.9),
+        Sampling(top_p=0.02),
+        Sampling(min_p=0.1),
+        Sampling(repetition_penalty=1.3),
+        Sampling(repetition_penalty=0.5, temperature=2.0, top_k=30),
+        Sampling(logit_bias={7: 100.0, 400: -5.0}),
+        Sampling(logit_bias={8: 4.0, 9: -4.0}, repetition_penalty=1.7),
+        Sampling(temperature=0.7, top_k=40, top_p=0.8, min_p=0.05),
+        Sampling(temperature=1.8, top_k=100, top_p=0.95, min_p=0.01, repetition_penalty=1.2, logit_bias={5: 2.0}),
+    ],
+)
+def test_probabilities_are_those_of_transformers(how: Sampling, seed: int) -> None:
+    given = logits(seed=seed)
+    weight = weights(adjusted(given, how, PROMPT, MADE), how).double()
+    theirs = expected(given, how)
+    assert bool((weight[theirs == 0] == 0).all()) and bool((weight[theirs > 1e-11] > 0).all())
+    torch.testing.assert_close(weight / weight.sum(), theirs, rtol=1e-6, atol=1e-11)
+
+
+def test_nothing_is_repeated_where_nothing_was_said() -> None:
+    given = logits()
+    assert torch.equal(adjusted(given, Sampling(repetition_penalty=1.5), [], []), given.double())
+
+
+def test_penalties_count_what_the_text_has_and_not_the_prompt() -> None:
+    given = torch.zeros(10)
+    scores = adjusted(given, Sampling(frequency_penalty=0.5, presence_penalty=1.0), PROMPT, MADE)
+    assert scores.tolist() == [0] * 8 + [-1.5, -2.5]
+    assert given.tolist() == [0] * 10
+    assert adjusted(given, Sampling(frequency_penalty=0.5), PROMPT, []).tolist() == [0] * 10
+
+
+@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20), st.integers(), st.integers(0, 1 << 20))
+def test_a_draw_is_where_the_hash_of_seed_and_position_falls(values: list[float], seed: int, position: int) -> None:
+    token = sample(torch.tensor(values), Sampling(seed=seed), position, [], []).token
+    with localcontext(prec=60):
+        likely = [(Decimal(value) - Decimal(max(values))).exp() for value in values]
+        sums = list(accumulate(likely))
+        hashed = int.from_bytes(blake2b(f"{seed}:{position}".encode(), digest_size=8).digest())
+        wanted, little = Decimal(hashed) / 2**64 * sums[-1], Decimal("1e-7")
+        assert (sums[token] - likely[token]) - little <= wanted <= sums[token] + little
+
+
+@pytest.mark.parametrize("how", [Sampling(seed=1), Sampling(seed=2, temperature=1.5), Sampling(seed=3, top_p=0.9)])
+def test_tokens_come_as_often_as_they_are_likely(how: Sampling) -> None:
+    """Chi square of 5,000 draws beside the probabilities: the positions are fixed, so it is one number for ever."""
+    given, count = logits(12, seed=4, scale=1.0), 5_000
+    likely = weights(given.double(), how).double()
+    likely = likely / likely.sum()
+
+    found = draws(given, how, count)
+
+    assert found.keys() <= {id for id, share in enumerate(likely.tolist()) if share}
+    off = sum((found[id] - count * share) ** 2 / (count * share) for id, share in enumerate(likely.tolist()) if share)
+    assert off < 31  # of 11 degrees of freedom, one of a thousand is larger
+
+
+def test_what_follows_a_token_does_not_depend_on_it() -> None:
+    even = torch.zeros(4)
+    drawn = [sample(even, Sampling(seed=5), position, [], []).token for position in range(4_001)]
+    pairs = Counter(zip(drawn, drawn[1:], strict=False))
+    assert sum((pairs[a, b] - 250) ** 2 / 250 for a in range(4) for b in range(4)) < 38  # of 15 degrees, as above
+
+
+@pytest.mark.parametrize(("hashed", "token"), [(0, 1), (2**63, 3), (2**64 - 1, 3)])
+def test_what_is_left_out_is_not_drawn_by_any_hash(hashed: int, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "chance", lambda seed, position: hashed)
+    given = torch.tensor([-torch.inf, 0.0, -1e30, 0.0, -60.0])
+    assert weights(given.double(), Sampling()).tolist() == [0, ONE, 0, ONE, 0]
+    assert sample(given, Sampling(), 0, [], []).token == token
+
+
+def test_a_nucleus_ends_with_the_token_that_completes_its_share() -> None:
+    powers_of_two, how = torch.tensor([-1.0, 0.0, -1.0, -2.0]), Sampling(temperature=LOG2_E)
+    shares = {0.44: 1, 0.45: 3, 0.88: 3, 0.89: 4}  # of 4, 2, 2 and 1 ninths
+    for share, left in shares.items():
+        assert int((weights(powers_of_two.double(), replace(how, top_p=share)) > 0).sum()) == left
+    assert weights(powers_of_two[:3].double(), replace(how, top_p=0.5)).tolist() == [0, ONE, 0]
+
+
+def test_seeds_draw_apart_and_equal_ones_alike() -> None:
+    even = torch.zeros(50_000)
+
+    def drawn(seed: int) -> Sequence[int]:
+        return [sample(even, Sampling(seed=seed), position, [], []).token for position in range(4)]
+
+    assert drawn(1) == drawn(1)
+    assert len({*drawn(1), *drawn(2), *drawn(-1), *drawn(2**70)}) == 16
+
+
+def bits(ids: Sequence[int], size: int) -> bytes:
+    """A bit for each token, least first, set for these."""
+    return sum(1 << id for id in {*ids}).to_bytes(-(-size // 8), "little")
+
+
+@pytest.mark.slow  # imports transformers
+@pytest.mark.parametrize("how", [Sampling(top_k=7), Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.3)])
+def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: Sampling) -> None:
+    """Its place is behind the penalties and before the temperature, so that the likeliest ones are those allowed."""
+    from transformers.generation import logits_process as of
+
+    given, ids = logits(), [*range(0, 500, 9), *MADE]
+    steps = [
+        of.RepetitionPenaltyLogitsProcessor(how.repetition_penalty),
+        of.PrefixConstrainedLogitsProcessor(lambda row, said: ids, 1),
+        of.TemperatureLogitsWarper(how.temperature),
+        *([of.TopKLogitsWarper(how.top_k)] if how.top_k else []),
+        of.TopPLogitsWarper(how.top_p),
+    ]
+    theirs = of.LogitsProcessorList(steps)(torch.tensor([PROMPT + MADE]), given[None].double())[0].softmax(0)
+    drawn = [sample(given, replace(how, seed=9), place, PROMPT, MADE, bits(ids, 500)).token for place in range(2000)]
+    assert {*drawn} <= {*theirs.nonzero().flatten().tolist()}
+    likely = theirs.topk(3)
+    for id, share in zip(likely.indices.tolist(), likely.values.tolist(), strict=True):
+        assert abs(drawn.count(id) / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
+
+
+@given(
+    st.sets(st.integers(0, 9), min_size=1),
+    st.integers(0, 1 << 20),
+    st.sampled_from([GREEDY, Sampling(), Sampling(top_k=1)]),
+)
+def test_only_what_is_allowed_is_drawn(ids: set[int], position: int, how: Sampling) -> None:
+    assert sample(logits(10), how, position, [], [], bits([*ids], 10)).token in ids
+
+
+def test_a_model_has_tokens_that_its_tokenizer_has_not_and_they_are_not_allowed() -> None:
+    given = torch.tensor([0.0, 1.0, 2.0, 90.0])
+    assert sample(given[:2], GREEDY, 0, [], [], b"\xff").token == 1
+    assert sample(torch.cat([torch.zeros(8), given]), GREEDY, 0, [], [], b"\x02").token == 1
+    with pytest.raises(PermanentError, match="allows only tokens"):
+        sample(given, GREEDY, 0, [], [], b"\x10")
+
+
+def test_a_logprob_is_the_model_s_own_whatever_is_allowed() -> None:
+    how = Sampling(temperature=0, logprobs=2)
+    free, held = sample(logits(), how, 0, [], []), sample(logits(), how, 0, [], [], bits([7], 500))
+    assert held.token == 7 and held.top == free.top
+    assert held.logprob == pytest.approx(float(logits().log_softmax(0)[7]))
+
+
+def test_equal_logits_of_another_type_draw_the_same() -> None:
+    given = logits(1000).bfloat16()
+    how = Sampling(seed=6, top_p=0.95, repetition_penalty=1.1)
+    drawn = [
+        [sample(kind, how, position, PROMPT, MADE).token for position in range(30)]
+        for kind in (given, given.float(), given.double())
+    ]
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-9])
+def test_greedy_is_the_likeliest_and_of_equals_the_lowest(temperature: float) -> None:
+    given = torch.tensor([1.0, 7.0, 3.0, 7.0, 7.0])
+    assert sample(given, replace(GREEDY, temperature=temperature), 0, [], []).token == 1
+    assert sample(given, replace(GREEDY, logit_bias={2: 9.0}), 0, [], []).token == 2
+    assert sample(given, replace(GREEDY, presence_penalty=2.0), 0, [], [1, 3]).token == 4
+
+
+@pytest.mark.parametrize("how", [Sampling(top_k=1), Sampling(top_p=0.0), Sampling(min_p=1.0)])
+def test_the_likeliest_is_always_left(how: Sampling) -> None:
+    given = logits()
+    assert draws(given, how, 20) == {int(given.argmax()): 20}
+
+
+def test_equals_are_kept_or_left_out_together() -> None:
+    given = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    for how in (Sampling(top_k=2), Sampling(top_p=0.7)):
+        assert (weights(given.double(), how) > 0).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.999999, 1 - 2**-53])
+def test_half_a_million_equal_tokens_can_all_be_drawn(share: float) -> None:
+    """Their sum fits, and any share of it takes them all."""
+    even = torch.zeros(500_000)
+    assert bool((weights(even.double(), Sampling(top_p=share)) > 0).all())
+    assert len(draws(even, Sampling(), 8)) == 8
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_them() -> None:
+    given = logits(40)
+    raw = given.log_softmax(0)
+    best = raw.argsort(descending=True).tolist()[:3]
+    how = Sampling(temperature=0.1, top_k=2, logit_bias={best[0]: -50.0}, repetition_penalty=3.0, logprobs=3)
+
+    made = sample(given, how, 0, PROMPT, MADE)
+
+    assert made.token in best[1:]
+    assert made.logprob == pytest.approx(float(raw[made.token]))
+    assert [id for id, _ in made.top] == best
+    assert [logprob for _, logprob in made.top] == pytest.approx(raw[best].tolist())
+
+
+def test_logprobs_are_told_as_far_as_asked() -> None:
+    given = logits(40)
+    assert sample(given, GREEDY, 0, [], []) == Sampled(int(given.argmax()))
+    assert sample(given, replace(GREEDY, logprobs=0), 0, [], []).top == ()
+    assert len(sample(torch.zeros(3), replace(GREEDY, logprobs=20), 0, [], []).top) == 3
+
+
+def test_what_cannot_be_has_the_logprob_that_the_api_has_for_it() -> None:
+    made = sample(torch.tensor([0.0, -torch.inf]), replace(GREEDY, logprobs=2), 0, [], [])
+    assert made.top == ((0, 0.0), (1, -9999.0))
+    forced = sample(
+        torch.tensor([0.0, -torch.inf, -1e30]), replace(GREEDY, logit_bias={2: 1e31}, logprobs=0), 0, [], []
+    )
+    assert (forced.token, forced.logprob) == (2, -9999.0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_are_an_error_and_no_token(bad: float) -> None:
+    with pytest.raises(PermanentError, match="no numbers"):
+        sample(torch.tensor([0.0, bad]), Sampling(), 0, [], [])
+    with pytest.raises(PermanentError, match="no numbers"):
+        sample(torch.full((4,), -torch.inf), GREEDY, 0, [], [])
+
+
+def test_no_end_comes_before_the_fewest_tokens_and_no_bad_word_is_completed() -> None:
+    how = replace(GREEDY, min_tokens=2, ends=(0,), bad_words=((3,), (1, 2)))
+    given = torch.tensor([5.0, 1.0, 3.0, 9.0, 2.0])
+    assert [sample(given, how, 0, [], made).token for made in ([], [1], [1, 4], [4, 1])] == [2, 4, 0, 0]
+    assert banned(how, [1]) == {0, 2, 3} and banned(how, [1, 4]) == {3}
+
+
+def test_a_grammar_goes_before_what_must_not_come() -> None:
+    how = replace(GREEDY, min_tokens=2, ends=(0, 999))
+    assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x01").token == 0
+    assert sample(torch.tensor([5.0, 1.0]), how, 0, [], [], allowed=b"\x03").token == 1
+
+
+@pytest.mark.row("C5:continue_final_message")
+def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
+    limits: dict[str, float] = {"max_tokens": 100, "vocabulary": 50}
+    card = ModelCard("m", "m", "language", Pipeline(()), limits, {}, {}, {})
+    asked = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": False}
+    params, _ = check(card, asked, TEXT, tokens=PromptTokens(1, special_stops=[7]))
+    found = ending(params, Derived(continues=True))
+    assert (found.continues, found.shows_special, found.stop_ids) == (True, True, {7})
+
+
+@pytest.mark.row("C5:ignore_eos")
+def test_an_answer_that_is_held_to_a_format_ends_with_it() -> None:
+    """Given ignore_eos, which has nothing to go on with behind the end of a grammar."""
+    asked = {"stop": "[]", "ignore_eos": True}
+    assert ending(asked, Derived()).ignore_eos and not ending(asked, Derived(grammar="x")).ignore_eos

@@ -1,0 +1,210 @@
+"""Which layout is chosen: by memory, models and cores; and what others are predicted to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+from msgspec.structs import replace
+
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.models import card_of, resolve_source
+from unfuse.planning import layout
+from unfuse.planning.layout import Layouts, Means, layouts, parts, rate
+from unfuse.planning.placement import CONTEXT, CPU, PROCESS, Device, Part, Placed, Wanted, place
+from unfuse.scheduler.costs import Costs
+
+GIB = 1 << 30
+CARD = card_of("unfuse/shapes", resolve_source("unfuse/shapes"))
+NEEDS = {
+    "encoder": (Part("text_encoder", "float32", 9 * GIB, mapped=True),),
+    "denoiser": (Part("transformer", "float32", 12 * GIB, mapped=True),),
+    "decoder": (Part("vae", "float32", GIB, mapped=True),),
+}
+WHOLE = 22 * GIB
+GPUS = Device("cuda:0", 24 * GIB), Device("cuda:1", 24 * GIB)
+FIRST = frozenset({"denoiser"})
+
+
+def found(
+    cores: int, *gpus: int, host: int = 1 << 45, limit: int = 0, threads: int = 0, costs: Path | None = None
+) -> Layouts:
+    """For a model of 22 GiB on such a machine."""
+    devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
+    wanted = Wanted({}, {}, ComputeOptions(threads=threads), auto=True, first=FIRST)
+    return layouts([CARD], NEEDS, wanted, devices, Means(cores, limit, costs))
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"), [(1, "all=1"), (2, "all=2"), (4, "all=4"), (8, "all=4"), (16, "all=4"), (64, "all=16")]
+)
+def test_on_cpus_every_worker_has_all_stages_and_a_few_cores(cores: int, workers: str) -> None:
+    assert found(cores).chosen.workers == workers
+
+
+def test_threads_that_are_set_say_how_many_workers_there_are() -> None:
+    assert found(8, threads=8).chosen.workers == "all=1"
+    assert found(8, threads=1).chosen.workers == "all=8"
+
+
+def test_as_many_as_there_is_memory_for_where_weights_are_mapped_by_all() -> None:
+    assert found(8, host=WHOLE + 4 * PROCESS).chosen.workers == "all=4"
+    assert found(8, host=WHOLE + 3 * PROCESS).chosen.workers == "all=2"  # of four threads, where three have two
+    assert found(8, host=WHOLE + PROCESS).chosen.workers == "all=1"
+    nothing = found(8, host=WHOLE)
+    assert nothing.chosen.workers == "split"
+    assert "the models do not fit" in nothing.chosen.refusal
+
+
+def test_a_worker_that_may_not_be_so_large_is_taken_apart() -> None:
+    taken = found(2, limit=13 * GIB)
+    assert taken.chosen.workers == "encoder=1,denoiser=2,decoder=1"
+    assert "it would take 22.3 GiB, and --memory-limit allows 13.0 GiB" in taken.why
+    assert found(2, limit=23 * GIB).chosen.workers == "all=2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers"),
+    [
+        ((24 * GIB,), "all=1"),
+        ((24 * GIB, 24 * GIB), "all=2"),
+        ((24 * GIB, 16 * GIB), "all=1,denoiser=1"),
+        ((16 * GIB, 16 * GIB), "split"),
+        ((16 * GIB,) * 4, "encoder=1,denoiser=3,decoder=1"),
+    ],
+)
+def test_on_gpus_what_fits_one_is_whole_and_what_does_not_is_taken_apart(gpus: tuple[int, ...], workers: str) -> None:
+    assert found(16, *gpus).chosen.workers == workers
+
+
+def test_what_fits_no_gpu_at_all_is_refused_as_a_split_is() -> None:
+    wanted = found(16, 8 * GIB).chosen.of(Wanted({}, {}, auto=True, first=FIRST))
+    with pytest.raises(ConfigError, match="the models do not fit"):
+        place(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
+
+
+def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) -> None:
+    assert not found(2).measured
+    shares, measured = parts([CARD], None)
+    assert not measured
+    assert max(shares, key=lambda role: shares[role]) == "denoiser"
+
+    costs = Costs(tmp_path / "costs.json")
+    pools = CARD.pools()
+    for stage, seconds in zip(CARD.pipeline.stages, (1.0, 3.0, 4.0), strict=True):
+        work = stage.work.of(CARD.defaults)
+        costs._models.setdefault(pools[stage.name], {}).setdefault("cpu", _model()).add(work, seconds)
+    costs._is_saved = False
+    import asyncio
+
+    asyncio.run(costs.settle())
+    shares, measured = parts([CARD], tmp_path / "costs.json")
+    assert measured
+    assert shares == pytest.approx({"encoder": 1 / 8, "denoiser": 3 / 8, "decoder": 4 / 8})
+    known = found(2, costs=tmp_path / "costs.json")
+    split = next(layout for layout in known.found if layout.workers == "split")
+    assert known.measured and split.rate / known.chosen.rate == pytest.approx(1.0)
+
+
+def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
+    needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted({}, {}, auto=True, first=frozenset({"whole"}))
+    chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), Means(2))
+    assert chosen.why == "layout all=2: each worker runs all stages, since all have the role whole"
+
+
+def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> None:
+    chosen = [found(2), found(16, 24 * GIB, 16 * GIB), found(16, 16 * GIB, 16 * GIB), found(2, limit=13 * GIB)]
+    for one in chosen:
+        assert one.why.startswith(f"layout {one.chosen.workers}: ")
+        assert not re.search("×|rate|guess|--workers|;", one.why)
+    assert chosen[1].why.endswith("workers run all stages on the GPUs where these fit, and only denoiser on the others")
+    assert "since all do not fit in one: the models do not fit: cuda:0 would hold" in chosen[2].why
+
+
+def _model() -> object:
+    from unfuse.scheduler.time_model import TimeModel
+
+    return TimeModel()
+
+
+@pytest.mark.parametrize("gpus", [(), (24 * GIB, 16 * GIB), (16 * GIB,) * 4])
+def test_what_was_measured_changes_no_choice(gpus: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a restart would."""
+    without = found(4, *gpus).chosen.workers
+    for slow in NEEDS:
+        shares = {role: 0.98 if role == slow else 0.01 for role in NEEDS}
+        known = layout.parts([CARD], None)
+        monkeypatch.setattr(layout, "parts", lambda _, costs, s=shares, k=known: (s, True) if costs else k)
+        assert found(4, *gpus, costs=Path("some")).chosen.workers == without
+        monkeypatch.undo()
+
+
+@given(
+    st.fixed_dictionaries({role: st.floats(0.01, 1.0) for role in NEEDS}),
+    st.integers(0, 3),
+    st.tuples(*[st.integers(0, 3)] * 3),
+    st.integers(1, 8),
+)
+def test_a_predicted_rate_is_what_workers_could_share_out(
+    seconds: Mapping[str, float], whole: int, own: tuple[int, ...], cores: int
+) -> None:
+    """By trying every way to share a little work out: never more than that, and no way does much more."""
+    shares = {role: part / sum(seconds.values()) for role, part in seconds.items()}
+    counts = {"all": whole, **dict(zip(NEEDS, own, strict=True))}
+    placed = [Placed(role, CPU, ()) for role, count in counts.items() for _ in range(count)]
+    if not placed:
+        return
+    found = rate(placed, shares, Wanted({}, {}, ComputeOptions(threads=1)), Means(cores))
+    assert found <= cores + 1e-6
+    spare = sum(max(0.0, found * shares[role] - counts[role]) for role in shares)
+    assert spare <= whole + 1e-6
+    more = found * 1.01
+    if more < cores:
+        assert sum(max(0.0, more * shares[role] - counts[role]) for role in shares) > whole - 1e-6
+
+
+def test_on_a_gpu_workers_take_turns() -> None:
+    shares = {"encoder": 0.2, "denoiser": 0.6, "decoder": 0.2}
+    one = [Placed(role, "cuda:0", ()) for role in shares]
+    assert rate(one, shares, Wanted({}, {}), Means(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
+    two = [Placed("denoiser", "cuda:1", ()), *(Placed(role, "cuda:0", ()) for role in ("encoder", "decoder"))]
+    assert rate(two, shares, Wanted({}, {}), Means(16)) == pytest.approx(1 / 0.6, abs=0.01)
+    assert CONTEXT > 0
+
+
+TWO = {
+    role: tuple(replace(part, models=(name,)) for name in ("one", "two") for part in parts)
+    for role, parts in NEEDS.items()
+}
+"""Two models of 22 GiB that share nothing."""
+
+
+def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0) -> Layouts:
+    devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
+    wanted = Wanted({}, {}, ComputeOptions(), auto=True, first=FIRST)
+    return layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, Means(4, limit))
+
+
+def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device() -> None:
+    assert of_two(80 * GIB, 80 * GIB).chosen.workers == "all=2"
+    found = of_two(24 * GIB, 24 * GIB)
+    assert found.chosen.workers == "swap"
+    assert found.why == "layout swap: each worker has one model at a time, since all do not fit together"
+    workers = place(TWO, found.chosen.of(Wanted({}, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS))
+    assert [(worker.role, worker.device, worker.swaps) for worker in workers] == [
+        ("all", "cuda:0", True), ("all", "cuda:1", True)
+    ]  # fmt: skip
+    assert {sum(part.bytes for part in worker.parts) for worker in workers} == {WHOLE}
+    assert of_two(host=WHOLE + 2 * PROCESS).chosen.workers == "swap"
+    assert of_two(limit=WHOLE + PROCESS).chosen.workers == "swap"
+    assert of_two(limit=24 * GIB + PROCESS).chosen.workers == "encoder=1,denoiser=4,decoder=1"
+
+
+def test_models_of_which_none_fits_alone_are_refused() -> None:
+    found = of_two(8 * GIB)
+    assert found.chosen.workers == "split"
+    assert "the models do not fit" in found.chosen.refusal

@@ -1,0 +1,127 @@
+"""What is said of a machine, against files like those of a kernel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from unfuse.core.errors import ConfigError
+from unfuse.planning import machine
+from unfuse.planning.machine import Gpu
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Path:
+    """A control group of half a processor."""
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    return tmp_path
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of two GPUs, the second nearly full."""
+    tool = tmp_path / "nvidia-smi"
+    rows = ["0, GPU-aa11, NVIDIA A100, 81920, 80000", "1, GPU-bb22, NVIDIA L4, 24576, 1000"]
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    return tool
+
+
+def test_a_machine_has_memory_processors_and_libraries(tmp_path: Path) -> None:
+    found = machine.look((), tmp_path / "no group")
+
+    assert 0 < found.available <= found.memory
+    assert found.cpus == len(os.sched_getaffinity(0))
+    assert found.libraries["msgspec"]
+
+
+def test_the_control_group_limits_processors_unless_it_says_max(group: Path) -> None:
+    assert machine.cpus(group) == 0.5
+    (group / "cpu.max").write_text("max 100000\n")
+    assert machine.cpus(group) >= 1
+
+
+def test_a_port_that_someone_listens_on_is_not_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert machine.is_free(listener.getsockname()[1]) is False
+
+
+@pytest.mark.slow
+def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
+    first, second = machine.gpus()
+
+    assert (first.name, first.memory, first.free) == ("NVIDIA A100", 80 << 30, 80000 << 20)
+    assert second.free == 1000 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [("1", ["NVIDIA L4"]), ("1,0", ["NVIDIA L4", "NVIDIA A100"]), ("GPU-bb", ["NVIDIA L4"]), ("", []), ("-1", [])],
+)
+def test_gpus_are_numbered_as_processes_see_them(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    monkeypatch.setenv(machine.VISIBLE, visible)
+    assert [gpu.name for gpu in machine.gpus()] == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("torch", "count"), [("2.13.0", 2), ("2.13.0+cu130", 2), ("2.13.0+cpu", 0)])
+def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, torch: str, count: int
+) -> None:
+    monkeypatch.setattr(machine, "version", lambda library: torch)
+    host, *gpus = machine.devices()
+    assert (host.name, host.free > 0) == ("cpu", True)
+    assert [gpu.name for gpu in gpus] == [f"cuda:{number}" for number in range(count)]
+
+
+@pytest.mark.slow
+def test_a_machine_is_sized_by_what_is_named_if_this_one_has_less(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first GPU here has 80,000 MiB free, the second 1,000."""
+    monkeypatch.setattr(machine, "version", lambda library: "2.13.0")
+
+    def sized(**caps: int) -> tuple[dict[str, int], bool]:
+        found, is_here = machine.devices_to_size({name.replace("_", ":"): size << 20 for name, size in caps.items()})
+        return {device.name: device.free >> 20 for device in found if device.name != "cpu" or "cpu" in caps}, is_here
+
+    assert sized() == ({"cuda:0": 80000, "cuda:1": 1000}, True)
+    assert sized(cuda_0=500) == ({"cuda:0": 500, "cuda:1": 1000}, True), "of this machine, as `serve` takes it"
+    assert sized(cuda_1=24576) == ({"cuda:1": 24576}, False), "another machine has what is named, and no more"
+    assert sized(cuda_0=500, xpu_0=16384) == ({"cuda:0": 500, "xpu:0": 16384}, False)
+    assert sized(cpu=1 << 40, cuda_3=24576) == ({"cpu": 1 << 40, "cuda:3": 24576}, False)
+    for wrong in ("gpu:0", "cuda", "cuda:x", "cuda:0+cuda:1", ""):
+        with pytest.raises(ConfigError, match="devices are called cpu, cuda:0"):
+            machine.devices_to_size({wrong: 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["2.13.0+xpu", "2.13.0+rocm6.4"])
+def test_a_torch_that_is_built_for_others_is_asked_for_its_devices(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    told = "import sys; sys.stdout.write('xpu,5,7,Data Center GPU, Max\\nxpu,6,7,Arc\\n')"
+    monkeypatch.setattr(machine, "version", lambda library: build)
+    monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", told))
+    assert machine.gpus() == (Gpu("Data Center GPU, Max", 7, 5, "xpu"), Gpu("Arc", 7, 6, "xpu"))
+    assert [(one.name, one.free) for one in machine.devices({"xpu:1": 2})][1:] == [("xpu:0", 5), ("xpu:1", 2)]
+    monkeypatch.setattr(machine, "ASK_TORCH", (sys.executable, "-c", "import nothing_like_that"))
+    assert machine.gpus() == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["exit 9", None])
+def test_no_driver_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert machine.gpus() == ()

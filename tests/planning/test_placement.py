@@ -1,0 +1,366 @@
+"""Which worker runs where: whatever the devices and whatever is wanted, nothing is put where it has no room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, strategies as st
+from msgspec.structs import replace
+
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.core.spread import Spread
+from unfuse.planning.placement import (
+    CONTEXT,
+    CPU,
+    LAYER,
+    PROCESS,
+    Device,
+    Part,
+    Placed,
+    Wanted,
+    devices_of,
+    parse_place,
+    parse_workers,
+    place,
+    taken,
+)
+
+GIB = 1 << 30
+HOST = Device(CPU, 64 * GIB)
+
+T5 = Part("text_encoder", "bfloat16", 10 * GIB)
+CLIP = Part("image_encoder", "bfloat16", GIB)
+TRANSFORMER = Part("transformer", "bfloat16", 24 * GIB)
+VAE = Part("vae", "float32", GIB // 2)
+ROLES = ("encoder", "denoiser", "decoder")
+NEEDS = {"encoder": (T5, CLIP), "denoiser": (TRANSFORMER,), "decoder": (VAE,)}
+
+
+def gpus(*free: float) -> tuple[Device, ...]:
+    """The host, and GPUs with that many GiB free."""
+    return (HOST, *(Device(f"cuda:{number}", int(gib * GIB)) for number, gib in enumerate(free)))
+
+
+def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> Wanted:
+    roles = {role: counts.get(role, 1) for role in ROLES}
+    compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
+    return Wanted(
+        roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}), parted=frozenset({"denoiser"})
+    )
+
+
+def seats(placed: tuple[Placed, ...]) -> list[tuple[str, str]]:
+    return [(worker.role, worker.device) for worker in placed]
+
+
+def refusal(needs: dict[str, tuple[Part, ...]], want: Wanted, devices: tuple[Device, ...]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        place(needs, want, devices)
+    return str(caught.value)
+
+
+def test_without_a_gpu_everything_is_on_the_cpu() -> None:
+    placed = place(NEEDS, wanted(arena=GIB), (HOST,))
+    assert seats(placed) == [("encoder", CPU), ("denoiser", CPU), ("decoder", CPU)]
+    assert taken(placed, wanted(arena=GIB)) == {CPU: (10 + 1 + 24) * GIB + GIB // 2 + 3 * (PROCESS + GIB)}
+
+
+def test_one_gpu_that_has_room_holds_all_roles_each_process_with_a_context() -> None:
+    placed = place(NEEDS, wanted(), gpus(40))
+    assert {device for _, device in seats(placed)} == {"cuda:0"}
+    assert taken(placed, wanted()) == {"cuda:0": 35 * GIB + GIB // 2 + 3 * CONTEXT, CPU: 3 * PROCESS}
+
+
+def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_where_most_is_left() -> None:
+    placed = place(NEEDS, wanted(denoiser=2), gpus(30, 48, 47))
+    assert seats(placed) == [
+        ("encoder", "cuda:0"), ("denoiser", "cuda:1"), ("denoiser", "cuda:2"), ("decoder", "cuda:1")
+    ]  # fmt: skip
+
+
+def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
+    want = wanted("encoder=cpu,denoiser=cuda:1,denoiser=cuda", decoder=3, denoiser=3)
+    placed = place(NEEDS, want, gpus(80, 80))
+    assert seats(placed)[:4] == [
+        ("encoder", CPU), ("denoiser", "cuda:1"), ("denoiser", "cuda:0"), ("denoiser", "cuda:1")
+    ]  # fmt: skip
+    assert seats(placed)[4:] == [("decoder", "cuda:0")] * 3
+
+
+def test_two_denoisers_on_the_cpu_are_two_workers() -> None:
+    placed = place(NEEDS, wanted("encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu"), (HOST,))
+    assert [role for role, _ in seats(placed)] == ["encoder", "denoiser", "denoiser", "decoder"]
+
+
+def test_a_device_for_all_holds_what_has_no_device_of_its_own() -> None:
+    placed = place(NEEDS, wanted("decoder=cpu", device="cuda:1"), gpus(80, 40))
+    assert seats(placed) == [("encoder", "cuda:1"), ("denoiser", "cuda:1"), ("decoder", CPU)]
+
+
+def test_a_role_without_workers_needs_no_room() -> None:
+    assert seats(place(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
+    assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7"), split=False), (HOST,)) == ()
+
+
+def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
+    want = wanted(offload="model", arena=GIB)
+    (worker,) = place(NEEDS, want, gpus(25))
+    assert (worker.role, worker.device, worker.parts) == ("all", "cuda:0", (T5, CLIP, TRANSFORMER, VAE))
+    assert worker.takes(want) == {"cuda:0": 24 * GIB + CONTEXT, CPU: 35 * GIB + GIB // 2 + PROCESS + GIB}
+
+
+def test_roles_that_share_a_gpu_without_the_denoiser_stay_apart() -> None:
+    want = wanted("encoder=cuda:0,decoder=cuda:0,denoiser=cuda:1", offload="model")
+    placed = place(NEEDS, want, gpus(12, 25))
+    assert len(placed) == 3
+    assert taken(placed, want)["cuda:0"] == 10 * GIB + GIB // 2 + 2 * CONTEXT
+
+
+def test_layer_by_layer_a_gpu_holds_little_of_each_worker_but_a_whole_vae() -> None:
+    big_vae = Part("vae", "float32", 3 * GIB)
+    want = wanted(offload="sequential")
+    placed = place({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
+    assert [worker.takes(want)["cuda:0"] - CONTEXT for worker in placed] == [LAYER, LAYER, 3 * GIB]
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_offload_needs_a_gpu(offload: str) -> None:
+    assert "needs a GPU" in refusal(NEEDS, wanted(offload=offload), (HOST,))
+    assert "needs a GPU" in refusal(NEEDS, wanted(offload=offload, device="cpu"), gpus(80))
+
+
+def test_a_worker_on_the_cpu_beside_offloaded_ones_is_just_there() -> None:
+    want = wanted("decoder=cpu", offload="model")
+    placed = place(NEEDS, want, gpus(40))
+    assert seats(placed) == [("encoder", "cuda:0"), ("denoiser", "cuda:0"), ("decoder", CPU)]
+    assert placed[-1].takes(want) == {CPU: GIB // 2 + PROCESS}
+
+
+def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
+    text = refusal(NEEDS, wanted(decoder=2), gpus(32))
+    assert (
+        "cuda:0 would hold 38.0 GiB (encoder 11.5 GiB + denoiser 24.5 GiB + decoder 1.0 GiB + decoder 1.0 GiB)" in text
+    )
+    assert "has 32.0 GiB free" in text
+    assert "cpu has 64.0 GiB free" in text
+    assert "it would fit with --offload model, or with --offload sequential, or with --place encoder=cpu" in text
+    assert "decoder=cpu" not in text
+
+
+def test_a_refusal_does_not_promise_what_would_not_help() -> None:
+    small = (Device(CPU, GIB), Device("cuda:0", GIB))
+    assert "is enough alone: it takes more memory" in refusal(NEEDS, wanted(), small)
+    float32 = {role: tuple(part.full for part in parts) for role, parts in NEEDS.items()}
+    assert "it would fit with --dtype bfloat16" in refusal(float32, wanted(), (Device(CPU, 40 * GIB),))
+    assert "it would fit with --arena 64MiB" in refusal(NEEDS, wanted(arena=2 * GIB), (Device(CPU, 40 * GIB),))
+    assert "it would fit with one worker for each role" in refusal(NEEDS, wanted(denoiser=2), (Device(CPU, 40 * GIB),))
+
+
+@pytest.mark.parametrize(
+    ("want", "says"),
+    [
+        (wanted("decoder=cuda:4"), "no device cuda:4 for the decoder; there are cpu, cuda:0"),
+        (wanted(device="tpu"), "tpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named_with_those_that_are(want: Wanted, says: str) -> None:
+    assert says in refusal(NEEDS, want, gpus(80))
+
+
+@pytest.mark.parametrize("text", ["encoder", "=cpu", "encoder=", "encoder:cpu"])
+def test_a_place_that_is_not_understood_shows_how_it_is_written(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not ROLE=DEVICE$"):
+        parse_place(text)
+
+
+def test_a_place_may_be_empty_and_spaced() -> None:
+    assert parse_place("") == {}
+    assert parse_place("all=xpu,decoder=mps+xpu:1") == {"all": ("xpu:0",), "decoder": ("mps:0+xpu:1",)}
+    text = "encoder = cpu, denoiser=cuda,denoiser = cuda:1"
+    assert parse_place(text) == {"encoder": (CPU,), "denoiser": ("cuda:0", "cuda:1")}
+
+
+def spread(how: str, device: str = "auto", place: str = "", offload: str = "none") -> Wanted:
+    """Three workers, of which denoisers are spread so."""
+    plain = wanted(place, device, offload)
+    return replace(plain, compute=replace(plain.compute, parallel=f"denoiser={how}"))
+
+
+def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all_of_the_weights() -> None:
+    want = spread("ulysses:2+cfg:2")
+    placed = place(NEEDS, want, gpus(20, 48, 30, 47, 46))
+    assert seats(placed)[1] == ("denoiser", "cuda:1+cuda:3+cuda:4+cuda:2")
+    (denoiser,) = (worker for worker in placed if worker.role == "denoiser")
+    assert denoiser.takes(want) == {
+        **{f"cuda:{n}": 24 * GIB + CONTEXT for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS
+    }  # fmt: skip
+    assert "cfg:2+ulysses:2 needs 4 GPUs, and there are 3: cuda:0, cuda:1, cuda:2" in refusal(
+        NEEDS, want, gpus(20, 48, 30)
+    )
+
+
+def test_ranks_have_in_host_memory_once_what_each_needs_all_of() -> None:
+    want, mapped = spread("ring:3"), Part("transformer", "float32", 24 * GIB, mapped=True)
+    for part in (TRANSFORMER, mapped):
+        (worker,) = place({"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),))
+        assert worker.device == "cpu+cpu+cpu"
+        assert worker.takes(want) == {CPU: 3 * PROCESS + 24 * GIB}
+    resting = replace(want, compute=replace(want.compute, offload="model"), counts={"denoiser": 1})
+    (worker,) = place({"denoiser": (TRANSFORMER,)}, resting, gpus(30, 30, 30))
+    assert worker.takes(resting)[CPU] == 3 * PROCESS + 24 * GIB
+
+
+@pytest.mark.parametrize("how", ["shard:2", "layers:2"])
+def test_ranks_that_hold_a_part_each_have_room_where_one_has_none(how: str) -> None:
+    """Of the others each rank that needs them holds the whole: here nothing but the transformer is the denoiser's."""
+    text = refusal(NEEDS, wanted("encoder=cpu,decoder=cpu"), gpus(16, 16))
+    assert "it would fit with --parallel denoiser=shard:2, or with --offload sequential" in text
+    want = spread(how, place="encoder=cpu,decoder=cpu")
+    placed = place(NEEDS, want, gpus(16, 16))
+    assert seats(placed)[1] == ("denoiser", "cuda:0+cuda:1")
+    assert placed[1].takes(want) == {"cuda:0": CONTEXT + 12 * GIB, "cuda:1": CONTEXT + 12 * GIB, CPU: 2 * PROCESS}
+    with pytest.raises(ConfigError, match="do not fit"):
+        place(NEEDS, spread("ulysses:2", place="encoder=cpu,decoder=cpu"), gpus(16, 16))
+
+
+def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whole() -> None:
+    mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in NEEDS.items()}
+    want = replace(spread("ulysses:2+shard:2"), counts={"all": 1}, split=False)
+    (whole,) = place(mapped, want, (HOST,))
+    assert [part.bytes for part in whole.parts] == [10 * GIB, GIB, 12 * GIB, GIB // 2]
+    assert whole.takes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
+
+
+def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
+    shared = replace(TRANSFORMER, shared=16 * GIB)
+    needs = {**NEEDS, "denoiser": (shared,)}
+    want = spread("tensor:4", place="encoder=cpu,decoder=cpu")
+    placed = place(needs, want, gpus(13, 13, 13, 13))
+    assert placed[1].takes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
+    with pytest.raises(ConfigError, match="do not fit"):
+        place(NEEDS, want, gpus(13, 13, 13, 13))
+    assert (shared.full.shared, replace(shared, dtype="float32").half.shared) == (32 * GIB, 8 * GIB)
+    mapped = replace(shared, mapped=True)
+    assert [mapped.of_rank(Spread.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
+
+
+def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
+    want = spread("ulysses:4", place="encoder=cpu,decoder=cpu")
+    text = refusal(NEEDS, replace(want, parted=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
+    assert "it would fit with --parallel denoiser=ulysses:4+shard:4" in text
+    assert "shard" not in refusal(NEEDS, replace(want, parted=frozenset()), gpus(16, 16, 16, 16))
+    for how in ("shard:2", "tensor:2"):
+        text = refusal(NEEDS, spread(how, place="encoder=cpu,decoder=cpu"), gpus(9, 9))
+        assert "with --offload" not in text
+        assert "with --parallel" not in text
+
+
+def test_the_devices_of_ranks_are_those_named() -> None:
+    placed = place(NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80))
+    assert [device for role, device in seats(placed) if role == "denoiser"] == ["cuda:2+cuda:0", "cuda:1+cuda:0"]
+    placed = place(NEEDS, spread("ring:2", device="cuda:0+cuda:1"), gpus(60, 80, 80))
+    assert seats(placed) == [("encoder", "cuda:1"), ("denoiser", "cuda:0+cuda:1"), ("decoder", "cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("want", "says"),
+    [
+        (spread("ring:2", place="denoiser=cuda:0+cuda:0"), "two ranks would have one GPU"),
+        (spread("ring:2", place="denoiser=cuda:0"), "is 1 ranks, and --parallel says denoiser=ring:2"),
+        (spread("ring:2", device="cpu+cpu+cpu"), "name 2 of them, like cpu[+]cpu or cuda:0[+]cuda:1"),
+        (spread("ring:2", place="denoiser=cuda:0+cuda:7"), "there is no device cuda:7 for the denoiser"),
+        (spread("ring:2", device="cpu+cpu", offload="model"), "needs a GPU"),
+    ],
+)
+def test_devices_that_do_not_fit_ranks_are_refused(want: Wanted, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        place(NEEDS, want, gpus(80, 80))
+
+
+def test_workers_may_have_several_roles() -> None:
+    want = Wanted(parse_workers("encoder+decoder, denoiser=2"), split=False, first=frozenset({"denoiser"}))
+    placed = place(NEEDS, want, (HOST,))
+    assert [(worker.role, worker.parts) for worker in placed] == [
+        ("encoder+decoder", (T5, CLIP, VAE)), ("denoiser", (TRANSFORMER,)), ("denoiser", (TRANSFORMER,))
+    ]  # fmt: skip
+    (whole,) = place(NEEDS, Wanted({"all": 1}, split=False), (HOST,))
+    assert whole.parts == (T5, CLIP, TRANSFORMER, VAE)
+
+
+@pytest.mark.parametrize("text", ["encoder=x", "encoder=-1", "encoder=2,encoder=1", "encoder=1025", "encoder=1.5"])
+def test_how_many_of_what_is_said_so(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--workers .* is not ROLE=N, each role once and N at most 1024"):
+        parse_workers(text)
+
+
+@pytest.mark.parametrize("want", [Wanted({"sculptor": 1}, split=False), Wanted(place={"sculptor": (CPU,)})])
+def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: Wanted) -> None:
+    with pytest.raises(ConfigError, match="the role sculptor: roles are encoder, denoiser, decoder, and all"):
+        place(NEEDS, want, (HOST,))
+
+
+def test_a_role_may_run_where_it_was_told_to_else_on_every_gpu() -> None:
+    assert devices_of("encoder", wanted(), gpus(1, 1)) == ("cuda:0", "cuda:1")
+    assert devices_of("encoder", wanted(), (HOST,)) == (CPU,)
+    assert devices_of("encoder", wanted(device=CPU), gpus(1)) == (CPU,)
+
+
+PARTS = st.builds(
+    Part, st.sampled_from(["transformer", "text_encoder", "vae"]), st.just("float32"), st.integers(1, 90 * GIB)
+)
+NAMES = st.sampled_from([CPU, "cuda:0", "cuda:1"])
+
+
+@given(
+    needs=st.fixed_dictionaries({role: st.lists(PARTS, max_size=3).map(tuple) for role in ROLES}),
+    counts=st.fixed_dictionaries({role: st.integers(0, 3) for role in ROLES}),
+    named=st.dictionaries(st.sampled_from(list(ROLES)), st.lists(NAMES, min_size=1, max_size=3).map(tuple)),
+    free=st.lists(st.integers(0, 100 * GIB), min_size=3, max_size=3),
+    offload=st.sampled_from(["none", "model", "sequential"]),
+)
+def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
+    needs: dict[str, tuple[Part, ...]],
+    counts: dict[str, int],
+    named: dict[str, tuple[str, ...]],
+    free: list[int],
+    offload: str,
+) -> None:
+    devices = tuple(map(Device, [CPU, "cuda:0", "cuda:1"], free))
+    compute = ComputeOptions(offload=offload)  # type: ignore[arg-type]
+    want = Wanted(counts, named, compute, GIB, first=frozenset({"denoiser"}))
+    assume(any(counts.values()))
+    try:
+        placed = place(needs, want, devices)
+    except ConfigError as error:
+        if "do not fit" in str(error):
+            assert_sums_are_right(str(error), devices)
+        return
+    takes = taken(placed, want)
+    assert all(takes[device.name] <= device.free for device in devices)
+    for role, count in counts.items():
+        mine = [worker.device for worker in placed if worker.role in (role, "all")]
+        together = any(worker.role == "all" for worker in placed)
+        expected = max(count, len(named.get(role, ())))
+        assert len(mine) == expected or (together and 0 < len(mine) <= expected)
+        assert set(mine) <= set(named.get(role, mine))
+        held = [worker.parts for worker in placed if worker.role == role]
+        assert all(parts == needs[role] for parts in held)
+
+
+def assert_sums_are_right(text: str, devices: tuple[Device, ...]) -> None:
+    """Each sum in a refusal is that of its shares, up to rounding, and is more than what is free."""
+    short = [part for part in text.split(": ", 1)[1].split("; ") if "would hold" in part]
+    assert short
+    for sentence in short:
+        name, rest = sentence.split(" would hold ")
+        total, shares = rest.split(" (", 1)[0], rest.split("(", 1)[1].split(")")[0]
+        parts = [share.split(" ", 1)[1] for share in shares.split(" + ")]
+        (device,) = (device for device in devices if device.name == name)
+        slack = GIB // 10 * (len(parts) + 1)
+        assert abs(sum(map(in_bytes, parts)) - in_bytes(total)) <= slack
+        assert in_bytes(total) + GIB // 10 >= device.free
+
+
+def in_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40}[unit]

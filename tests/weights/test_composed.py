@@ -1,0 +1,151 @@
+"""A model of which some components come from elsewhere: what it is, what it is known by, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.integration.pictures import SHAPES
+from unfuse.core.errors import ConfigError, UsageError
+from unfuse.models import card_of, resolve_source
+from unfuse.weights.composed import parse_component_sources, split_name, with_components
+from unfuse.weights.fingerprints import FINGERPRINTS
+from unfuse.weights.source import is_local, source_of
+
+
+@pytest.fixture(autouse=True)
+def _own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FINGERPRINTS, "_file", None)
+    FINGERPRINTS.remember_in(tmp_path / "data")
+
+
+@pytest.fixture
+def vae(tmp_path: Path) -> Path:
+    """The folder of a VAE with other weights than the built-in model's, and nothing around it."""
+    folder = tmp_path / "other" / "vae"
+    shutil.copytree(SHAPES / "vae", folder)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def pools(folder: Path) -> dict[str, str]:
+    return dict(card_of("m", folder).pools())
+
+
+def rewritten(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_it_is_what_a_folder_with_both_would_be(vae: Path, tmp_path: Path) -> None:
+    """Pools are those of a copy by hand; those of stages that use nothing from elsewhere are the model's own."""
+    copied = tmp_path / "copied"
+    shutil.copytree(SHAPES, copied)
+    shutil.rmtree(copied / "vae")
+    shutil.copytree(vae, copied / "vae")
+
+    found = pools(resolve_source(with_components("unfuse/shapes", {"vae": str(vae)})))
+
+    assert found == pools(copied)
+    own = pools(SHAPES)
+    assert found["vae_decode"] != own["vae_decode"]
+    assert {name: pool for name, pool in found.items() if name != "vae_decode"} == {
+        name: pool for name, pool in own.items() if name != "vae_decode"
+    }
+
+
+def test_a_pipeline_elsewhere_gives_its_component_of_that_name(vae: Path, tmp_path: Path) -> None:
+    shutil.copy(SHAPES / "model_index.json", vae.parent)
+    by_folder, by_pipeline = (
+        pools(resolve_source(with_components("unfuse/shapes", {"vae": str(place)}))) for place in (vae, vae.parent)
+    )
+    assert by_folder == by_pipeline
+    with pytest.raises(ConfigError, match="that model has no component vae_2"):
+        resolve_source(with_components("unfuse/shapes", {"vae_2": str(vae.parent)}))
+
+
+def test_other_processes_find_it_by_its_name(vae: Path) -> None:
+    """The name is what a scheduler offers; made again, it is the same folder, and other weights make another."""
+    name = with_components("unfuse/shapes", {"vae": str(vae)})
+    folder = resolve_source(name)
+    assert source_of(folder) == name and resolve_source(source_of(folder)) == folder == resolve_source(str(folder))
+    assert is_local(name) and not is_local(with_components("owner/model", {"vae": str(vae)}))
+    moved = vae.rename(vae.with_name("moved"))
+    assert resolve_source(with_components("unfuse/shapes", {"vae": str(moved)})) != folder
+
+
+def test_a_folder_that_says_it_is_composed_is_not_believed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SHAPES, folder)
+    folder.with_suffix(".source").write_text("unfuse/shapes#vae=/etc")
+    assert source_of(folder) == str(folder)
+
+
+@pytest.mark.parametrize("name", ["a/b", "a/b@main", "/x/y#z", "a#b", "#", "a#=b", "a#b=", "x" * 5000, "a\0b"])
+def test_other_names_are_not_split(name: str) -> None:
+    assert split_name(name) == (name, {})
+
+
+def test_a_folder_with_such_a_name_is_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a#vae=b"
+    folder.mkdir()
+    assert split_name(str(folder)) == (str(folder), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"_class_name": "AutoencoderKL"},
+            "'AutoencoderKL', and the model needs 'AutoencoderKLWan'",
+        ),
+        ({"in_channels": 3}, "its in_channels is 3, and the model needs 48"),
+        ({"z_dim": 4}, "its z_dim is 4, and the model needs 16"),
+    ],
+)
+def test_a_component_that_does_not_fit_is_refused(vae: Path, changes: dict[str, Any], says: str) -> None:
+    rewritten(vae, **changes)
+    with pytest.raises(ConfigError, match=says):
+        resolve_source(with_components("unfuse/shapes", {"vae": str(vae)}))
+
+
+def test_what_is_no_component_or_no_folder_of_one_is_refused(vae: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such component; components are .*vae"):
+        resolve_source(with_components("unfuse/shapes", {"text_encoder_2": str(vae)}))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="neither model_index.json nor config.json"):
+        resolve_source(with_components("unfuse/shapes", {"vae": str(tmp_path / "empty")}))
+    with pytest.raises(ConfigError, match="no such folder or file here"):
+        resolve_source(with_components("unfuse/shapes", {"vae": "/nowhere"}))
+
+
+def test_a_full_or_closed_data_folder_is_said(vae: Path, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "composed").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made .*choose another data folder"):
+        resolve_source(with_components("unfuse/shapes", {"vae": str(vae)}))
+
+
+@pytest.mark.parametrize("entry", ["vae", "vae=", "=x", "a b=x", "vae=a#b", "../vae=x", "vae/..=x"])
+def test_a_malformed_flag_is_refused(entry: str) -> None:
+    with pytest.raises(UsageError, match="is not COMPONENT=FOLDER"):
+        parse_component_sources((entry,))
+
+
+def test_flags_name_each_component_once_and_folders_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    assert parse_component_sources(("vae=here", "text_encoder=owner/model")) == {
+        "vae": str(tmp_path / "here"), "text_encoder": "owner/model",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="names vae twice"):
+        parse_component_sources(("vae=a", "vae=b"))

@@ -1,0 +1,461 @@
+"""A model's folder: what its components are, what tells one from another, and what is refused."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.numpy import save
+
+from unfuse.core.errors import ConfigError
+from unfuse.models import find
+from unfuse.weights import fingerprints
+from unfuse.weights.folder import ModelFolder, header
+
+HEADER = json.dumps({"tensor": {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}}).encode()
+WHOLE = len(HEADER).to_bytes(8, "little") + HEADER + bytes(4000)
+FILE, SHARD = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-0000{}-of-00002.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelFolder:
+    """A component of one weight file of 4,000 zeros."""
+    component = tmp_path / "vae"
+    component.mkdir()
+    (component / "config.json").write_text("{}")
+    (component / FILE).write_bytes(WHOLE)
+    return ModelFolder(tmp_path)
+
+
+@given(position=st.integers(0, 3999))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_that_is_hashed_whole_shows_any_changed_byte(model: ModelFolder, position: int) -> None:
+    file = model.path / "vae" / FILE
+    before = model.identity("vae")
+
+    at = len(WHOLE) - 4000 + position
+    file.write_bytes(WHOLE[:at] + b"\1" + WHOLE[at + 1 :])
+    changed = model.identity("vae")
+    file.write_bytes(WHOLE)
+
+    assert changed != before
+    assert model.identity("vae") == before
+
+
+def _flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.row("K1")
+def test_any_byte_of_a_file_of_several_pieces_counts(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fingerprint is made of those of pieces, of which the last one is shorter."""
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(fingerprints, "READ_BYTES", 300)
+    file = model.path / "vae" / FILE
+    seen = {model.identity("vae")}
+    positions = range(8 + len(HEADER), len(WHOLE), 97)
+
+    for position in positions:
+        _flip(file, position)
+        seen.add(model.identity("vae"))
+        _flip(file, position)
+
+    assert len(seen) == len(positions) + 1
+
+
+def test_swapped_pieces_of_a_file_count(model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprints, "PIECE_BYTES", 1000)
+    file = model.path / "vae" / FILE
+    end = len(WHOLE) - len(WHOLE) % 1000
+    file.write_bytes(WHOLE[: end - 2000] + b"a" * 1000 + b"b" * 1000 + WHOLE[end:])
+    before = model.identity("vae")
+
+    file.write_bytes(WHOLE[: end - 2000] + b"b" * 1000 + b"a" * 1000 + WHOLE[end:])
+
+    assert model.identity("vae") != before
+
+
+def test_a_model_of_small_files_is_called_as_in_earlier_versions(model: ModelFolder) -> None:
+    """Or what waits in a queue would wait for ever after an upgrade."""
+    known = b"config.json\x002\0{}" + f"{FILE}\0{len(WHOLE)}\0".encode() + WHOLE
+    assert model.identity("vae") == xxhash.xxh3_128_hexdigest(known)
+
+
+def test_size_name_and_configuration_count(model: ModelFolder) -> None:
+    component = model.path / "vae"
+    seen = {model.identity("vae")}
+    (component / FILE).write_bytes(save({"tensor": np.zeros(4001, np.uint8)}))
+    seen.add(model.identity("vae"))
+    (component / FILE).rename(component / "model.safetensors")
+    seen.add(model.identity("vae"))
+    (component / "config.json").write_text('{"a": 1}')
+    seen.add(model.identity("vae"))
+    assert len(seen) == 4
+
+    (component / "README.md").write_text("other files do not")
+    assert model.identity("vae") in seen
+
+
+def test_links_of_a_plain_folder_are_read(model: ModelFolder) -> None:
+    """Unlike those of a folder in the hub library's cache, which name the content."""
+    before = model.identity("vae")
+    file = model.path / "vae" / FILE
+    file.rename(model.path / "elsewhere")
+    file.symlink_to(model.path / "elsewhere")
+    assert model.identity("vae") == before
+
+    _flip(model.path / "elsewhere", -1)
+    assert model.identity("vae") != before
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> ModelFolder:
+    """The same as `model`, as the hub's library keeps it: links to files that are called by their content."""
+    weights, config = hashlib.sha256(WHOLE).hexdigest(), hashlib.sha1(b"blob 2\0{}").hexdigest()
+    place = tmp_path / "models--owner--name"
+    component = place / "snapshots" / "c0ffee" / "vae"
+    for folder in (component, place / "blobs", place / "trees"):
+        folder.mkdir(parents=True)
+    files: dict[str, dict[str, object]] = {}
+    for name, content, blob in ((FILE, WHOLE, weights), ("config.json", b"{}", config)):
+        (place / "blobs" / blob).write_bytes(content)
+        (component / name).symlink_to(f"../../../blobs/{blob}")
+        files[f"vae/{name}"] = {"size": len(content), "blob_id": blob}
+    files[f"vae/{FILE}"] |= {"blob_id": "0" * 40, "lfs_sha256": weights}
+    (place / "trees" / "c0ffee.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    return ModelFolder(component.parent)
+
+
+def test_copies_in_the_place_of_a_hub_s_links_are_the_same_model(snapshot: ModelFolder) -> None:
+    before = snapshot.identity("vae")
+
+    for file in [*(snapshot.path / "vae").iterdir()]:
+        content = file.read_bytes()
+        file.unlink()
+        file.write_bytes(content)
+
+    assert snapshot.identity("vae") == before
+
+
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("name", [FILE, "config.json"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_file_in_the_place_of_a_hub_s_is_hashed(
+    listed: bool, name: str, snapshot: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is a link to a file of any folder, whose name says nothing."""
+    if not listed:
+        (snapshot.path.parents[1] / "trees" / "c0ffee.json").unlink()
+        monkeypatch.setattr(ModelFolder, "_tree", None)
+    file, other = snapshot.path / "vae" / name, tmp_path / "other"
+    seen = {snapshot.identity("vae")}
+    content = WHOLE[:-1] + b"\1" if name == FILE else b'{"a":1}'
+
+    file.unlink()
+    file.write_bytes(content)
+    seen.add(ModelFolder(snapshot.path).identity("vae"))
+    file.unlink()
+    file.symlink_to(other)
+    for fine_tune in (WHOLE[:-2] + b"\1\1", WHOLE[:-2] + b"\2\1") if name == FILE else (b'{"b":1}', b'{"b":2}'):
+        other.write_bytes(fine_tune)
+        seen.add(ModelFolder(snapshot.path).identity("vae"))
+
+    assert len(seen) == 4
+
+
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", [FILE, "config.json"])
+def test_what_was_copied_over_a_hub_s_link_is_hashed(
+    name: str, listed: bool, snapshot: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy goes through the link into the blob, which keeps the name of its old content."""
+    if not listed:
+        (snapshot.path.parents[1] / "trees" / "c0ffee.json").unlink()
+        monkeypatch.setattr(ModelFolder, "_tree", None)
+    file, before = snapshot.path / "vae" / name, snapshot.identity("vae")
+    content = file.read_bytes()
+
+    def copied(data: bytes) -> str:
+        file.write_bytes(data)
+        while file.stat().st_ctime_ns <= file.lstat().st_ctime_ns:  # until the times of the file system show it
+            file.write_bytes(data)
+        return ModelFolder(snapshot.path).identity("vae")
+
+    other = WHOLE[:-1] + b"\1" if name == FILE else b" {}"
+    assert copied(other) != before
+    assert copied(content) == before
+
+
+@pytest.mark.parametrize(("folder", "hub"), [
+    ("models--a--b/snapshots/c", ("a/b", "c")), ("models--b/snapshots/c", ("b", "c")),
+    ("models--a--b/refs/c", None), ("my--models/snapshots/c", None), ("models/snapshots/c", None),
+])  # fmt: skip
+def test_a_folder_of_the_hub_librarys_cache_is_known_by_its_path(
+    folder: str, hub: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    assert ModelFolder(tmp_path / folder).hub == hub
+
+
+def _shard(model: ModelFolder) -> Path:
+    """Replace the weights by two shards and their index."""
+    component = model.path / "vae"
+    (component / FILE).unlink()
+    for number, dtype in enumerate((np.float16, np.float32), 1):
+        (component / SHARD.format(number)).write_bytes(save({f"t{number}": np.zeros((number, 3), dtype)}))
+    index = {"weight_map": {f"t{number}": SHARD.format(number) for number in (1, 2)}}
+    (component / f"{FILE}.index.json").write_text(json.dumps(index))
+    return component
+
+
+@pytest.mark.row("K1")
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_any_byte_of_any_shard_counts_also_behind_a_link(shard: int, link: bool, model: ModelFolder) -> None:
+    file = _shard(model) / SHARD.format(shard)
+    if link:
+        file.rename(model.path / "elsewhere")
+        file.symlink_to(model.path / "elsewhere")
+    before = model.identity("vae")
+
+    _flip(file.resolve(), -3)
+
+    assert model.identity("vae") != before
+    assert [path.resolve() for path in model.files("vae").values()].count(file.resolve()) == 1
+
+
+def test_shards_named_by_an_index_must_all_be_there(model: ModelFolder) -> None:
+    component = _shard(model)
+    assert [file.name for file in model.weights("vae")] == [SHARD.format(1), SHARD.format(2)]
+    assert model.tensors("vae") == {"t1": ("F16", 3), "t2": ("F32", 6)}
+
+    (component / SHARD.format(2)).unlink()
+    for ask in (model.weights, model.size, model.identity, model.tensors):
+        with pytest.raises(ConfigError, match=r"component vae lacks vae/diffusion\S+-00002-of-00002.safetensors; down"):
+            ask("vae")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_an_index_that_names_nothing(content: str, model: ModelFolder) -> None:
+    (_shard(model) / f"{FILE}.index.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"component vae lacks vae/\*.safetensors; download or save"):
+        model.weights("vae")
+
+
+def test_a_shard_of_another_component_is_none(model: ModelFolder) -> None:
+    component = _shard(model)
+    (model.path / "other.safetensors").write_bytes(WHOLE)
+    (component / f"{FILE}.index.json").write_text('{"weight_map": {"t1": "../other.safetensors"}}')
+
+    with pytest.raises(ConfigError, match="component vae lacks vae/../other.safetensors"):
+        model.weights("vae")
+
+
+@pytest.mark.parametrize(("present", "loaded"), [
+    ([FILE, f"{FILE}.index.json"], SHARD.format(1)),
+    (["model.safetensors", "model.safetensors.index.json"], "model.safetensors"),
+])  # fmt: skip
+def test_of_a_file_and_an_index_counts_what_its_library_loads(
+    present: list[str], loaded: str, model: ModelFolder
+) -> None:
+    component = _shard(model)
+    index = (component / f"{FILE}.index.json").read_text()
+    (component / f"{FILE}.index.json").unlink()
+    for name in present:
+        (component / name).write_bytes(index.encode() if name.endswith(".json") else WHOLE)
+
+    assert model.weights("vae")[0].name == loaded
+
+
+def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> None:
+    before = model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")
+    assert before[1] == 2 + len(WHOLE)
+    assert before[3] == {"tensor": ("U8", 4000)}
+
+    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json",
+                 "diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "diffusion_pytorch_model.bin",
+                 "diffusion_pytorch_model.bin.index.json"):  # fmt: skip
+        (model.path / "vae" / name).write_bytes(b"not read")
+
+    assert (model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")) == before
+
+
+PICKLES = "weights that are not safetensors: save the model anew with its library"
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("diffusion_pytorch_model.fp16.safetensors", "a variant, and only plain weights are served: save the model"),
+    ("model.fp16-00001-of-00002.safetensors", "a variant, and only plain weights are served"),
+    ("pytorch_model.bin", PICKLES), ("model.ckpt", PICKLES), ("model.pt", PICKLES), ("model.pth", PICKLES),
+    ("pytorch_lora_weights.safetensors", r"an adapter \(LoRA\), which is not a model: serve its base model"),
+    ("adapter_model.safetensors", r"an adapter \(LoRA\), .* and this with --loras FOLDER"),
+])  # fmt: skip
+def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
+    (model.path / "vae" / FILE).rename(model.path / "vae" / name)
+
+    for ask in (model.weights, model.size, model.identity, model.tensors):
+        with pytest.raises(ConfigError, match=rf"the weights of component vae are {name}, {sentence}"):
+            ask("vae")
+
+
+@pytest.mark.row("P47")
+def test_weights_of_a_text_encoder_under_another_name_are_to_be_renamed(tmp_path: Path) -> None:
+    """As of a file that other tools have of T5, and that somebody put where it belongs."""
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder" / "config.json").write_text('{"architectures": ["UMT5EncoderModel"]}')
+    (tmp_path / "text_encoder" / "umt5_xxl_fp16.safetensors").write_bytes(WHOLE)
+
+    with pytest.raises(ConfigError, match=r"are umt5_xxl_fp16.safetensors, and .* model.safetensors alone: rename"):
+        ModelFolder(tmp_path).weights("text_encoder")
+
+
+def test_an_adapter_beside_the_weights_is_refused_as_transformers_would_apply_it(model: ModelFolder) -> None:
+    (model.path / "vae" / "adapter_config.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match=r"the weights of component vae are adapter_config.json, an adapter \(LoRA\)"):
+        model.identity("vae")
+
+
+def test_a_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(WHOLE)
+    with pytest.raises(
+        ConfigError, match=r"model_index.json is not there, but pytorch_lora_weights.safetensors, an ad"
+    ):
+        ModelFolder(tmp_path).index()
+
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"unet/config.json is not there, but adapter_config.json, an adapter"):
+        ModelFolder(tmp_path).weights("unet")
+
+
+def test_a_quantised_component_is_refused(model: ModelFolder) -> None:
+    (model.path / "vae" / "config.json").write_text('{"quantization_config": null}')
+    model.weights("vae")
+
+    (model.path / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
+    for ask in (model.weights, model.size, model.identity, model.tensors):
+        with pytest.raises(
+            ConfigError, match=r"component vae is quantised \(quantization_config\) by other, which is n"
+        ):
+            ask("vae")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str, model: ModelFolder) -> None:
+    head = HEADER.replace(b'"U8"', f'"{dtype}"'.encode())
+    (model.path / "vae" / FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4000))
+
+    for ask in (model.weights, model.identity, model.tensors):
+        with pytest.raises(ConfigError, match=rf"vae/{FILE} has 8-bit floats, which are not served"):
+            ask("vae")
+
+
+@pytest.mark.parametrize(("content", "sentence"), [
+    (WHOLE[:-1], f"is not whole: it has {len(WHOLE) - 1} bytes, and {len(WHOLE)} by its header"),
+    (WHOLE + b"\0", "is not whole"),
+    (WHOLE[:40], "is not a safetensors file, or cut short"),
+    (WHOLE[:5], "is not a safetensors file, or cut short"),
+    (b"", "is not a safetensors file, or cut short"),
+    (b"\xff" * 8 + bytes(4000), "is not a safetensors file, or cut short"),
+    (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
+    (b"\x02" + bytes(7) + b'"\xff', "is not a safetensors file"),
+    (b"\x09" + bytes(7) + b'{"a": {}}', "is not a safetensors file"),
+])  # fmt: skip
+def test_a_file_that_is_not_whole_is_named(content: bytes, sentence: str, model: ModelFolder) -> None:
+    (model.path / "vae" / FILE).write_bytes(content)
+
+    for ask in (model.weights, model.size, model.identity, model.tensors):
+        with pytest.raises(ConfigError, match=rf"vae/{FILE} {sentence}"):
+            ask("vae")
+
+
+def test_a_header_is_read_and_a_file_that_is_not_there_named(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(save({"a": np.zeros((2, 3), np.float16)}, metadata={"format": "pt"}))
+
+    assert header(tmp_path / "w.safetensors") == {"a": {"dtype": "F16", "shape": [2, 3], "data_offsets": (0, 12)}}
+    with pytest.raises(ConfigError, match=r"none.safetensors cannot be read \(No such file or directory\)"):
+        header(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize(("component", "file"), [
+    ("vae", "config.json"), ("text_encoder_2", "config.json"), ("image_encoder", "config.json"),
+    ("scheduler", "scheduler_config.json"), ("tokenizer", "tokenizer_config.json"),
+    ("tokenizer_2", "tokenizer_config.json"), ("image_processor", "preprocessor_config.json"),
+    ("feature_extractor", "preprocessor_config.json"), ("processor", "tokenizer_config.json"),
+])  # fmt: skip
+def test_each_component_has_its_configuration_file(component: str, file: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{component}/{file} cannot be read"):
+        ModelFolder(tmp_path).config(component)
+
+    (tmp_path / component).mkdir()
+    (tmp_path / component / file).write_text('{"found": true}')
+    assert ModelFolder(tmp_path).config(component) == {"found": True}
+
+
+def test_weights_without_their_configuration_are_no_checkpoint_of_another_layout(model: ModelFolder) -> None:
+    (model.path / "vae" / "config.json").unlink()
+
+    with pytest.raises(ConfigError, match="vae/config.json cannot be read .* so component vae is incomplete"):
+        model.weights("vae")
+
+
+def test_a_component_without_weights_has_a_size_and_no_parameters(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer" / "merges.txt").write_text("a b")
+
+    model = ModelFolder(tmp_path)
+    assert (model.size("tokenizer"), model.weights("tokenizer"), model.tensors("tokenizer")) == (5, [], {})
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer/tokenizer_config.json cannot be read"):
+        model.identity("tokenizer")
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        nested(5000), b'{"_class_name":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"_class_name":' + b"9" * 5000 + b"}",
+        b'{"_class_name":"' + b"x" * 1_000_000 + b'"}', b'{"_class_name":["a"]}', b"{}", b"[]", b"null", b"", b"\xff",
+        b'{"_class_name":NaN}', b'{"_class_name":"\\ud800"}', b'{"_class_name":"\\u0000"}',
+    ],
+    ids=lambda content: repr(content[:20]),
+)  # fmt: skip
+def test_an_index_of_absurd_content_is_one_sentence(content: bytes, model: ModelFolder) -> None:
+    (model.path / "model_index.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        find(model.path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+
+
+def test_a_configuration_nested_for_ever_is_one_sentence(model: ModelFolder) -> None:
+    (model.path / "vae" / "config.json").write_bytes(nested(5000))
+    with pytest.raises(ConfigError, match="config.json is not valid"):
+        model.config("vae")
+    (model.path / "vae" / FILE).write_bytes(len(nested(5000)).to_bytes(8, "little") + nested(5000))
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        header(model.path / "vae" / FILE)
+
+
+def test_settings_of_how_a_language_model_is_served_are_no_part_of_it(tmp_path: Path) -> None:
+    """Given `serving.json` beside its weights, when an operator edits it, then the model that is served is the same."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(WHOLE)
+    before = ModelFolder(tmp_path).identity("model")
+
+    for setting in ("{}", '{"limits": {"max_tokens": 10}}'):
+        (tmp_path / "serving.json").write_text(setting)
+        assert ModelFolder(tmp_path).identity("model") == before
+    assert "serving.json" not in ModelFolder(tmp_path).files("model")

@@ -1,0 +1,131 @@
+"""Weights that rest: what is computed stays the same, and one component at a time is on the device.
+
+The host stands in for a GPU here: what comes to the device is a copy that goes again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from transformers import UMT5EncoderModel
+
+from tools.tiny import adapter
+from unfuse.core.compute import ComputeOptions, Offload
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Params
+from unfuse.models import resolve_source
+from unfuse.models.base import Loader, Runtime
+from unfuse.weights.adapters import Adapters, Loras
+from unfuse.weights.folder import ModelFolder
+from unfuse.weights.offload import rest
+
+SHAPES = resolve_source("unfuse/shapes")
+HOST = torch.device("cpu")
+VAE = {"vae": ("diffusers", "AutoencoderKLWan")}
+
+
+def transformer() -> WanTransformer3DModel:
+    return WanTransformer3DModel.from_pretrained(SHAPES, subfolder="transformer").eval()
+
+
+def vae() -> AutoencoderKLWan:
+    return AutoencoderKLWan.from_pretrained(SHAPES, subfolder="vae").eval()
+
+
+@torch.no_grad()
+def denoise(model: torch.nn.Module) -> torch.Tensor:
+    latents, text = torch.linspace(-1, 1, 16 * 64).view(1, 16, 1, 8, 8), torch.ones(1, 16, 96)
+    found: torch.Tensor = model(latents, torch.tensor([500]), text, return_dict=False)[0]
+    return found
+
+
+@torch.no_grad()
+def decode(model: AutoencoderKLWan) -> torch.Tensor:
+    found: torch.Tensor = model.decode(torch.linspace(-1, 1, 16 * 64).view(1, 16, 1, 8, 8), return_dict=False)[0]
+    return found
+
+
+def places(model: torch.nn.Module) -> list[int]:
+    """Where the weights of a model lie."""
+    return [tensor.data_ptr() for tensor in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["model", "sequential"])
+def test_a_model_that_rests_computes_what_it_computed(how: Offload) -> None:
+    assert torch.equal(denoise(rest(transformer(), HOST, how)), denoise(transformer()))
+    assert torch.equal(decode(rest(vae(), HOST, how)), decode(vae()))
+
+
+def test_an_encoder_whose_layers_rest_encodes_what_it_encoded() -> None:
+    plain = UMT5EncoderModel.from_pretrained(SHAPES, subfolder="text_encoder").eval()
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        expected = plain(tokens).last_hidden_state
+        assert torch.equal(rest(plain, HOST, "sequential")(tokens).last_hidden_state, expected)
+
+
+def test_a_component_is_on_the_device_until_another_one_runs() -> None:
+    one, two = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
+    resting = places(one), places(two)
+    denoise(one)
+    there = places(one)
+    assert not {*there} & {*resting[0]}
+    denoise(one)
+    assert places(one) == there  # it stays while only it runs
+    decode(two)
+    assert (places(one), places(two) == resting[1]) == (resting[0], False)
+    denoise(one)
+    assert places(two) == resting[1]
+
+
+def test_what_comes_to_the_device_goes_again_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rest(transformer(), HOST, "model")
+    resting, calls = places(model), 0
+    to = torch.Tensor.to
+
+    def full(tensor: torch.Tensor, *given: object, **options: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise torch.OutOfMemoryError("no room")
+        return to(tensor, *given, **options)  # type: ignore[arg-type,call-overload,no-any-return,unused-ignore]
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch.Tensor, "to", full)
+        denoise(model)
+    assert places(model) == resting
+    assert torch.equal(denoise(model), denoise(transformer()))
+
+
+def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> None:
+    """Given adapters that come, change and go on a transformer that another model drives from its place."""
+    for name, rank in (("one", 2), ("two", 3)):
+        adapter(SHAPES, tmp_path, name, rank, rank)
+    loras, one, other = Loras(str(tmp_path)), transformer(), vae()
+    resting, busy = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
+    sides = [Adapters(loras, model, lambda: WanPipeline, HOST, 1) for model in (one, resting)]
+    for name in ("", "one", "two", "", "one"):
+        own: Params = {"lora": name, "lora_scale": 0.5} if name else {}
+        for side in sides:
+            side.use(own, loras.id_of(name) if name else "")
+        assert torch.equal(denoise(one), denoise(resting)), name
+        assert torch.equal(decode(other), decode(busy))
+
+
+@pytest.mark.parametrize("how", ["model", "sequential"])
+def test_offload_on_a_cpu_is_refused(how: Offload) -> None:
+    runtime = Runtime("cpu", {"vae": "float32"}, ComputeOptions(offload=how))
+    with pytest.raises(ConfigError, match=f"--offload {how} needs a GPU"):
+        Loader(ModelFolder(Path(SHAPES)), VAE, runtime, None).model("vae")
+
+
+def test_what_a_component_takes_in_memory_is_reported() -> None:
+    reports: list[tuple[str, float, int]] = []
+    loader = Loader(ModelFolder(SHAPES), VAE, Runtime("cpu", {"vae": "bfloat16"}), lambda *found: reports.append(found))
+    model = loader.model("vae")
+    ((name, seconds, size),) = reports
+    assert (name, size) == ("vae", sum(2 * tensor.numel() for tensor in model.parameters()))
+    assert seconds > 0

@@ -1,0 +1,155 @@
+"""Transformers and encoders that torchao has quantised make the bits that diffusers makes of the same folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models import conftest as c
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.models import find
+from unfuse.models.base import Runtime
+from unfuse.planning.placement import CPU, Device, Wanted
+from unfuse.service.plan import look_into
+from unfuse.stages.base import Stage
+from unfuse.weights.folder import ModelFolder
+from unfuse.weights.quantised import check, library
+
+JOBS = {job.name: job for job in c.QUANTISED}
+Copied = Callable[[str], Path]
+
+
+def load(folder: Path, kind: str, dtype: str = "float32", loras: str = "", offload: Any = "none") -> Stage:
+    card = find(folder).card("m", folder, dtype)
+    (spec,) = (spec for spec in card.pipeline.stages if spec.kind == kind)
+    return find(folder).load(spec, folder, Runtime("cpu", card.dtypes, ComputeOptions(offload=offload), loras))
+
+
+def said(folder: Path, component: str, **changes: object) -> Path:
+    """The folder, with that in what a configuration says of quantising."""
+    file = folder / component / "config.json"
+    config = json.loads(file.read_text())
+    c.edit(file, quantization_config={**config.get("quantization_config", {}), **changes})
+    return folder
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_results_are_those_of_what_diffusers_loads(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+    job, expected = JOBS[name], undivided.result(name)
+    loaded = stages(undivided.folder(job.model), job.dtype)
+    [(latents, pixels)] = c.divided(loaded, job.params, {}, [job.params["seed"]])
+    assert np.array_equal(latents.float().numpy(), expected["latents"])
+    assert np.array_equal(pixels, expected["pixels"])
+
+
+def test_quantising_changes_what_is_made_and_stays_in_memory(undivided: c.Undivided, stages: c.Load) -> None:
+    folder = undivided.folder("wan-int8")
+    transformer = stages(folder)["denoise"]._denoiser.transformers[0]  # type: ignore[attr-defined]
+    assert type(transformer.blocks[0].attn1.to_q.weight.data).__name__ == "Int8Tensor"
+    [(plain, _)] = c.divided(stages(undivided.folder("wan")), c.wan_params(20, num_frames=5), {}, [20])
+    assert 0 < np.abs(plain.numpy() - undivided.result("torchao-video")["latents"]).mean() < 0.5
+
+
+def test_plans_count_packed_bytes_and_no_ranks_or_adapters(undivided: c.Undivided) -> None:
+    cpu = (Device(CPU, 1 << 36),)
+    plain, packed = (
+        look_into([str(undivided.folder(kind))], "", Wanted({}, {}, ComputeOptions()), cpu)[0]
+        for kind in ("wan", "wan-int8")
+    )
+    for part in ("transformer", "text_encoder"):
+        file = next((packed.folder / part).glob("*.safetensors")).stat().st_size
+        assert file <= packed.components[part].memory < plain.components[part].memory
+        assert not packed.components[part].mapped
+    spreads = {spec.kind: spec.spreads for spec in packed.card.pipeline.stages}
+    assert not spreads["denoise"] and not spreads["text_encode"] and spreads["vae_decode"]
+    assert plain.card.takes_lora and not packed.card.takes_lora
+
+
+def test_floats_that_become_wider_are_counted_so(undivided: c.Undivided) -> None:
+    folder, cpu = str(undivided.folder("wan-float8")), (Device(CPU, 1 << 36),)
+    half, full = (
+        look_into([folder], "", Wanted({}, {}, ComputeOptions(dtype=dtype)), cpu)[0].components["transformer"].memory
+        for dtype in ("bfloat16", "float32")
+    )
+    assert half < full
+
+
+def test_a_folder_of_adapters_is_not_for_it(undivided: c.Undivided) -> None:
+    stage = load(undivided.folder("wan-int8"), "denoise", loras=str(undivided.folder("loras")))
+    assert stage._adapters is None  # type: ignore[attr-defined]
+
+
+def test_what_cannot_compute_is_refused_before_it_is_loaded(
+    copied: Copied, undivided: c.Undivided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", None)
+    with pytest.raises(ConfigError, match="--offload model cannot move"):
+        load(undivided.folder("wan-int8"), "denoise", offload="model")
+    with pytest.raises(ConfigError, match="quantised for bfloat16: use --dtype transformer=bfloat16"):
+        load(undivided.folder("wan-float8"), "denoise")
+    folder = said(copied("wan-int8"), "transformer", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}})
+    with pytest.raises(ConfigError, match="Int4WeightOnlyConfig, which needs a GPU"):
+        load(folder, "denoise")
+    check("transformer", ModelFolder(folder).quantisation("transformer"), (), "float32", "cuda", "none")
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by bitsandbytes, which is not served"),
+    ({"quant_method": ["torchao"]}, "which is not served"),
+    ({"quant_method": "torchao", "quant_type": "int8wo"}, "does not say how"),
+    ({"quant_type": {"default": {"_type": "quantize_", "_data": {}}}}, "with quantize_, which is not served"),
+    ({"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": [{"_type": "os.system"}]}}}, "os.system"),
+])  # fmt: skip
+def test_other_ways_to_quantise_are_refused_by_name(changes: dict[str, object], says: str, copied: Copied) -> None:
+    folder = said(copied("wan-int8"), "transformer", **changes)
+    with pytest.raises(ConfigError, match=says):
+        find(folder).card("m", folder)
+
+
+def test_pickles_of_older_versions_are_refused(copied: Copied) -> None:
+    folder = copied("wan-int8")
+    next((folder / "transformer").glob("*.safetensors")).unlink()
+    (folder / "transformer/diffusion_pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(ConfigError, match="not safetensors: save the model anew"):
+        find(folder).card("m", folder)
+
+
+def test_a_language_model_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "torchao"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="not served of language models: give a GGUF file"):
+        ModelFolder(tmp_path).weight_names("model")
+
+
+def test_other_quantised_weights_are_another_pool(copied: Copied, undivided: c.Undivided) -> None:
+    folder = copied("wan-int8")
+    cards = [find(one).card("m", one) for one in (folder, undivided.folder("wan"))]
+    assert cards[0].pools()["denoise"] != cards[1].pools()["denoise"]
+    assert cards[0].pools()["vae_decode"] == cards[1].pools()["vae_decode"]
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library([None, {}]) == set()
+    assert library([{"quant_method": "torchao"}]) == {"torchao"}
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ConfigError, match=r"pip install 'unfuse\[torchao\]'"):
+        library([{"quant_method": "torchao"}])
+
+
+def test_one_part_of_a_model_may_be_quantised(copied: Copied, undivided: c.Undivided, stages: c.Load) -> None:
+    folder = copied("wan-int8")
+    shutil.rmtree(folder / "text_encoder")
+    shutil.copytree(undivided.folder("wan") / "text_encoder", folder / "text_encoder")
+    card = find(folder).card("m", folder)
+    assert {spec.kind: bool(spec.spreads) for spec in card.pipeline.stages}["text_encode"]
+    assert c.divided(stages(folder), c.wan_params(), {}, [1])

@@ -1,0 +1,199 @@
+"""Tools: functions that a model may call, and the grammar of an answer that calls them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.parameters import printable
+from unfuse.core.reading import CallFormat
+from unfuse.core.schemas import schema_text, strict_in, types_of
+from unfuse.language.grammar import Grammar
+from unfuse.language.structured_outputs import AnswerFormat
+
+MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most calls that a model may write at once
+NOTHING = {"type": "object", "additionalProperties": False}  # the schema of a function's parameters that says none
+SHOWN_NOTHING = {"type": "object", "properties": {}}  # the same for chat templates
+
+_NAME = re.compile("[a-zA-Z0-9_.-]{1,128}")  # as in MCP; OpenAI's API allows 64 characters, and no dot
+
+Choice = Literal["auto", "required"]
+
+OLDER = {"functions": "tools", "function_call": "tool_choice"}
+"""Parameters that OpenAI has deprecated, with their replacements."""
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """A request's functions, as they were sent, and which of them may or must be called."""
+
+    functions: tuple[dict[str, Any], ...]
+    choice: Choice = "auto"
+    names: tuple[str, ...] = ()
+    several: bool = True
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The functions that may be called."""
+        return [one["function"] for one in self.functions if one["function"]["name"] in self.names]
+
+    @property
+    def types(self) -> dict[str, dict[str, str]]:
+        """The types of the parameters of each callable function, by name."""
+        return {function["name"]: types_of(function.get("parameters")) for function in self.callable}
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """All functions for chat templates. A missing description or missing parameters are added, empty."""
+        return [{**tool, "function": _complete(tool["function"])} for tool in self.functions]
+
+
+def _complete(function: Mapping[str, Any]) -> dict[str, Any]:
+    said = {key: value for key, value in function.items() if value is not None}
+    return {
+        **said,
+        **{key: one for key, one in (("description", ""), ("parameters", SHOWN_NOTHING)) if key not in said},
+    }
+
+
+def read_tools(fields: Mapping[str, Any]) -> Tools | None:
+    """What a request says of tools; None if it has none, or wants none. Raises InvalidParameter."""
+    for name, newer in OLDER.items():
+        if fields.get(name) is not None:
+            raise InvalidParameter(f"{name} is deprecated: send {newer} instead", name)
+    functions, choice = fields.get("tools"), fields.get("tool_choice")
+    if functions is None or functions == []:
+        if choice not in (None, "none", "auto"):
+            raise InvalidParameter("tool_choice chooses among tools: send tools too", "tool_choice")
+        return None
+    if not isinstance(functions, list) or len(functions) > MAX_TOOLS:
+        raise InvalidParameter(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
+    tools = tuple(_function(one, f"tools[{number}]") for number, one in enumerate(functions))
+    names = tuple(one["function"]["name"] for one in tools)
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidParameter(f"tools: two functions are called {double}", "tools")
+    return _chosen(choice, Tools(tools, "auto", names, fields.get("parallel_tool_calls") is not False))
+
+
+def _chosen(choice: object, tools: Tools) -> Tools | None:
+    """Return the tools as restricted by `tool_choice`; None for "none"."""
+    names = tools.names
+    match choice:
+        case "none":
+            return None
+        case None | "auto":
+            return tools
+        case "required":
+            return replace(tools, choice="required")
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)} if (
+            name in names
+        ):
+            return replace(tools, choice="required", names=(name,), several=False)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            return replace(tools, choice=mode, names=_allowed(allowed, names))
+    known = f"none, auto, required, allowed_tools, or a function by its name ({', '.join(names)[:200]})"
+    raise InvalidParameter(f"tool_choice must be {known}, not {printable(choice)}", "tool_choice")
+
+
+def _allowed(allowed: list[Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the allowed tools. Raises InvalidParameter for one that is not in `names`."""
+    found = list[str]()
+    for one in allowed:
+        match one:
+            case {"type": "function", "function": {"name": str(name)}} if name in names:
+                found.append(name)
+            case {"type": "function", "name": str(name)} if name in names:
+                found.append(name)
+            case _:
+                message = f"tool_choice: each allowed tool must be a function in tools, not {printable(one)}"
+                raise InvalidParameter(message, "tool_choice")
+    if not found:
+        raise InvalidParameter("tool_choice: at least one tool must be allowed", "tool_choice")
+    return tuple(found)
+
+
+def _function(value: Any, where: str) -> dict[str, Any]:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        message = f"{where} is of type {kind[:40]}, which is not supported: send it as a tool of type function"
+        raise InvalidParameter(message, "tools")
+    if kind == "function" and "function" not in value and "name" in value:  # the form of the Responses API
+        value = {"type": kind, "function": {key: one for key, one in value.items() if key != "type"}}
+    function = value.get("function") if kind == "function" else None
+    if not isinstance(function, dict):
+        raise InvalidParameter(f"{where} must be an object of type function, with a function", "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        rule = "1 to 128 letters, digits, _, . or -"
+        raise InvalidParameter(f"{where}.function.name must be {rule}, not {printable(name)}", "tools")
+    if not isinstance(function.get("description"), str | None):
+        raise InvalidParameter(f"{where}.function.description must be a text", "tools")
+    if not isinstance(parameters, dict | None):
+        raise InvalidParameter(f"{where}.function.parameters must be a JSON schema, an object", "tools")
+    strict_in(function, "tools")
+    return dict(value)
+
+
+def grammar_of(
+    answer: AnswerFormat | None, tools: Tools | None, how: CallFormat, relaxed: bool = False
+) -> Grammar | None:
+    """Return the grammar of an answer with this format and these tools; None if it may be any text.
+
+    With a format and optional tools, the model writes either calls or an answer of the format. With optional tools of
+    which some are strict, any text is allowed, but a call must follow the schema. Schemas are `relaxed` as in
+    `schema_text`. Raises InvalidParameter.
+    """
+    if tools is None:
+        return answer.grammar(relaxed) if answer else None
+    if tools.choice == "required":
+        return _lark("start: calls", *_calls(tools, how.as_written, relaxed))
+    if answer is None:
+        strict = any(function.get("strict") is True for function in tools.callable)
+        return _lark(*_free(how), *_calls(tools, how, relaxed)) if strict and how.open and not how.written else None
+    if answer.kind != "json_schema":
+        message = f"{answer.param} of type {answer.kind} does not allow tool calls: set tool_choice to none"
+        raise InvalidParameter(message, answer.param)
+    schema = answer.grammar(relaxed).text
+    return _lark("start: calls | answer", f"answer: %json {schema}", *_calls(tools, how.as_written, relaxed))
+
+
+def _lark(*rules: str) -> Grammar:
+    return Grammar("lark", "\n".join(rules))
+
+
+def _literal(text: str) -> str:
+    """Return a text as a literal in Lark's notation; "" for ""."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _free(how: CallFormat) -> list[str]:
+    """Rules by which any text may be written, and what follows the mark of a call is a call."""
+    mark = how.starts[0]
+    return [
+        "start: (text_and_mark rest)* TEXT",
+        f"text_and_mark[lazy]: TEXT {_literal(mark)}",
+        "TEXT: /(.|\\n)*/",
+        f"rest: {_literal(how.open.removeprefix(mark))} body {_literal(how.close)}",
+    ]
+
+
+def _calls(tools: Tools, how: CallFormat, relaxed: bool) -> list[str]:
+    """Return the rules for `calls`, one or several, and for their `bodies`."""
+    names = [f"body_{number}" for number in range(len(tools.callable))]
+    more = f" ({_literal(how.between)} body){{0,{MAX_CALLS - 1}}}" if tools.several and how.between else ""
+    rules = [
+        f"calls: {_literal(how.open)} bodies {_literal(how.close)}",
+        f"bodies: body{more}",
+        f"body: {' | '.join(names)}",
+    ]
+    for name, function in zip(names, tools.callable, strict=True):
+        head = _literal(how.head.replace("NAME", function["name"]))
+        strict, schema = function.get("strict") is True, function.get("parameters") or NOTHING
+        arguments = schema_text(schema, strict, "tools", relaxed)
+        rules.append(f"{name}: {head} %json {arguments} {_literal(how.tail)}")
+    return rules

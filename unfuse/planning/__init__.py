@@ -1,0 +1,1 @@
+"""What a machine has, which layout fits, and where workers go."""

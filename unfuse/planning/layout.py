@@ -1,0 +1,179 @@
+"""Chooses the layout: which stages share a worker, and how many workers there are (`--workers auto`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from unfuse.arena.limits import readable_bytes
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import ALL
+from unfuse.planning.placement import CPU, PROCESS, Device, Needs, Placed, Wanted, devices_of, parse_workers, place
+from unfuse.scheduler.costs import UNMEASURED_S, Costs
+
+SPLIT, SWAP = "split", "swap"
+
+THREADS = 4
+"""The most threads of a worker on the CPU, and the least workers where there are as many cores: a forward in one thread
+is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
+
+
+class Means(msgspec.Struct, frozen=True):
+    """What there is beside devices: cores, host memory a worker may take (0: any), and the file of costs."""
+
+    cores: int = 1
+    memory_limit: int = 0
+    costs: Path | None = None
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A layout, as `--workers` has it: predicted requests a time, and why it cannot be ("" if it can).
+
+    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other.
+    """
+
+    workers: str
+    rate: float
+    refusal: str = ""
+
+    def of(self, wanted: Wanted) -> Wanted:
+        """The workers of this layout."""
+        if self.workers == SPLIT:
+            return replace(wanted, auto=False)
+        if self.workers == SWAP:
+            return replace(wanted, auto=False, split=False, counts={ALL: 1}, swap=True)
+        return replace(wanted, auto=False, split=False, counts=parse_workers(self.workers))
+
+
+class Layouts(msgspec.Struct, frozen=True):
+    """All that were looked at, the best first, whether their stages were measured, and the roles of these."""
+
+    found: tuple[Layout, ...]
+    measured: bool
+    roles: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Layout:
+        """The best one that can be, else the split, whose refusal says what would help."""
+        able = (layout for layout in self.found if not layout.refusal)
+        return next(able, None) or next(layout for layout in self.found if layout.workers == SPLIT)
+
+    @property
+    def whole(self) -> list[Layout]:
+        """Those that can be in which every worker has all stages."""
+        whole = (layout for layout in self.found if layout.workers.rpartition("=")[0] == ALL)
+        return [layout for layout in whole if not layout.refusal]
+
+    @property
+    def why(self) -> str:
+        """One line: what was chosen, and why."""
+        workers = self.chosen.workers
+        main = workers.rpartition(",")[2].partition("=")[0]
+        if workers == SWAP:
+            reason = "each worker has one model at a time, since all do not fit together"
+        elif ALL not in workers:
+            refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
+            reason = f"each stage has workers of its own, since all do not fit in one: {refused.partition(';')[0]}"
+        elif main != ALL:
+            reason = f"workers run all stages on the GPUs where these fit, and only {main} on the others"
+        elif len(self.roles) == 1:
+            reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
+        else:
+            reason = "each worker runs all stages, since models that fit whole keep a machine busiest"
+        return f"layout {workers}: {reason}"
+
+
+def layouts(
+    cards: Iterable[ModelCard], needs: Needs, wanted: Wanted, devices: tuple[Device, ...], means: Means
+) -> Layouts:
+    """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
+
+    They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what requests
+    took says only how much better one is, so a restart changes nothing.
+    """
+    cards = list(cards)
+    (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
+    found: list[tuple[float, Layout]] = []
+    for workers in (*_names(needs, wanted, devices, means.cores), SWAP):
+        if workers == SWAP and (len(cards) == 1 or not all(layout.refusal for _, layout in found)):
+            break
+        layout = Layout(workers, 0.0)
+        try:
+            placed = place(needs, layout.of(wanted), devices)
+        except ConfigError as error:
+            found.append((0.0, replace(layout, refusal=str(error))))
+            continue
+        refusal = _too_large(placed, means.memory_limit)
+        layout = replace(layout, rate=rate(placed, shares, wanted, means), refusal=refusal)
+        found.append((rate(placed, guessed, wanted, means), layout))
+    ordered = sorted(found, key=lambda one: -round(one[0], 3))
+    return Layouts(tuple(layout for _, layout in ordered), measured, tuple(needs))
+
+
+def parts(cards: Iterable[ModelCard], costs: Path | None) -> tuple[dict[str, float], bool]:
+    """The share of each role in the seconds of a request with default parameters; whether all were measured."""
+    known, seconds, measured = Costs(costs), dict[str, float](), True
+    for card in cards:
+        pools = card.pools()
+        for stage in card.pipeline.stages:
+            work = stage.work.of(card.defaults)
+            took = known.seconds(pools[stage.name], work)
+            measured = measured and took is not None
+            seconds[stage.role] = seconds.get(stage.role, 0.0) + (took or UNMEASURED_S * prod(work))
+    whole = sum(seconds.values())
+    return {role: part / whole for role, part in seconds.items()}, measured
+
+
+def rate(placed: Iterable[Placed], shares: Mapping[str, float], wanted: Wanted, means: Means) -> float:
+    """Requests at a time that these workers can do, if one core, or GPU, could do one."""
+    placed = list(placed)
+    gpus = {worker.device for worker in placed if not worker.on_cpu}
+    threads = wanted.compute.threads or max(1, means.cores // len(placed))
+    most = float(len(gpus)) if gpus else float(means.cores)
+
+    def speed(worker: Placed) -> float:
+        """On a GPU workers take turns."""
+        if worker.on_cpu:
+            return float(min(threads * len(worker.devices), means.cores))
+        return 1.0 / sum(other.device == worker.device for other in placed)
+
+    whole = sum(speed(worker) for worker in placed if worker.role == ALL)
+    own = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        left = sum(max(0.0, middle * share - own[role]) for role, share in shares.items())
+        low, high = (middle, high) if left <= whole else (low, middle)
+    return low
+
+
+def _names(needs: Needs, wanted: Wanted, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
+    """Layouts to look at. The main role is the one that is placed first: that of the stages with many forwards."""
+    (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
+    gpus = [name for name in devices_of(ALL, wanted, devices) if name != CPU]
+    if gpus:
+        for whole in range(len(gpus), 0, -1):
+            more = len(gpus) - whole
+            yield f"{ALL}={whole}" + (f",{main}={more}" if more else "")
+        most = len(gpus)
+    else:
+        most = max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
+        for whole in range(most, 0, -1):
+            yield f"{ALL}={whole}"
+    for count in range(most, 1, -1):
+        yield ",".join(f"{role}={count if role == main else 1}" for role in needs)
+    yield SPLIT
+
+
+def _too_large(placed: Iterable[Placed], limit: int) -> str:
+    """Why workers may not be as large as these."""
+    for worker in placed:
+        takes = PROCESS + sum(part.bytes for part in worker.parts)
+        if limit and worker.on_cpu and takes > limit:
+            return f"it would take {readable_bytes(takes)}, and --memory-limit allows {readable_bytes(limit)}"
+    return ""

@@ -1,1 +1,0 @@
-"""Background work that goes on, whatever it raises."""

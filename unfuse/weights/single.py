@@ -1,0 +1,138 @@
+"""Components of diffusers that are one file as another tool has saved it: by the names of a model's makers, or GGUF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unfuse.weights.gguf import GGUF, contents
+
+if TYPE_CHECKING:
+    import torch
+
+PARTS = "diffusion_pytorch_model*", "*model.*.safetensors", "model-0*", "adapter_model*", "pytorch_lora_weights*"
+"""What files are called that libraries save beside others: one of them alone is not all of a component."""
+
+WITHIN = (
+    "model.diffusion_model.", "model_ema.", "first_stage_model.", "vae.", "cond_stage_model.", "conditioner.",
+    "text_encoders.",
+)  # fmt: skip
+"""Prefixes of tensor names in a single file that holds several components."""
+
+OWN = {"vae": ("first_stage_model.", "vae."), "": ("model.diffusion_model.",)}
+"""Prefixes of a component's tensor names in a single file that holds several components; "" is the denoiser."""
+
+
+BY_ARCHITECTURE = {
+    "flux": ("Flux", "Chroma"), "sd1": ("UNet",), "sdxl": ("UNet",), "sd3": ("SD3",), "aura": ("AuraFlow",),
+    "ltxv": ("LTX",), "hyvid": ("Hunyuan",), "wan": ("Wan", "SkyReels", "ChronoEdit"), "hidream": ("HiDream",),
+    "cosmos": ("Cosmos",), "lumina2": ("Lumina", "ZImage"), "qwen_image": ("QwenImage",),
+    **dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma2", "gemma3", "t5", "t5encoder"), ()),
+}  # fmt: skip
+"""How classes of denoisers begin, by what usual tools write as `general.architecture` of GGUF files of them."""
+
+BY_TENSOR = {
+    "double_blocks.0.img_attn.norm.key_norm.scale": ("Flux", "Chroma", "Hunyuan"),
+    "joint_blocks.0.context_block.adaLN_modulation.1.bias": ("SD3",),
+    "patchify_proj.weight": ("LTX",),
+    "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.bias": ("Hunyuan",),
+    "head.modulation": ("Wan", "SkyReels", "ChronoEdit"),
+    "layers.0.adaLN_modulation.0.weight": ("ZImage", "Lumina"),
+    "input_blocks.0.0.weight": ("UNet",),
+}
+"""The same by a tensor's name in the files of the models' makers, which tells them from others."""
+
+
+def is_of(kind: str, names: Collection[str], architecture: str = "") -> bool:
+    """Return whether a file with these tensors may be of this class of denoisers."""
+    if "Transformer" not in kind and "UNet" not in kind:
+        return True
+    plain = {name.removeprefix(OWN[""][0]) for name in names}
+    hints = [begins for name, begins in BY_TENSOR.items() if name in plain]
+    hints += [BY_ARCHITECTURE[architecture]] if architecture in BY_ARCHITECTURE else []
+    return not hints or any(kind.startswith(begins) for begins in hints)
+
+
+def single_of(files: Collection[str], *usual: str) -> str:
+    """The one of a component's files that has all its weights; "" if there are several, or one of the usual names."""
+    found = [] if not set(usual).isdisjoint(files) else singles_of(files)
+    return found[0] if len(found) == 1 else ""
+
+
+def singles_of(files: Collection[str]) -> list[str]:
+    """Return those of a component's files that may each hold all of its weights, sorted."""
+    whole = [name for name in files if not any(fnmatchcase(name, pattern) for pattern in PARTS)]
+    return sorted(name for name in whole if Path(name).suffix in (GGUF, ".safetensors"))
+
+
+def own_names(component: str, names: Collection[str]) -> list[str]:
+    """Return the names of the tensors that a component is loaded from.
+
+    Tensors of other components in the file may have any dtype, because they are not loaded.
+    """
+    begins = next((begin for begin in OWN.get(component, OWN[""]) if any(name.startswith(begin) for name in names)), "")
+    return [name for name in names if (name.startswith(begins) if begins else not _part(name))]
+
+
+def load_single(kind: Any, file: Path, dtype: torch.dtype) -> tuple[Any, dict[str, list[str]]]:
+    """What diffusers makes of such a file and of the configuration beside it, and what the file lacks.
+
+    Raises ValueError where diffusers reads no such file for that class, or the file is of another one, and what its
+    loading raises.
+    """
+    from diffusers import GGUFQuantizationConfig
+
+    if not hasattr(kind, "from_single_file"):
+        raise ValueError(f"{file.name} is not in diffusers' layout, and diffusers reads no other one for this class")
+    how = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if file.suffix == GGUF else {}
+    given = {"config": str(file.parent), "torch_dtype": dtype, "local_files_only": True, **how}
+    try:
+        model = kind.from_single_file(str(file), **given)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        told = f"{file.name} is of another model, or saved by a tool that diffusers does not know"
+        raise ValueError(f"{told} ({error!r}): give one of a {kind.__name__}") from error
+    missing = [key for key, tensor in model.state_dict().items() if tensor.is_meta]
+    return model, {"missing_keys": missing, "unexpected_keys": _unused(kind, model, file)}
+
+
+def _unused(kind: Any, model: Any, file: Path) -> list[str]:
+    """Return the names of a file's tensors that diffusers drops or that the model does not have.
+
+    Diffusers' conversion is run again on tensors without data. Tensors of other components in the file are ignored.
+    """
+    import torch
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    from unfuse.weights.traced import sources_of, traced
+
+    shapes = _shapes(file)
+    own, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
+    empty, _ = traced({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    if own.keys() != shapes.keys():
+        named = (SINGLE_FILE_LOADABLE_CLASSES.get(one.__name__) for one in kind.__mro__)
+        convert = next(one for one in named if one)["checkpoint_mapping_fn"]
+        try:
+            empty = convert(config=dict(model.config), checkpoint=empty)
+        except (RuntimeError, NotImplementedError):  # the conversion needs tensor values
+            return []
+    used = sources_of([tensor for name, tensor in empty.items() if name in own])
+    parts = {_part(name) for name in used}
+    left = [name for name in shapes if name not in used and _part(name) in parts]
+    return [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
+
+
+def _part(name: str) -> str:
+    """Return the component's prefix of a tensor name in a file of several components; "" if it has none."""
+    return next((part for part in WITHIN if name.startswith(part)), "")
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    if file.suffix == GGUF:
+        return {name: one.shape for name, one in contents(file).tensors.items()}
+    with safe_open(file, "pt") as opened:
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
