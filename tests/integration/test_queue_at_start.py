@@ -46,27 +46,27 @@ def waits_and_goes_on(server: Server, reason: str, comes: Callable[[], object]) 
 
 def test_a_redis_that_is_away_is_waited_for(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
-    with serving(tmp_path, "--no-workers", "--queue", redis.url) as server:
+    with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
         waits_and_goes_on(server, f"127.0.0.1:{redis.port}/0 does not answer", redis.start)
 
 
 def test_a_full_disk_of_sqlite_is_waited_for(tmp_path: Path) -> None:
     with small_disk(tmp_path, 4096) as disk:
         fill(disk)
-        with serving(tmp_path, "--no-workers", UNFUSE_DATA_DIR=str(disk)) as server:
+        with serving(tmp_path, "--workers", "none", UNFUSE_DATA_DIR=str(disk)) as server:
             waits_and_goes_on(server, "the disk of the queue is full", (disk / "filler").unlink)
 
 
 def test_with_queue_wait_0_the_start_fails(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
-    with serving(tmp_path, "--no-workers", "--queue", redis.url, "--queue-wait", "0") as server:
+    with serving(tmp_path, "--workers", "none", "--queue", redis.url, "--queue-wait", "0") as server:
         assert server.process.wait(60) == 3
         assert "does not answer" in server.log() and WAITS not in server.log()
 
 
 def test_a_server_that_waits_can_be_stopped(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
-    with serving(tmp_path, "--no-workers", "--queue", redis.url) as server:
+    with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
         until(lambda: WAITS in server.log(), "it to wait", server.process)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

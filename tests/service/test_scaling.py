@@ -37,7 +37,7 @@ class Place:
 
     @property
     def wanted(self) -> Wanted:
-        return Wanted({}, {}, ComputeOptions(threads=self.threads), auto=True, first=FIRST)
+        return Wanted(None, {}, ComputeOptions(threads=self.threads), auto=True, first=FIRST)
 
     @property
     def devices(self) -> tuple[Device, ...]:

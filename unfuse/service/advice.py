@@ -44,7 +44,7 @@ def layouts_of(plan: Plan) -> list[dict[str, Any]]:
     whole = plan.layouts.chosen.rate or 1.0
     return [
         {
-            "layout": layout.workers,
+            "layout": layout.written,
             "rate": round(layout.rate / whole, 2),
             "gave": round(layout.gave, 3) or None,
             "refusal": layout.refusal,

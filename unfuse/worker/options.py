@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from unfuse.core.compute import ComputeOptions, Hold
+from unfuse.core.compute import ComputeOptions, MaxLoadedModels
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
 
@@ -51,6 +51,6 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     orphan_s: float
     health: str
-    hold: Hold
+    max_loaded_models: MaxLoadedModels
     gpus: int
     component_sources: Mapping[str, str]

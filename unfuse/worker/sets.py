@@ -33,9 +33,12 @@ Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none
 def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:
     """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
     parts, cards = options.role.split(","), served.cards
-    if options.hold == "model" and len(parts) > 1:
-        raise ConfigError(f"--hold model and --role {options.role} both say what is loaded at a time: leave one out")
-    if options.hold == "model":
+    one_model = options.max_loaded_models == "1"
+    if one_model and len(parts) > 1:
+        raise ConfigError(
+            f"--max-loaded-models 1 and --role {options.role} both say what is loaded at a time: leave one out"
+        )
+    if one_model:
         choice = Choice(roles_of(options.role), options.components)
         found = {card.name: {*card.pools(choice).values()} for card in cards}
     else:
@@ -43,7 +46,9 @@ def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:
         found = {name: {pool for card in cards for pool in card.pools(one).values()} for name, one in chosen.items()}
     sets = {name: frozenset(pools) for name, pools in found.items() if pools}
     if len(sets) > 1 and not welcome.swaps:
-        raise ConfigError("the scheduler is of a version that does not say what to load: leave out --hold, and commas")
+        raise ConfigError(
+            "the scheduler is of a version that does not say what to load: leave out --max-loaded-models, and commas"
+        )
     return sets if len(sets) > 1 else {}
 
 
