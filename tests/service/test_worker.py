@@ -71,7 +71,7 @@ def test_a_worker_is_pulled_from_only_by_who_has_its_keys(composed: Any, tmp_pat
     assert set(engines) == {"tcp", "zmq"} and options.transfer.authentic
 
 
-@pytest.mark.parametrize("flag", ["--role=denoiser", "--hold=model", "--component=vae", "--model=unfuse/shapes"])
+@pytest.mark.parametrize("flag", ["--role=denoiser", "--component=vae", "--model=unfuse/shapes"])
 def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, flag: str) -> None:
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", flag)
     assert (code, err) == (

@@ -9,6 +9,7 @@ from unfuse.core.errors import UsageError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
 from unfuse.launch import opener
+from unfuse.launch.placement import NONE
 from unfuse.models.fingerprints import FINGERPRINTS
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
@@ -19,7 +20,7 @@ from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
-from unfuse.service.plan import NONE, wanted
+from unfuse.service.plan import wanted
 from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
@@ -62,7 +63,7 @@ def options(loaded: Loaded) -> ServeOptions:
         parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
         name=f"{gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}",
     )
-    if found.trust is not None and serve.workers not in NONE and found.launcher is None:
+    if found.trust is not None and serve.workers != NONE and found.launcher is None:
         require_engines(settings.transfer.engine)
     return found
 
