@@ -102,6 +102,21 @@ def test_a_role_without_workers_needs_no_room() -> None:
     assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
 
 
+@pytest.mark.parametrize(
+    ("counts", "named", "said"),
+    [
+        (None, "all=cpu", "--place all: no worker of that name is started, only: encoder, denoiser, decoder"),
+        ({"all": 1}, "denoiser=cpu", "--place denoiser: no worker of that name is started, only: all"),
+        ({"all": 1, "decoder": 0}, "all=cpu,decoder=cpu", "place one of these, or write decoder=1 in --workers"),
+        ({}, "decoder=cpu", "--place decoder: no worker of that name is started, only: none"),
+    ],
+)
+def test_a_place_of_a_worker_that_is_not_started_is_refused(
+    counts: dict[str, int] | None, named: str, said: str
+) -> None:
+    assert said in refusal(NEEDS, Wanted(counts, parse_place(named)), (HOST,))
+
+
 def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
     want = wanted(offload="model", arena=GIB)
     (worker,) = place(NEEDS, want, gpus(25))

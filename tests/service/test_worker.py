@@ -80,6 +80,14 @@ def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, fla
     )
 
 
+def test_one_worker_has_a_device_and_no_places(unfuse: Run) -> None:
+    code, _, err = unfuse("worker", "--role", "denoiser", "--scheduler", "unix:/run/nobody", "--place", "denoiser=cpu")
+    assert (code, err) == (
+        2,
+        "unfuse: --place is for --workers, which starts several: name the device of one worker by --device\n",
+    )
+
+
 def test_probes_ask_one_worker(unfuse: Run, composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several each would need a port of its own; and what `serve` starts does not take over that of `serve`."""
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", "--health", "127.0.0.1:1")

@@ -61,6 +61,8 @@ def worker(
             raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")
         work_all(settings, terminal)
         return
+    if flags.get("serve.place"):
+        raise UsageError("--place is for --workers, which starts several: name the device of one worker by --device")
     terminal.open_log()
     await_scheduler(settings)
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)

@@ -99,15 +99,24 @@ class Wanted(msgspec.Struct, frozen=True):
     max_loaded_models: MaxLoadedModels = "all"
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
-        """The number of workers by roles, for models with these roles. Raises ConfigError for an unknown role."""
+        """The number of workers by roles, for models with these roles.
+
+        Raises ConfigError for an unknown role, and for a place of a worker that is not started.
+        """
         known = list(roles)
         for named in (*self.place, *(self.counts or ())):
             if unknown := sorted((roles_of(named) or set()) - {*known}):
                 raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
-        if self.counts is not None:
-            return dict(self.counts)
         words = joined_by(self.compute.parallel)
-        return {words.get(role, role): 1 for role in known}
+        one_each = {words.get(role, role): 1 for role in known}
+        found = one_each if self.counts is None else dict(self.counts)
+        if idle := [name for name in self.place if not found.get(name)]:
+            started = ", ".join(name for name, count in found.items() if count)
+            raise UsageError(
+                f"--place {idle[0]}: no worker of that name is started, only: {started or NONE}; place one of these, "
+                f"or write {idle[0]}=1 in --workers"
+            )
+        return found
 
     def goes_first(self, worker: str) -> bool:
         """Whether a worker of these roles is placed before others."""
