@@ -19,7 +19,7 @@ from unfuse.service.service import ServeOptions
 from unfuse.service.settings import FIELDS, load
 from unfuse.service.size import Size
 from unfuse.transfer.base import TransferOptions, TransferSettings
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 ROOT = Path(__file__).parents[2]
 

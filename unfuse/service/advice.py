@@ -11,8 +11,8 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.pool import declared
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.service.plan import Plan
-from unfuse.worker.exactness import Exactness, Verdict
-from unfuse.worker.options import EXACTNESS
+from unfuse.worker.batches import Exactness, Verdict
+from unfuse.worker.compute_messages import EXACTNESS
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:

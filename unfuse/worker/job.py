@@ -1,29 +1,120 @@
-"""Begins tasks: maps their inputs, checks them, and makes the state before the first step, or restores a saved one."""
+"""A task inside a compute process: how it begins, what it knows while it runs, and how its output is stored."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import structlog
 
 from unfuse.arena.limits import available_memory, readable_bytes
-from unfuse.core.errors import ResultsUnavailable, TransientError
+from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable, TransientError
+from unfuse.core.growth import Grown, check_growth
+from unfuse.core.messages import Announced, Keep
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import prefix_key
 from unfuse.core.pool import declared
+from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import Receiving, Stage, StageInput
+from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore
 from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
-from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits
-from unfuse.worker.ranks import Verdict
-from unfuse.worker.task_end import failure
-from unfuse.worker.turn import Job
+from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits, failure
+from unfuse.worker.ranks import TaskStart
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a step completed for other tasks, not stored yet: its key, its digest if that is not among the task's own
+    `prefixes`, and its tensors, which share no memory with the task's state.
+    """
+
+    key: str
+    digest: str
+    tensors: Tensors
+
+
+@dataclass(eq=False)
+class Job:
+    """A task that runs. Tasks of equal `key` may share a forward. Times are monotonic seconds.
+
+    `run_s` are seconds of computing, `share_s` its share of them: those of a forward are divided among its tasks.
+    `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
+    steps that were saved, as far as that worked, and reported, at `saved_at` and `reported_at`. The next attempt can go
+    on from step `safe`.
+    """
+
+    lease: Lease
+    stage: Stage
+    key: tuple[Hashable, ...]
+    inputs: list[HeldTensors]
+    state: Any
+    get_s: float
+    run_s: float
+    share_s: float
+    alone: bool = False
+    resumed: int = 0
+    steps: int = 0
+    turn: int = 0  # when its last step was decided, in the order of such turns
+    mates: int = 0  # the number of tasks in its forwards, itself included, summed over its steps
+    saved: int = 0
+    safe: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
+    save_s: float = 0.0
+    exchange_s: float = 0.0
+    reported: int = 0
+    reported_at: float = field(default_factory=time.monotonic)
+    previews: list[int] = field(default_factory=list)
+    grown: int = 0  # the number of the next piece of its output
+    part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
+    portions: list[Portion] = field(default_factory=list)  # those that its last step completed
+    output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
+
+    def growth(self) -> Grown | None:
+        """What the last step has added to its output, if anything; raises PermanentError where that is too much."""
+        pieces = tuple(self.stage.grown(self.state))
+        if not pieces:
+            return None
+        grown = Grown(self.claim, self.grown, pieces)
+        try:
+            check_growth([grown])
+        except ProtocolError as error:
+            raise PermanentError(f"stage {self.stage.kind} has grown by what cannot be recorded: {error}") from error
+        self.grown += len(pieces)
+        return grown
+
+    @property
+    def timings(self) -> Timings:
+        """What it has used so far."""
+        return Timings(
+            get_s=self.get_s, run_s=self.run_s, steps=self.steps, batch=self.mates / max(1, self.steps),
+            resumed=self.resumed, save_s=self.save_s, exchange_s=self.exchange_s, share_s=self.share_s,
+        )  # fmt: skip
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its steps are made."""
+        step, steps = self.stage.progress(self.state)
+        return step == steps
+
+    @property
+    def claim(self) -> Claim:
+        """The claim of its lease."""
+        return self.lease.claim
+
+    @property
+    def priority(self) -> int:
+        """The priority of its task."""
+        return self.lease.task.priority
 
 
 class Collected:
@@ -51,9 +142,6 @@ class Collected:
         """What has come, by name. Raises ValueError for what is no such object."""
         over = torch_over if as_torch else numpy_over
         return {meta.name: over(self._memory, meta) for meta in self._ref.tensors}
-
-
-log = structlog.get_logger(__name__)
 
 
 class Intake:
@@ -205,9 +293,92 @@ def close(inputs: list[HeldTensors], output: Unsealed | None = None) -> None:
         output.abort()
 
 
-def verdict_of(run: Run, begun: Job | Exception) -> Verdict:
+def start_of(run: Run, begun: Job | Exception) -> TaskStart:
     """Whether this process can begin a task."""
     if isinstance(begun, Job):
         return begun.resumed
     claim = run.lease.claim
     return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
+
+
+ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
+
+
+def announce(
+    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[Announced], object] | None
+) -> None:
+    """Have a task that begins write its output where others may read it meanwhile, and `tell` of it.
+
+    It comes whole, at the end, if it is to be narrowed, if there is no room yet, and where nobody can be told. One of
+    several is told of however small it is: who reads all of them begins with those that are there.
+    """
+    task, outline = job.lease.task, job.stage.outline(job.state)
+    if not outline or tell is None or task.planned.final or encodings.get(task.planned.kind, "none") != "none":
+        return
+    with suppress(TransientError):
+        job.output = store.begin(
+            outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.several
+        )
+    if job.output:
+        job.stage.write_to(job.state, job.output)
+        tell(Announced(job.claim, job.output.ref))
+
+
+def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
+    """Store tensors, narrowed as `encodings` says for the kind of the stage; None for a final stage, which has none.
+
+    What was written where others read it is only sealed.
+    """
+    task = job.lease.task
+    if job.output:
+        job.output.fill(output.tensors)
+        return job.output.finish()
+    if task.planned.final:
+        return None
+    encoding = encodings.get(task.planned.kind, "none")
+    return store.put(
+        output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
+    )
+
+
+def completed(job: Job) -> list[Portion]:
+    """Return copies of the portions that the last step completed, for tasks that begin alike.
+
+    The state may change afterwards. A portion that cannot be had is left out, with those behind it.
+    """
+    task, found = job.lease.task, list[Portion]()
+    try:
+        for number in job.stage.kept(job.state):
+            if number < len(task.planned.prefixes):
+                key, digest = task.planned.prefixes[number], ""
+            elif task.planned.extends:
+                digest = job.stage.digest(job.state, number)
+                key = prefix_key(task.planned.extends, digest)
+            else:
+                break
+            found.append(Portion(key, digest, job.stage.portion(job.state, number)))
+    except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
+        log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
+    return found
+
+
+def store_portions(store: TensorStore, job: Job) -> Iterator[Keep]:
+    """Store the portions that the last step completed. One that cannot be stored is left out, with those behind it."""
+    task, portions = job.lease.task, job.portions
+    job.portions = []
+    for portion in portions:
+        try:
+            ref = store.put(portion.tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+        except Exception as error:  # as above
+            log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
+            return
+        yield Keep(job.claim, portion.key, ref, portion.digest)
+
+
+def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
+    """Store files, from the index of the task's picture on. Raises ResultsUnavailable where they cannot be now."""
+    task = job.lease.task
+    first = task.params.get("index") or 0
+    if not isinstance(first, int):
+        raise PermanentError(f"stage {task.stage} was given the picture index {first!r}")
+    return tuple(results.put(task.request, at, one.content_type, one.data) for at, one in enumerate(media, first))

@@ -10,7 +10,7 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.stages.base import Media, StageOutput
-from unfuse.worker.exactness import CHECKED_AGAIN, MOST, TRUSTED, Exactness, _equal
+from unfuse.worker.batches import CHECKED_AGAIN, MOST, TRUSTED, Exactness, _equal
 
 KEY = ("pool", (64, 64), ())
 

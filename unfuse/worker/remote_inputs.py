@@ -1,10 +1,10 @@
-"""Copies of inputs from other nodes: transfer engines fetch them, and they stay as long as tasks use them."""
+"""Inputs that other workers make: waits until they are written, and fetches those of other nodes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,7 +22,60 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.transfer.session import Session, TransferCounters, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.worker.passing import Passing
-from unfuse.worker.unwritten import Unwritten
+
+log = structlog.get_logger(__name__)
+
+LOOK_AGAIN_S = 0.01  # seconds between two looks at the objects of one owner
+
+LOOKS = 8  # objects that are looked at in that time; more take longer, so that waiting for many costs no more
+
+
+class Unwritten:
+    """Asks the owners, each in a thread of `lookers`, since a stopped one blocks it. For one event loop."""
+
+    def __init__(self, store: TensorStore, lookers: ThreadPoolExecutor) -> None:
+        self._store, self._lookers = store, lookers
+        self._waiting: dict[str, dict[asyncio.Future[None], ObjectRef]] = {}
+        self._looking: set[asyncio.Task[None]] = set()
+
+    async def until_whole(self, ref: ObjectRef) -> None:
+        """Wait until an object is written to its end, or lost, as whoever reads it finds out."""
+        if ref.whole:
+            return
+        if ref.owner not in self._waiting:
+            self._waiting[ref.owner] = {}
+            looking = asyncio.create_task(self._look(ref.owner))
+            self._looking.add(looking)
+            looking.add_done_callback(self._looking.discard)
+        over = asyncio.get_running_loop().create_future()
+        self._waiting[ref.owner][over] = ref
+        await over
+
+    async def _look(self, owner: str) -> None:
+        waiting, loop = self._waiting[owner], asyncio.get_running_loop()
+        try:
+            while waiting:
+                found = await loop.run_in_executor(self._lookers, self._over, [*waiting.values()])
+                for over in [over for over, ref in waiting.items() if over.done() or ref.id in found]:
+                    del waiting[over]
+                    if not over.done():
+                        over.set_result(None)
+                if waiting:
+                    await asyncio.sleep(LOOK_AGAIN_S * max(1.0, len(waiting) / LOOKS))
+        finally:
+            del self._waiting[owner]
+
+    def _over(self, refs: Sequence[ObjectRef]) -> set[str]:
+        """The ids of those that are whole or lost."""
+        found = set[str]()
+        for ref in refs:
+            try:
+                is_over = self._store.is_whole(ref)
+            except ObjectLost:
+                is_over = True
+            found |= {ref.id} if is_over else set()
+        return found
+
 
 MOST_LOOKED_AT = 64  # how many owners at a time are tested for whether their memory can be mapped
 
@@ -30,8 +83,6 @@ KEPT_S, NEXT_S = 30.0, 2.0
 """Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, or whose inputs
 came to nothing, and what there is of one for the next attempt at the object; and for the next stage of a request.
 """
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -48,13 +99,19 @@ class _Copy:
 class Copies:
     """Fetches objects of other nodes into the arena of `store`; its `engines` also serve that arena to other nodes.
 
-    For one event loop. If the store has no arena, nothing is fetched, because every node can read the store itself.
+    For one event loop. Inputs that are longer than the receive buffer go through `passing`, if there is one. If the
+    store has no arena, nothing is fetched, because every node can read the store itself.
     """
 
     def __init__(
-        self, store: TensorStore, owner: str, engines: Mapping[str, TransferEngine], options: TransferOptions
+        self,
+        store: TensorStore,
+        engines: Mapping[str, TransferEngine],
+        options: TransferOptions,
+        passing: Passing | None = None,
     ) -> None:
-        self._store, self._owner, self._options, self._arena = store, owner, options, store.arena
+        self._store, self._owner, self._options, self._arena = store, store.owner, options, store.arena
+        self._passing = passing
         self._engines = engines if self._arena else {}
         self.served_at = {name: engine.serve(self._arena) for name, engine in self._engines.items() if self._arena}
         """The addresses at which other nodes pull from this arena, by engine."""
@@ -64,8 +121,6 @@ class Copies:
         self._fetched = set[_Copy]()  # all whose room is taken, or will be
         self._keeping = Counter[Claim]()  # tasks that have ended, and whose copies are kept for a while
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
-        self.passing: Passing | None = None
-        """Passes on inputs that are longer than the receive buffer, if the process can take them so."""
         self._reaching: dict[str, asyncio.Future[bool]] = {}
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
         self._unwritten = Unwritten(store, self._lookers)
@@ -141,7 +196,7 @@ class Copies:
     def extents(self) -> list[Extent]:
         """The room of all copies, and of all windows that inputs pass through."""
         copies = [extent for copy in self._fetched if (extent := copy.sink.extent)]
-        return copies + (self.passing.extents if self.passing else [])
+        return copies + (self._passing.extents if self._passing else [])
 
     def unused(self) -> dict[str, _Copy]:
         """The copies, by a name, that are here for tasks which have ended, and are kept for none, when no task runs."""
@@ -203,8 +258,8 @@ class Copies:
         if ref.owner == self._owner or await self._reaches(ref.owner):
             await self._unwritten.until_whole(ref)
             return ref
-        if self.passing and ref in lease.task.inputs and self.passing.window(lease.task, ref):
-            await self.passing.through(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
+        if self._passing and ref in lease.task.inputs and self._passing.window(lease.task, ref):
+            await self._passing.through(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
             return None
         key = claim.request, ref.id
         if key not in self._copies and (part := self._parts.get((claim.request, ref.stage))):
