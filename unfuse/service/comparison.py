@@ -24,7 +24,7 @@ from unfuse.core.media import medium_for
 from unfuse.core.pixels import size_of
 from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
-from unfuse.launch.output import Output
+from unfuse.launch.local import Output
 from unfuse.models.undivided import Undivided
 from unfuse.planning.machine import gpus
 from unfuse.scheduler.costs import Costs
