@@ -17,10 +17,10 @@ from unfuse.edge.key_lines import Key
 from unfuse.planning.placement import Wanted
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
-from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import ServeOptions, Service, plan, public_names
+from unfuse.service.options import ServeOptions, options, plan
+from unfuse.service.plan import environment_of
+from unfuse.service.service import Service, own_pools, public_names
 from unfuse.service.settings import load
 
 
@@ -29,7 +29,7 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
     environment = {"UNFUSE_API_KEY": "short", "UNFUSE_SERVE__API_KEYS": "/nowhere/keys", "UNFUSE_DATA_DIR": "/d"}
     loaded = load({}, None, environment)
     composed: list[ServeOptions] = []
-    monkeypatch.setattr("unfuse.service.local.plan", composed.append)
+    monkeypatch.setattr("unfuse.service.service.plan", composed.append)
     with pytest.raises(AttributeError, match="workers"), own_pools(loaded, Logs(), Loading(())):
         pass
     assert not composed[0].keys
@@ -55,16 +55,15 @@ def test_settings_become_what_is_composed() -> None:
     kinds = ("denoise", "text_encode")
     assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
     assert decode(encode(composed.places), Places) == composed.places, "workers are told"
-    assert load({}, None, composed.worker_environment).settings.transfer == Transfer(
+    assert load({}, None, environment_of(composed.settings)).settings.transfer == Transfer(
         engine=("zmq", "tcp"), trusted_network=True
     )
-    assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
-    assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
+    assert load({}, None, environment_of(composed.settings)).settings.run_dir == "/r"
+    assert load({}, None, environment_of(composed.settings)).settings.store.orphan_s == 77.0
     assert composed.keys.of("k" * 16) == Key("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA
-    assert composed.limits.max_active == 7
     assert composed.queue == "sqlite:/d/queue.db"
     assert options(load({"serve.workers": False}, None, environment)).workers == Wanted(split=False)
 

@@ -15,7 +15,7 @@ from tools.settings_page import PAGE, page
 from tools.snippets import PAGES, blocks
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Settings
-from unfuse.service.service import ServeOptions
+from unfuse.service.options import ServeOptions
 from unfuse.service.settings import FIELDS, load
 from unfuse.service.size import Size
 from unfuse.transfer.base import TransferOptions, TransferSettings

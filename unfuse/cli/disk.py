@@ -11,7 +11,7 @@ from unfuse.service.size import Size
 
 def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:
     """Show what results, queue, copies and models take on this machine's disks, and what of it may go."""
-    from unfuse.service.disk_use import disk_use
+    from unfuse.service.disk import disk_use
 
     rows = disk_use(load(terminal.flags, config).settings)
     if json:

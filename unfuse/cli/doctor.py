@@ -41,11 +41,9 @@ def doctor(
     that has exactly these.
     """
     from unfuse.planning.machine import devices_to_size, look
-    from unfuse.service import leftovers
-    from unfuse.service.addresses import running
-    from unfuse.service.plan import plan_for, wanted
-    from unfuse.service.resources import device_memory, means
-    from unfuse.service.transfers import transfers
+    from unfuse.service.addresses import running, transfers
+    from unfuse.service.disk import clean as remove_leftovers
+    from unfuse.service.plan import device_memory, means, plan_for, wanted
     from unfuse.weights.fingerprints import FINGERPRINTS
 
     terminal.open_log()
@@ -55,7 +53,7 @@ def doctor(
         show_checks(loaded.settings, json)
     machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))
     planned_for, is_here = devices_to_size(device_memory(loaded.settings))
-    removed = [msgspec.structs.asdict(one) for one in leftovers.clean(loaded.settings)] if clean else []
+    removed = [msgspec.structs.asdict(one) for one in remove_leftovers(loaded.settings)] if clean else []
     if clean and not json:
         show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
         return
