@@ -20,7 +20,7 @@ from unfuse.edge.keys import Keys
 from unfuse.launch import opener
 from unfuse.launch.base import OpenLauncher
 from unfuse.planning.machine import devices
-from unfuse.planning.placement import Wanted
+from unfuse.planning.placement import NONE, Wanted
 from unfuse.server.links import parse_public_url
 from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
@@ -28,7 +28,6 @@ from unfuse.service.addresses import listens, require_engines, trust
 from unfuse.service.groups import Serve, Settings
 from unfuse.service.plan import (
     COSTS,
-    NONE,
     Plan,
     counts,
     device_memory,
@@ -134,7 +133,7 @@ def options(loaded: Loaded) -> ServeOptions:
         standard=standard(settings),
         parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
     )
-    if found.trust is not None and serve.workers not in NONE and found.launcher is None:
+    if found.trust is not None and serve.workers != NONE and found.launcher is None:
         require_engines(settings.transfer.engine)
     return found
 
