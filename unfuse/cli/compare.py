@@ -20,11 +20,9 @@ from unfuse.core.errors import UsageError
 from unfuse.core.media import medium_for
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
-from unfuse.service.settings import Loaded, load
-from unfuse.service.size import Size
+from unfuse.service.settings import Loaded, Size, load
 
 if TYPE_CHECKING:
-    from unfuse.core.card import ModelCard
     from unfuse.service.comparison import Course, Figures
     from unfuse.service.plan import Plan
 
@@ -78,10 +76,6 @@ class _Wanted:
     rounds: int
     counts: list[int]
 
-    @property
-    def card(self) -> ModelCard:
-        return self.plan.models[0].card
-
     def course(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> Course:
         """Count requests, and say how long they will take."""
         from unfuse.service.comparison import Course, predicted_s
@@ -97,7 +91,7 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
 
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
     course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
-    repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
+    repeats = wanted.asked, wanted.rounds, wanted.counts
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from unfuse.cli import show
 from unfuse.cli.options import Config, Json
 from unfuse.cli.terminal import Terminal
-from unfuse.service.settings import load
-from unfuse.service.size import Size
+from unfuse.service.settings import Size, load
 
 
 def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:

@@ -16,8 +16,7 @@ from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
 from unfuse.planning.placement import NO_DEVICE
-from unfuse.service.settings import load
-from unfuse.service.size import Size
+from unfuse.service.settings import Size, load
 
 if TYPE_CHECKING:
     from unfuse.service.plan import Model, Plan
@@ -53,7 +52,7 @@ def doctor(
         show_checks(loaded.settings, json)
     machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))
     planned_for, is_here = devices_to_size(device_memory(loaded.settings))
-    removed = [msgspec.structs.asdict(one) for one in remove_leftovers(loaded.settings)] if clean else []
+    removed = remove_leftovers(loaded.settings) if clean else []
     if clean and not json:
         show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
         return
@@ -87,7 +86,7 @@ def _ports(addresses: Iterable[str]) -> list[int]:
 
 
 def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
-    from unfuse.service.advice import batches_of, gains, layouts_of, verdict
+    from unfuse.service.report import batches_of, gains, layouts_of, verdict
 
     return {
         "models": {model.card.name: _components(model) for model in plan.models},
@@ -110,7 +109,7 @@ def _components(model: Model) -> list[dict[str, Any]]:
 
 
 def _print_plan(plan: Plan, data_dir: str) -> None:
-    from unfuse.service.advice import basis_of, batches_of, gains, layouts_of, verdict
+    from unfuse.service.report import basis_of, batches_of, gains, layouts_of, verdict
 
     for model in plan.models:
         typer.echo(f"\n{model.card.name}")

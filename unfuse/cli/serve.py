@@ -103,8 +103,8 @@ class _Start:
     """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
 
     def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal, began: float) -> None:
+        from unfuse.service.report import StartScreen
         from unfuse.service.service import public_names
-        from unfuse.service.start_screen import StartScreen
 
         self._options, self._plan, self._terminal, self._began = options, plan, terminal, began
         self._screen = StartScreen(plan, public_names(options.serve), keyed=bool(options.keys))

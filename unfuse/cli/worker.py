@@ -77,7 +77,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
     from unfuse.service.addresses import await_scheduler, schedulers
     from unfuse.service.loading import Loading
-    from unfuse.service.start_screen import layout_lines
+    from unfuse.service.report import layout_lines
     from unfuse.service.stopping import AT_ONCE_S, end_after
     from unfuse.service.worker import MachineWorkers
 

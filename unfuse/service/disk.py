@@ -14,13 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from unfuse.arena.sockets import is_refused
 from unfuse.core.media import MEDIA
 from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
-from unfuse.service.size import Size
+from unfuse.service.settings import Size
 from unfuse.stores import COPIES
 
 REQUESTS = tuple(medium.prefix for medium in MEDIA)  # prefixes of result folders
@@ -109,12 +107,7 @@ PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
 YOUNG_S, WRITTEN_S = 60.0, 3600.0  # seconds: younger folders may not be locked yet, and no file takes so long to write
 
 
-class Remain(msgspec.Struct, frozen=True):
-    """Something that a dead process left: what it is, its path, and its bytes."""
-
-    what: str
-    path: str
-    bytes: Size
+Remain = dict[str, Any]  # something that a dead process left: what it is, its path, and its bytes
 
 
 @contextmanager
@@ -211,4 +204,4 @@ def _take(path: Path, what: str) -> Iterator[Remain]:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         taken = sum(file.lstat().st_size for file in files)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield Remain(what, str(path), Size(taken))
+        yield {"what": what, "path": str(path), "bytes": Size(taken)}

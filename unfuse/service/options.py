@@ -221,12 +221,8 @@ BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(sp
 def check_stage_kinds(serve: Serve, cards: Sequence[ModelCard]) -> None:
     """Raise UsageError if --encode or --durable-stages names a kind that no stage has."""
     known = BUILT_IN | {stage.kind for card in cards for stage in card.pipeline.stages}
-    for entry in serve.encode:
-        _check("--encode", entry, entry.partition("=")[0], known)
-    for kind in serve.durable_stages:
-        _check("--durable-stages", kind, kind, known)
-
-
-def _check(flag: str, entry: str, kind: str, known: frozenset[str]) -> None:
-    if kind not in known:
-        raise UsageError(f"{flag} {entry}: no stage is of kind {kind!r}; kinds are {', '.join(sorted(known))}")
+    entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]
+    entries += [("--durable-stages", kind, kind) for kind in serve.durable_stages]
+    for flag, entry, kind in entries:
+        if kind not in known:
+            raise UsageError(f"{flag} {entry}: no stage is of kind {kind!r}; kinds are {', '.join(sorted(known))}")

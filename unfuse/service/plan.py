@@ -39,8 +39,7 @@ from unfuse.planning.placement import (
 )
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
-from unfuse.service.settings import FIELDS
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Size
 from unfuse.stages.specs import PREFILL
 from unfuse.weights.composed import with_components
 from unfuse.weights.dtypes import choose_dtypes, parse_dtypes
@@ -317,20 +316,8 @@ def slots_by_role(settings: Settings) -> dict[str, int]:
     return counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2")
 
 
-def flags_of(settings: Settings) -> dict[str, object]:
-    """What each worker on any machine is told beside how to compute, by flag."""
-    return {
-        "keys": keys_folder(settings, "worker"),
-        "memory-limit": settings.worker.memory_limit,
-        "stall-s": settings.lease.stall_s,
-        "kv": settings.kv.bytes,
-        "drain-timeout": settings.serve.drain_timeout,
-        **({"listen": settings.worker.listen} if settings.worker.listen else {}),
-    }
-
-
 def environment_of(settings: Settings) -> dict[str, str]:
-    """The same by variable; each is one worker, whatever started it."""
+    """What each worker on any machine is told by variable; each is one worker, whatever started it."""
     return {
         FIELDS[name].variable: FIELDS[name].written(value)
         for name, value in (
@@ -374,9 +361,19 @@ def specs_of(
     wanted, workers = planned.wanted, planned.workers
     ranks, slots = sum(len(worker.devices) for worker in workers), slots_by_role(settings)
     threads = wanted.compute.threads or max(1, means(settings).cores // max(1, ranks))
-    common = asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena, **told}
-    common |= flags_of(settings)
-    common["max_loaded_models"] = wanted.max_loaded_models
+    common = asdict(wanted.compute) | {
+        "threads": threads,
+        "dtype": "auto",
+        "arena": wanted.arena,
+        **told,
+        "keys": keys_folder(settings, "worker"),
+        "memory-limit": settings.worker.memory_limit,
+        "stall-s": settings.lease.stall_s,
+        "kv": settings.kv.bytes,
+        "drain-timeout": settings.serve.drain_timeout,
+        "max_loaded_models": wanted.max_loaded_models,
+        **({"listen": settings.worker.listen} if settings.worker.listen else {}),
+    }
     del common["device"]
     environment = {**environment_of(settings), **more}
     for folder in ("run_dir", "data_dir") if elsewhere else ():

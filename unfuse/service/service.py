@@ -33,7 +33,7 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.core.time_budget import first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys as ApiKeys
-from unfuse.launch.base import Launcher, WorkerSpec
+from unfuse.launch.base import Launcher
 from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
 from unfuse.planning.machine import devices
@@ -317,7 +317,13 @@ class Service(Stoppable):
 
     def _launch(self, planned: Plan, first: int) -> Launcher:
         """Start the workers of a plan; the first of them goes by this number."""
-        specs, launcher = self._specs(planned), self._options.launcher
+        options, launcher = self._options, self._options.launcher
+        pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
+        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by)}
+        if launcher:  # each goes by the address that schedulers see
+            told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
+        models, more = tuple(model.card.name for model in planned.models), self._logs.environment
+        specs = specs_of(planned, options.settings, told, more, models, elsewhere=launcher is not None)
         if launcher is None:
             forks = forked(planned, self._forks)
             if not isinstance(self._forks, InheritedForks):
@@ -332,16 +338,6 @@ class Service(Stoppable):
         if self._crews:
             self._crews.hear(worker, line)
         self._logs.relay(worker, line)
-
-    def _specs(self, planned: Plan) -> list[WorkerSpec]:
-        """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
-        options = self._options
-        pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
-        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by)}
-        if elsewhere := options.launcher is not None:  # each goes by the address that schedulers see
-            told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
-        models = tuple(model.card.name for model in planned.models)
-        return specs_of(planned, options.settings, told, self._logs.environment, models, elsewhere=elsewhere)
 
     async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, crews: Crews) -> None:
         """Wait for the requests that callers wait for here, as long as one can be over in time.
@@ -515,35 +511,31 @@ def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client
     own = f"{UNIX}{private_socket(options.settings.run_dir)}"
     settings = msgspec.structs.replace(options.settings, serve=msgspec.structs.replace(options.serve, port=0))
     options = msgspec.structs.replace(options, settings=settings, listen=(own,), keys=ApiKeys((key,)))
-    ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
+    service = Service(options, planned, logs)
+    ready: Future[tuple[asyncio.AbstractEventLoop, str]] = Future()
+
+    def started(url: str) -> None:
+        ready.set_result((asyncio.get_running_loop(), url))
 
     def fail(over: Future[None]) -> None:
         if (error := over.exception()) and not ready.done():
             ready.set_exception(error)
 
+    def stop(ready: Future[tuple[asyncio.AbstractEventLoop, str]]) -> None:
+        """End the service at once, as soon as it has started."""
+        with suppress(RuntimeError):  # the service has ended by itself
+            for _ in range(2 if ready.exception() is None else 0):
+                ready.result()[0].call_soon_threadsafe(service.stop)
+
     with ThreadPoolExecutor(1, "unfuse") as thread:
-        over = thread.submit(lambda: asyncio.run(_serve_in_thread(Service(options, planned, logs), ready)))
+        over = thread.submit(lambda: asyncio.run(service.run(started)))
         over.add_done_callback(fail)
         try:
-            with Client(ready.result()[2], key, reconnect_delay=0.0) as client:
+            with Client(ready.result()[1], key, reconnect_delay=0.0) as client:
                 yield client
         except UnfuseError:
             if over.done():
                 over.result()
             raise
         finally:
-            ready.add_done_callback(_stop)
-
-
-def _stop(ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
-    """End a service as soon as it has started, at once."""
-    if ready.exception() is None:
-        loop, service, _ = ready.result()
-        with suppress(RuntimeError):  # the service has ended by itself
-            for _ in range(2):
-                loop.call_soon_threadsafe(service.stop)
-
-
-async def _serve_in_thread(service: Service, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
-    loop = asyncio.get_running_loop()
-    await service.run(lambda url: ready.set_result((loop, service, url)))
+            ready.add_done_callback(stop)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,7 +28,7 @@ from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
 from unfuse.planning.placement import CPU, Wanted, devices_of, only_cpu
 from unfuse.service.addresses import schedulers, worker_trust
-from unfuse.service.groups import OWN_ARENA, Settings, Transfer
+from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.logs import Logs
 from unfuse.service.plan import (
     Plan,
@@ -69,6 +68,8 @@ def worker_options(settings: Settings) -> WorkerOptions:
     addresses = schedulers(settings)
     trusted = worker_trust(settings, addresses)
     secret = trusted.secret if isinstance(trusted, Keys) else ""
+    transfer = msgspec.structs.asdict(settings.transfer)
+    del transfer["engine"]
     return WorkerOptions(
         role=wanted.role,
         max_loaded_models=wanted.max_loaded_models,
@@ -91,7 +92,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
             insecure=settings.insecure_listen,
-            **_transfer(settings.transfer),
+            **(transfer | {"threads": transfer["threads"] or threads_for(cpus(CONTROL_GROUP))}),
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
@@ -99,12 +100,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
         component_sources=parse_component_sources(settings.serve.component_source),
         gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
     )
-
-
-def _transfer(settings: Transfer) -> dict[str, Any]:
-    """The options of transfer engines that settings have, with threads by the cores that this process may use."""
-    own = {name: value for name, value in msgspec.structs.asdict(settings).items() if name != "engine"}
-    return own | {"threads": settings.threads or threads_for(cpus(CONTROL_GROUP))}
 
 
 async def _run(worker: Worker, health: str) -> None:
