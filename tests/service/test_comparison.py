@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.service.comparison import Figures
-from unfuse.service.course import Course, duration, verdict
+from unfuse.service.comparison import Course, Figures, duration, verdict
 
 
 class Told:

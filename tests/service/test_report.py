@@ -15,7 +15,7 @@ from unfuse import __version__
 from unfuse.core.card import START_PICTURE, ModelCard
 from unfuse.planning.placement import CPU, Device, Part, Placed, Wanted
 from unfuse.service.plan import Model, Plan
-from unfuse.service.start_screen import StartScreen
+from unfuse.service.report import StartScreen
 
 URL = "http://127.0.0.1:8000"
 ROLES = ("encoder", "denoiser", "decoder")

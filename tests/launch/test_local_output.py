@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from unfuse.launch import output
-from unfuse.launch.output import Output, pass_on
+from unfuse.launch import local
+from unfuse.launch.local import Output, pass_on
 
 FLOOD = "import sys\nfor n in range(50_000): sys.stderr.write(f'{n} ' + 'x' * 100 + '\\n')"
 
@@ -28,8 +28,8 @@ def run(out: Output, code: str, number: int = 0) -> int:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Let little wait, and the end not wait for long."""
-    monkeypatch.setattr(output, "WAITING", 10)
-    monkeypatch.setattr(output, "LAST_S", 0.1)
+    monkeypatch.setattr(local, "WAITING", 10)
+    monkeypatch.setattr(local, "LAST_S", 0.1)
     return lambda: None
 
 
