@@ -14,7 +14,7 @@ import pytest
 from tools.references import refusals
 from tools.snippets import PAGES, ROOT, blocks, commands
 from unfuse.core import parameters, pixels
-from unfuse.edge import connections, key_lines
+from unfuse.edge import connections, keys
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.upkeep import GONE, RETURN_S
@@ -131,7 +131,7 @@ FACTS = [
     ("docs/serving.md", f"at most {shown.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (shown.MAX_FILM == 10**10)),
     ("docs/serving.md", f"{pixels.MAX_SIDE:,} pixels a side and {pixels.MAX_PIXELS // 10**6} million in all"),
     ("docs/serving.md", f"a `data:` URL (of {body.MAX_SHOWN_BODY // MIB} MiB of JSON)"),
-    ("docs/serving.md", f"of at least {key_lines.LEAST_CHARACTERS} characters"),
+    ("docs/serving.md", f"of at least {keys.LEAST_CHARACTERS} characters"),
     ("docs/serving.md", "without a key for an hour" * (links.LASTS_S == 3600)),
     ("docs/serving.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LASTS_S == 86400)),
     ("docs/serving.md", f"does not answer 2xx within {targets.CALL_S:.0f} s"),

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unfuse.core.errors import TransientError
 from unfuse.core.request import Allowance
 from unfuse.edge.access import STRANGER
-from unfuse.edge.key_lines import DEFAULT_TENANT, Key
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import DEFAULT_TENANT, Key, Keys
 from unfuse.edge.refusal import BrokenOff, Refusal, envelope
 from unfuse.server.gateway import gateway_of
 from unfuse.server.sse import event

@@ -31,8 +31,7 @@ from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.usage import billed_seconds
-from unfuse.edge.key_lines import DEFAULT_TENANT
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import DEFAULT_TENANT, Keys
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED

@@ -22,7 +22,7 @@ from unfuse import __version__
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError, UsageError
 from unfuse.core.request import Record, RequestContext, Webhook
 from unfuse.core.supervisor import Supervisor
-from unfuse.edge.path_like import is_path_like
+from unfuse.edge.keys import is_path_like
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.links import WEBHOOK_LASTS_S, Links
