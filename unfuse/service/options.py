@@ -13,9 +13,9 @@ from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys
 from unfuse.launch import opener
 from unfuse.queues.base import Limits
+from unfuse.server.chat_formats import Parsers
 from unfuse.server.links import parse_public_url
-from unfuse.server.parsers import Parsers
-from unfuse.server.prices import Prices
+from unfuse.server.request_objects import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import NONE, wanted
@@ -59,7 +59,7 @@ def options(loaded: Loaded) -> ServeOptions:
         costs=Path(settings.data_dir, COSTS),
         lease_ttl=settings.lease.ttl_s,
         standard=standard(settings),
-        parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
+        parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
         name=f"{gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}",
     )
     if found.trust is not None and serve.workers not in NONE and found.launcher is None:
