@@ -1,33 +1,43 @@
-"""What the messages of a chat show: it is checked, counted in tokens, and kept for those who encode it."""
+"""Pictures and videos in the messages of a chat: fetched where they are addresses, checked, and counted in tokens.
+
+What an MP4 file says of its video is read from its boxes: sizes are known before anything is decoded, or allocated.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from unfuse.core.card import ModelCard
 from unfuse.core.codec import MAX_UPLOAD_BYTES, encode
-from unfuse.core.errors import InvalidParameter
+from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.core.parameters import choice, number, printable
 from unfuse.core.pixels import MAX_SIDE, size_of
 from unfuse.core.vision import Grid, Shown, Vision
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.server.mp4 import film_of
-from unfuse.server.uploads import as_image_url, decode_data_url, read_picture
+from unfuse.server.body import MAX_BYTES, as_image_url, decode_data_url, read_picture
+from unfuse.server.outbound_http import OutboundHttp
 
 MAX_SHOWN = 64  # the most pictures and videos of one chat
 MAX_PIXELS = 400_000_000  # the most pixels of all pictures, those of videos too: each is decoded, to be sure of it
 
+#: The most frames of a video file, and pixels of all of them: encoders decode them up to the last one that is shown.
 MAX_FRAMES, MAX_FILM = 10_000, 10_000_000_000
-"""The most frames of a video file, and pixels of all of them: encoders decode them up to the last one that is shown."""
 
 SHOWS = ("image", "video")  # the types of parts by which templates write tokens for what is shown
 
+#: OpenAI's words for how closely to look; a model's own processor decides that, whichever is sent.
 DETAILS = ("auto", "low", "high", "original")
-"""OpenAI's words for how closely to look; a model's own processor decides that, whichever is sent."""
 
-Read = tuple[list[int], tuple[Shown, ...], dict[str, bytes]]
+FETCHES = 8  # pictures that a gateway fetches at one time: each may take MAX_BYTES of memory
+MAX_FETCHED = 16  # the most pictures that one call may have fetched; more are sent as data: URLs
+
+PATH = (b"moov", b"trak", b"mdia")  # the boxes of an MP4 file, each in the one before, that describe a track
+MAX_BOXES = 10_000
 
 
 def read_shown(
@@ -36,7 +46,7 @@ def read_shown(
     messages: Sequence[Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> Read:
+) -> tuple[list[int], tuple[Shown, ...], dict[str, bytes]]:
     """The ids of messages, what they show, and the uploads of that. Takes long.
 
     Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
@@ -164,3 +174,121 @@ def _data_url(name: str, url: object) -> str | bytes:
             f"{name} must be a data: URL, nothing is fetched here but pictures of --image-hosts: not {printable(url)}"
         )
     return url
+
+
+class ImageFetcher:
+    """Fetches pictures from these hosts, as `OutboundHttp` has them; from none where there are none."""
+
+    def __init__(self, hosts: Sequence[str] = ()) -> None:
+        self._targets = OutboundHttp(hosts, "messages", "--image-hosts", "fetched from")
+        self._all = asyncio.Semaphore(FETCHES)
+
+    async def fetched(self, card: ModelCard, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the fields of a chat with pictures in the place of their addresses.
+
+        Raises InvalidParameter for an address that is not allowed or cannot be fetched.
+        """
+        messages = fields.get("messages")
+        if card.vision is None or not self._targets or not isinstance(messages, list):
+            return fields
+        addresses = dict.fromkeys(url for message in messages for part in _parts(message) if (url := _address(part)))
+        if len(addresses) > MAX_FETCHED:
+            raise InvalidParameter(
+                f"messages: at most {MAX_FETCHED} pictures are fetched, send more as data: URLs", "messages"
+            )
+        found = dict(zip(addresses, await asyncio.gather(*map(self._fetched, addresses)), strict=True))
+        return {**fields, "messages": [_filled(message, found) for message in messages]}
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._targets.close()
+
+    async def _fetched(self, url: str) -> bytes:
+        self._targets.require(url)
+        async with self._all:
+            try:
+                return await self._targets.read(url, MAX_BYTES)
+            except TransientError as error:
+                raise InvalidParameter(f"messages: {url[:200]} cannot be fetched: {error}", "messages") from error
+
+
+def _parts(message: object) -> Sequence[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return [as_image_url(part) for part in content] if isinstance(content, list) else ()
+
+
+def _address(part: object) -> str:
+    """The address that a part has fetched; "" for a part without one."""
+    url = _url(part.get("image_url")) if isinstance(part, Mapping) and part.get("type") == "image_url" else ""
+    return url if isinstance(url, str) and url.lower().startswith(("http:", "https:")) else ""
+
+
+def _filled(message: Any, found: Mapping[str, bytes]) -> Any:
+    """A message with pictures instead of their addresses."""
+    parts = _parts(message)
+    if not any(map(_address, parts)):
+        return message
+    parts = [_filled_part(part, found[url]) if (url := _address(part)) else part for part in parts]
+    return {**message, "content": parts}
+
+
+def _filled_part(part: Mapping[str, Any], data: bytes) -> dict[str, Any]:
+    shown = part["image_url"]
+    return {**part, "image_url": {**shown, "url": data} if isinstance(shown, Mapping) else data}
+
+
+class Film(NamedTuple):
+    """Pixels of a frame, how many frames there are, and how many of them a second."""
+
+    width: int
+    height: int
+    frames: int
+    rate: float
+
+
+def film_of(data: bytes) -> Film:
+    """The first video in a file. Raises ValueError for one that is no MP4 file, or that says it in its fragments."""
+    try:
+        for track in _inside(memoryview(data), PATH):
+            if film := _film(track):
+                return film
+    except (struct.error, IndexError) as error:
+        raise ValueError("a box is cut short") from error
+    raise ValueError("it has no video track with frames that are listed at one place")
+
+
+def _film(track: memoryview) -> Film | None:
+    """The video of a track; None of one that is no video."""
+    handler, header = (next(_inside(track, (name,)), memoryview(b"")) for name in (b"hdlr", b"mdhd"))
+    if bytes(handler[8:12]) != b"vide":
+        return None
+    scale, duration = struct.unpack(">IQ" if header[0] else ">II", header[20:32] if header[0] else header[12:20])
+    lists = b"minf", b"stbl"
+    sizes = next(_inside(track, (*lists, b"stsz")), memoryview(b""))
+    looks = next(_inside(track, (*lists, b"stsd")), memoryview(b""))
+    (frames,) = struct.unpack(">I", sizes[8:12])
+    width, height = struct.unpack(">HH", looks[40:44])
+    if not all((scale, duration, frames, width, height)):
+        return None
+    return Film(width, height, frames, frames * scale / duration)
+
+
+def _inside(data: memoryview, path: tuple[bytes, ...]) -> Iterator[memoryview]:
+    """The contents of the boxes at a path."""
+    place = 0
+    for _ in range(MAX_BOXES):
+        if place + 8 > len(data):
+            return
+        size, kind = struct.unpack(">I4s", data[place : place + 8])
+        head = 8
+        if size == 1:
+            head, (size,) = 16, struct.unpack(">Q", data[place + 8 : place + 16])
+        end = place + size if size else len(data)
+        if size and size < head or end > len(data):
+            raise ValueError("a box is longer than the file, or than it can be")
+        if kind == path[0] and len(path) == 1:
+            yield data[place + head : end]
+        elif kind == path[0]:
+            yield from _inside(data[place + head : end], path[1:])
+        place = end
+    raise ValueError(f"it has more than {MAX_BOXES} boxes")

@@ -20,7 +20,7 @@ from tools.tiny_vision import KINDS, make_vision_model
 from unfuse.core.errors import InvalidParameter
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of
-from unfuse.server import shown
+from unfuse.server import multimodal_messages
 from unfuse.stages.media import Video
 
 pytestmark = pytest.mark.slow
@@ -213,12 +213,12 @@ def test_what_a_client_says_is_shown_is_refused(ai: openai.OpenAI) -> None:
 def test_pixels_are_bounded_in_all_before_they_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given pictures that are many pixels together, when they are read, then no more are decoded than there may be."""
     decoded = []
-    read = shown.read_picture
-    monkeypatch.setattr(shown, "MAX_PIXELS", 250)
-    monkeypatch.setattr(shown, "read_picture", lambda name, url: decoded.append(name) or read(name, url))
+    read = multimodal_messages.read_picture
+    monkeypatch.setattr(multimodal_messages, "MAX_PIXELS", 250)
+    monkeypatch.setattr(multimodal_messages, "read_picture", lambda name, url: decoded.append(name) or read(name, url))
     messages = [{"role": "user", "content": [part(picture(10, 10)) for _ in range(9)]}]
     vision = card_of("m", folder).vision
     assert vision
     with pytest.raises(InvalidParameter, match="250 pixels in all"):
-        shown.read_shown(vision, ChatTokenizer.read(folder), messages)
+        multimodal_messages.read_shown(vision, ChatTokenizer.read(folder), messages)
     assert len(decoded) == 3

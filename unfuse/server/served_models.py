@@ -1,11 +1,15 @@
-"""The names by which clients know models, and those by which schedulers and workers know them."""
+"""Served models: the names by which clients know them, and how models are added while a gateway runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
+from typing import Literal
+
+import msgspec
 
 from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
 from unfuse.core.model_names import name_of
 
 DIGITS = 6  # of a hash, behind the name of a model whose name another one has
@@ -60,3 +64,29 @@ class ModelNames:
         """
         is_other = name in self._own or name in self._given.values()
         return name if is_other else self._shown.get(name, name)
+
+
+Phase = Literal["starting", "fetching", "importing", "loading"]
+
+
+class JoinProgress(msgspec.Struct, frozen=True):
+    """What workers do before they are ready; `done` of `total` bytes are fetched, or loaded."""
+
+    phase: Phase
+    done: int = 0
+    total: int = 0
+
+
+class Joining:
+    """What starts the workers of models that are added."""
+
+    async def add(self, name: str, source: str) -> None:
+        """Serve a folder or a hub name too. It is admitted at once, and its workers load from then on.
+
+        Raises ConfigError for what cannot be served or does not fit, and Refusal (409) for a name that is taken.
+        """
+        raise ConfigError("this gateway starts no workers: name the model when the server is started")
+
+    def progress(self, name: str) -> JoinProgress | None:
+        """How far workers are with loading a model; None if they are ready, or start elsewhere."""
+        return None

@@ -13,9 +13,9 @@ from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import Allowance
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Damage, Filter
-from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
 from unfuse.server.auth import Known
 from unfuse.server.gateway import Served
+from unfuse.server.openapi_schemas import DAMAGE, FORGOTTEN, REQUEST, one, several
 from unfuse.server.requests import listed
 
 router = APIRouter(prefix="/dead", tags=["dead"])
@@ -89,7 +89,7 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
     for name in old.context.derived.attachments:
         data = await to_thread.run_sync(gateway.results.attached, id, name)
         await to_thread.run_sync(gateway.results.attach, fresh, name, data)
-    with gateway.refusals_told(old.context.tenant, old.context.model):
+    with gateway.refusals_logged(old.context.tenant, old.context.model):
         record = await gateway.scheduler.retry(id, fresh, own)
     gateway.release(old.context)
     return await gateway.view(request, record)

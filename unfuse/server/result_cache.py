@@ -22,7 +22,7 @@ from unfuse.stores.results import ResultStore
 LOOKED_AT = 8  # how many earlier requests with the same body are looked at, the newest first
 
 
-def makes(
+def result_key(
     card: ModelCard, given: Mapping[str, object], params: Params, derived: Derived, n: int, delivery: Delivery
 ) -> str:
     """A hash of what the bytes of a request's results depend on beside the pools that make them.
@@ -36,8 +36,8 @@ def makes(
     return cache_key(__version__, card.name, card.family, card.pipeline, weights, dtypes, sorted(known.items()), n)
 
 
-class Reuse:
-    """Finds results to give again, and gives them to a request of its own: its own id, events and files."""
+class ResultCache:
+    """Finds results of equal requests, and copies them for a request with its own id, events and files."""
 
     def __init__(self, scheduler: Scheduler, results: ResultStore) -> None:
         self._scheduler, self._results = scheduler, results

@@ -9,9 +9,9 @@ import pytest
 
 from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.language.grammar import Grammar, packed
-from unfuse.server import trials
+from unfuse.server import chat_formats
+from unfuse.server.chat_formats import GRAMMARS_AT_ONCE, GrammarChecker
 from unfuse.server.metrics import Metrics
-from unfuse.server.trials import AT_ONCE, Trials
 
 
 class Tried:
@@ -41,16 +41,16 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-def trial(tried: Tried, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> Trials:
-    monkeypatch.setattr(trials, "Grammars", lambda: tried)
-    return Trials(metrics)
+def trial(tried: Tried, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> GrammarChecker:
+    monkeypatch.setattr(chat_formats, "Grammars", lambda: tried)
+    return GrammarChecker(metrics)
 
 
 def grammar(text: str) -> bytes:
     return packed(Grammar("regex", text), "x")
 
 
-async def test_what_came_of_a_grammar_is_known_afterwards(trial: Trials, tried: Tried) -> None:
+async def test_what_came_of_a_grammar_is_known_afterwards(trial: GrammarChecker, tried: Tried) -> None:
     tried.may.set()
     for param in ("response_format", "tools"):
         with pytest.raises(InvalidParameter, match=f"{param} cannot be enforced: it is bad") as refused:
@@ -60,17 +60,19 @@ async def test_what_came_of_a_grammar_is_known_afterwards(trial: Trials, tried: 
     assert tried.asked == [grammar("bad"), grammar("good")]
 
 
-async def test_who_waits_is_counted_and_few_are_tried_at_once(trial: Trials, tried: Tried, metrics: Metrics) -> None:
+async def test_who_waits_is_counted_and_few_are_tried_at_once(
+    trial: GrammarChecker, tried: Tried, metrics: Metrics
+) -> None:
     waiting = [asyncio.create_task(trial.choose([grammar(f"g{number}")], "tools")) for number in range(5)]
-    while len(tried.asked) < AT_ONCE:
+    while len(tried.asked) < GRAMMARS_AT_ONCE:
         await asyncio.sleep(0.001)
-    assert metrics.grammars == 5 and len(tried.asked) == AT_ONCE
+    assert metrics.grammars == 5 and len(tried.asked) == GRAMMARS_AT_ONCE
     tried.may.set()
     await asyncio.gather(*waiting)
     assert metrics.grammars == 0 and len(tried.asked) == 5
 
 
-async def test_the_first_that_can_be_used_is_chosen(trial: Trials, tried: Tried) -> None:
+async def test_the_first_that_can_be_used_is_chosen(trial: GrammarChecker, tried: Tried) -> None:
     """But not behind one that nothing matches: a looser one would let pass what is forbidden."""
     tried.may.set()
     assert await trial.choose([grammar("bad"), grammar("good"), grammar("better")], "tools") == grammar("good")
@@ -81,15 +83,15 @@ async def test_the_first_that_can_be_used_is_chosen(trial: Trials, tried: Tried)
     assert tried.asked == [grammar(text) for text in ("bad", "good", "bad too", "never")]
 
 
-async def test_only_some_are_remembered(trial: Trials, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "KNOWN", 2)
+async def test_only_some_are_remembered(trial: GrammarChecker, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_formats, "MAX_KNOWN", 2)
     tried.may.set()
     for text in ("a", "b", "a", "c", "a", "b"):
         await trial.choose([grammar(text)], "tools")
     assert tried.asked == [grammar(text) for text in "abcb"]
 
 
-async def test_a_trial_that_cannot_be_made_is_made_again(trial: Trials, tried: Tried, metrics: Metrics) -> None:
+async def test_a_trial_that_cannot_be_made_is_made_again(trial: GrammarChecker, tried: Tried, metrics: Metrics) -> None:
     tried.may.set()
     tried.fails = True
     with pytest.raises(TransientError):

@@ -1,43 +1,49 @@
-"""Turns a creating call into a request. A repeat with the same Idempotency-Key gets the earlier one."""
+"""Creating calls: each becomes a request, for whose answer its client may wait.
+
+A repeat with the same Idempotency-Key gets the earlier request. A request is cancelled if its client disconnects while
+it waits for the answer.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from anyio import to_thread
-from msgspec.structs import replace
+from msgspec.structs import replace as replace_struct
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery, size_from
 from unfuse.core.derived import GRAMMAR, Derived, expected_tokens
-from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError
+from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError, UnfuseError
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, UPLOAD, Medium
 from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
-from unfuse.core.request import Allowance, Asked, Record, Who, request_ids
+from unfuse.core.request import Allowance, Asked, Record, RequestContext, Who, request_ids
 from unfuse.core.words import PromptTokens
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.refusal import Refusal, envelope
 from unfuse.language.grammar import digest
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
-from unfuse.server.gateway import Gateway, base_of
-from unfuse.server.reuse import makes
-from unfuse.server.uploads import read_pictures
+from unfuse.server.body import read_pictures
+from unfuse.server.errors import refusal_of
+from unfuse.server.gateway import Gateway
+from unfuse.server.responses import sse_event, sse_response
+from unfuse.server.result_cache import result_key
 
 MAX_KEY = 255
 
+#: The header, `true`, of a client whose Idempotency-Key was never used before: there is no earlier request.
 NEW_KEY = "unfuse-new-key"
-"""The header, `true`, of a client whose Idempotency-Key was never used before: there is no earlier request."""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What a chat brings, as far as it is known before its parameters are checked; nothing for other calls."""
+class Inputs:
+    """What a request has beside its parameters. For a chat most of it is read before these are checked."""
 
     #: Attachments by name.
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -51,14 +57,6 @@ class Prompt:
     grammars: tuple[bytes, ...] = ()
     #: The parameter that sets the format of the answer.
     grammar_param: str = ""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Everything that a request brings beside its parameters: its attachments by name, and facts about them."""
-
-    files: Mapping[str, bytes]
-    derived: Derived
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class Call:
     upload: str = ""
     waits: bool = False
     beside: str = ""
-    read: Callable[[ModelCard, Mapping[str, object]], Prompt] | None = None
-    """Reads the prompt out of the fields."""
+    #: Reads the prompt out of the fields.
+    read: Callable[[ModelCard, Mapping[str, object]], Inputs] | None = None
 
     @property
     def files(self) -> list[str]:
@@ -96,31 +94,27 @@ class Call:
 
         Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
         """
-        with self.gateway.refusals_told(self.caller.tenant, self.given.get("model")):
-            return await self._accept()
-
-    async def _accept(self) -> tuple[Record, Delivery]:
-        delivery = check_delivery(self.given, self.medium)
-        if delivery.webhook:
-            self.gateway.webhooks.targets.require(delivery.webhook)
-        key = self.request.headers.get("idempotency-key", "")
-        if len(key) > MAX_KEY:
-            message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
-            raise InvalidParameter(message, "Idempotency-Key")
-        fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
-        ends_with_client = self.gateway.cancels and self._belongs_to_its_client(key, delivery)
-        who = Who(self.caller.tenant, key, fingerprint, ends_with_client, self.caller.allowance, base_of(self.request))
-        id = self.gateway.queue.placed(request_ids(self.medium), who)
-        record = await self._earlier(key, id) or await self._submit(id, who, delivery)
-        if key and record.context.fingerprint != fingerprint:
-            message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
-            headers = {"x-should-retry": "false"}
-            raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
-        return record, delivery
-
-    def _belongs_to_its_client(self, key: str, delivery: Delivery) -> bool:
-        """Whether only the client that waits for the answer can use the result."""
-        return self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
+        gateway = self.gateway
+        with gateway.refusals_logged(self.caller.tenant, self.given.get("model")):
+            delivery = check_delivery(self.given, self.medium)
+            if delivery.webhook:
+                gateway.webhooks.http.require(delivery.webhook)
+            key = self.request.headers.get("idempotency-key", "")
+            if len(key) > MAX_KEY:
+                message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
+                raise InvalidParameter(message, "Idempotency-Key")
+            fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
+            only_client_can_use_it = self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
+            ends_with_client = gateway.cancels and only_client_can_use_it
+            base = gateway.base_of(self.request)
+            who = Who(self.caller.tenant, key, fingerprint, ends_with_client, self.caller.allowance, base)
+            id = gateway.queue.placed(request_ids(self.medium), who)
+            record = await self._earlier(key, id) or await self._submit(id, who, delivery)
+            if key and record.context.fingerprint != fingerprint:
+                message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
+                headers = {"x-should-retry": "false"}
+                raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
+            return record, delivery
 
     async def _earlier(self, key: str, id: str) -> Record | None:
         """Return the tenant's request with this Idempotency-Key, or None. A new one would get this id.
@@ -158,7 +152,7 @@ class Call:
         fields = {name: value for name, value in self.given.items() if name not in self.files}
         asked, card = await self._model(fields.get("model"), pictures)
         prompt = await self._prompt(card, fields)
-        named = replace(card, name=asked)  # as the client calls it: its own may be a folder here
+        named = replace_struct(card, name=asked)  # as the client calls it: its own may be a folder here
         params, n = check(
             named, fields, self.medium,
             strict=gateway.strict, uploads=pictures, files=self.files, tokens=prompt.tokens,
@@ -168,34 +162,34 @@ class Call:
             size = await to_thread.run_sync(size_of, inputs.files[UPLOAD], limiter=gateway.decoding)
             params |= size_from(card, fields, params, size)
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-        made = makes(card, self.given, params, inputs.derived, n, delivery)
+        key = result_key(card, self.given, params, inputs.derived, n, delivery)
         hint = card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else ""
-        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins, hint, inputs.derived)
-        if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
+        wanted = Asked(card, params, n, asked, id, limit_s, key, inputs.begins, hint, inputs.derived)
+        if gateway.result_cache and (record := await gateway.result_cache.answer(wanted, delivery, who)):
             return record
         return await self._store(wanted, inputs.files, delivery, who)
 
-    async def _prompt(self, card: ModelCard, fields: Mapping[str, object]) -> Prompt:
+    async def _prompt(self, card: ModelCard, fields: Mapping[str, object]) -> Inputs:
         """What a chat brings. Raises InvalidParameter."""
         if self.read is None:
-            return Prompt()
-        fields = await self.gateway.fetching.fetched(card, fields)
+            return Inputs()
+        fields = await self.gateway.image_fetcher.fetched(card, fields)
         return await to_thread.run_sync(self.read, card, fields, limiter=self.gateway.decoding)
 
-    async def _inputs(self, card: ModelCard, params: Params, pictures: Mapping[str, object], prompt: Prompt) -> Inputs:
+    async def _inputs(self, card: ModelCard, params: Params, pictures: Mapping[str, object], prompt: Inputs) -> Inputs:
         """Read everything that takes long, once the parameters are checked. Raises InvalidParameter."""
         gateway, files = self.gateway, dict(prompt.files)
-        derived = replace(prompt.derived, expected_tokens=expected_tokens(params))
+        derived = replace_struct(prompt.derived, expected_tokens=expected_tokens(params))
         if prompt.grammars:
-            files[GRAMMAR] = await gateway.trials.choose(prompt.grammars, prompt.grammar_param)
-            derived = replace(derived, grammar=digest(files[GRAMMAR]))
+            files[GRAMMAR] = await gateway.grammar_checker.choose(prompt.grammars, prompt.grammar_param)
+            derived = replace_struct(derived, grammar=digest(files[GRAMMAR]))
         if "lora" in params:
-            derived = replace(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
+            derived = replace_struct(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
         if pictures:
             found = await to_thread.run_sync(read_pictures, pictures, self.upload, limiter=gateway.decoding)
             hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
-            files, derived = files | found, replace(derived, pictures=hashes)
-        return Inputs(files, derived)
+            files, derived = files | found, replace_struct(derived, pictures=hashes)
+        return replace(prompt, files=files, derived=derived)
 
     async def _store(self, asked: Asked, files: Mapping[str, bytes], delivery: Delivery, who: Who) -> Record:
         """Store the attachments, and submit the request; they are deleted again if it does not become a request."""
@@ -259,7 +253,7 @@ async def respond_async(call: Call, record: Record) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
     if not call.prefers_not_to_wait:
         return None
-    location = f"{base_of(call.request)}/v1/requests/{record.context.id}"
+    location = f"{call.gateway.base_of(call.request)}/v1/requests/{record.context.id}"
     headers = {"location": location, "preference-applied": "respond-async"}
     return JSONResponse(await call.gateway.view(call.request, record), 202, headers)
 
@@ -267,3 +261,51 @@ async def respond_async(call: Call, record: Record) -> JSONResponse | None:
 def _fingerprint(path: str, given: dict[str, object]) -> str:
     text = json.dumps(given, sort_keys=True, default=lambda file: hashlib.sha256(file).hexdigest())
     return hashlib.sha256(f"{path} {text}".encode()).hexdigest()
+
+
+async def answer_call(
+    call: Call, events: Callable[[Record], AsyncIterator[bytes]], reply: Callable[[RequestContext, Delivery], bytes]
+) -> Response:
+    """Answer a call: by the request alone if its client prefers not to wait; by events of what is made, if it streams;
+    else, once it is completed, by a `reply`, which is made in a thread.
+    """
+    record, delivery = await call.accept()
+    if accepted := await respond_async(call, record):
+        return accepted
+    caller = WaitingClient(call.gateway, call.request, record)
+    if delivery.stream:
+        return sse_response(caller.events(events(record)))
+    try:
+        context = await call.gateway.completed(record.context.id)
+        return Response(await to_thread.run_sync(reply, context, delivery), media_type="application/json")
+    finally:
+        caller.is_answered = True
+
+
+class WaitingClient:
+    """A client that waits for its request. If it disconnects before the answer, its request is cancelled.
+
+    The request is not cancelled if the server closes the connection, because it shuts down or failed.
+    """
+
+    def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:
+        self._gateway, self._request, self._id = gateway, request, record.context.id
+        self.is_answered = False  # whether the answer is there, whatever it is
+        if record.context.ends_with_client and not record.context.over:
+            gateway.background.once("waiting for a client to disconnect", self._await_disconnect)
+
+    async def events(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the events, which are the answer once the last was sent; an error is the last event."""
+        with self._gateway.awaiting(self._id):
+            try:
+                async for event in events:
+                    yield event
+            except UnfuseError as error:
+                yield sse_event(envelope(refusal_of(error)))
+        self.is_answered = True
+
+    async def _await_disconnect(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        if not self.is_answered and not self._gateway.scheduler.draining:
+            await self._gateway.scheduler.client_disconnected(self._id)

@@ -1,17 +1,58 @@
-"""A request as clients see it."""
+"""A request as clients see it, and what it costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import asdict
 
+from unfuse.core.errors import UsageError
 from unfuse.core.media import seconds_of
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import Record, RequestContext, ResultFile, Running
+from unfuse.core.registry import nearest
+from unfuse.core.request import UNKNOWN_DEVICE, Record, RequestContext, ResultFile, Running
 from unfuse.core.usage import billed_seconds
-from unfuse.server.prices import FREE, Prices
+
+#: Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda.
+KINDS = ("cpu", "cuda", "xpu", "mps")
+
+_PRICE = re.compile(r"([a-z]+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)/h")
+
+
+class Prices:
+    """Prices by kind of device, each `KIND=AMOUNT/h`, in whatever currency. Raises ConfigError."""
+
+    def __init__(self, given: Sequence[str] = ()) -> None:
+        self._by_kind: dict[str, float] = {}
+        for entry in given:
+            if not (found := _PRICE.fullmatch(entry)):
+                raise UsageError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
+            if found[1] not in KINDS:
+                close = nearest(found[1], KINDS, 0.5)
+                hint = f"did you mean {close}?" if close else f"there are {', '.join(KINDS)}"
+                raise UsageError(f"--price {entry}: there are no devices of the kind {found[1]}; {hint}")
+            self._by_kind[found[1]] = float(found[2])
+
+    def unseen(self, devices: Sequence[str]) -> list[str]:
+        """The kinds that have a price, and of which none of these devices is."""
+        return sorted(self._by_kind.keys() - {device.partition(":")[0] for device in devices})
+
+    def money(self, spent: Mapping[str, float]) -> float | None:
+        """What so many seconds of each device cost; what has no price costs nothing. None if nothing has."""
+        if not self._by_kind:
+            return None
+        return sum(self._by_kind.get(kind_of(device), 0.0) * seconds / 3600 for device, seconds in spent.items())
+
+
+FREE = Prices()  # no prices
+
+
+def kind_of(device: str) -> str:
+    """The kind of a device by the name that its worker reports; one that reports none has no kind."""
+    kind = device.partition(":")[0]
+    return kind if kind in (*KINDS, UNKNOWN_DEVICE) else "cuda"
 
 
 def request_object(
@@ -32,10 +73,12 @@ def request_object(
     for dead ones; lists leave that out.
     """
     context, error = record.context, record.context.error
-    hook = context.webhook
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     step, steps = _steps(record)
+    started_at = context.started_at
+    if started_at is None:
+        started_at = min((run.since for run in record.running), default=None)
     return {
         "id": context.id,
         "object": "request",
@@ -55,19 +98,20 @@ def request_object(
         "steps": steps,
         "progress": progress(record),
         "queue_position": record.position,
-        "eta_s": None if eta is None else round(eta, 3),
+        "eta_s": _rounded(eta),
         "seed": context.params.get("seed"),
         "cost": _cost(record, prices, wall),
         "created_at": round(context.created_at, 3),
-        "started_at": _started(record),
-        "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
+        "started_at": _rounded(started_at),
+        "completed_at": _rounded(context.completed_at),
         "attempts": _attempts(record),
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
         "result": [_result(file, base_url + sign(result_path(context, file.index))) for file in context.result],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
         "hint": context.hint or None,
         "metadata": context.metadata,
-        "webhook": hook and {name: getattr(hook, name) for name in ("url", "state", "attempts", "reason")},
+        "webhook": context.webhook
+        and {name: getattr(context.webhook, name) for name in ("url", "state", "attempts", "reason")},
     }
 
 
@@ -130,20 +174,15 @@ def _result(file: ResultFile, url: str) -> dict[str, object]:
 def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
     """Seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
     used = billed_seconds(record.context, record.running, wall)
-    money = prices.money(used)
     return {
         "predicted_s": round(record.context.cost, 3),
         "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
-        "money": None if money is None else round(money, 6),
+        "money": _rounded(prices.money(used), 6),
     }
 
 
-def _started(record: Record) -> float | None:
-    """When a worker first took one of its tasks, in Unix seconds; None while it waits, or if all was cached."""
-    begun = record.context.started_at
-    if begun is None:
-        begun = min((run.since for run in record.running), default=None)
-    return None if begun is None else round(begun, 3)
+def _rounded(number: float | None, digits: int = 3) -> float | None:
+    return None if number is None else round(number, digits)
 
 
 def _steps(record: Record) -> tuple[int, int]:
@@ -176,9 +215,8 @@ def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) 
         "attempt": run.attempt if run else state.attempt,
         "cached": state.status == "done" and not state.attempt,
         **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
-        **{name: _short(value) for name, value in asdict(run.timings if run else state.timings).items()},
+        **{
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in asdict(run.timings if run else state.timings).items()
+        },
     }
-
-
-def _short(value: object) -> object:
-    return round(value, 6) if isinstance(value, float) else value

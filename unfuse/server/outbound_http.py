@@ -24,22 +24,21 @@ HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}
 LOOKUPS = 8  # how many names are looked up at one time
 
+#: All IPv6 addresses of the internet. Outside lie, among others, those that only stand for an IPv4 address: ::/96
+#: (IPv4-compatible), ::ffff:0:0:0/96 (translated) and 64:ff9b:1::/48 (NAT64 of one's own network).
 UNICAST = ip_network("2000::/3")
-"""All IPv6 addresses of the internet. Outside lie, among others, those that only stand for an IPv4 address: ::/96
-(IPv4-compatible), ::ffff:0:0:0/96 (translated) and 64:ff9b:1::/48 (NAT64 of one's own network).
-"""
 
+#: Addresses outside of these by which NAT64 reaches the IPv4 address at their end.
 TRANSLATED = ip_network("64:ff9b::/96")
-"""Addresses outside of these by which NAT64 reaches the IPv4 address at their end."""
 
+#: The 32 bits before the IPv4 address at the end of an address that a tunnel leads to it.
 ISATAP = (0x00005EFE, 0x02005EFE)
-"""The 32 bits before the IPv4 address at the end of an address that a tunnel leads to it."""
 
+#: Networks that are reserved, beside those that `ipaddress` knows in every version of Python.
 RESERVED = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
-"""Networks that are reserved, beside those that `ipaddress` knows in every version of Python."""
 
 
-class Targets:
+class OutboundHttp:
     """The hosts that may be called: names (`.domain` for all below it, `*` for any), and addresses or networks.
 
     A name may lead to an address of the internet, or to one of those networks. Addresses come in the parameter `param`,
