@@ -15,7 +15,7 @@ from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, PermanentError, TransientError, UnfuseError
 from unfuse.core.messages import Borrow, Lent, Refused, Stranger
 from unfuse.core.task import Claim, Lease
-from unfuse.service.lending import Lending
+from unfuse.service.service import Lending
 from unfuse.testing.queue_samples import task_of
 from unfuse.weights.adapters import CHUNK, Loras
 from unfuse.worker import loaded_models

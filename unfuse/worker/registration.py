@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard
-from unfuse.core.compute import USUAL_BATCH, ComputeOptions, Hold
+from unfuse.core.compute import USUAL_BATCH, ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.model_names import is_path, name_of
@@ -32,10 +32,10 @@ log = structlog.get_logger(__name__)
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 
-    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one if it is
-    to `hold` a model. With `components`, it runs only stages whose first component is one of them. It holds `slots`
-    tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
-    inputs of more than `buffer` tokens arrive in pieces; `resources` has the amounts of further named resources.
+    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one where
+    `max_loaded_models` is 1. With `components`, it runs only stages whose first component is one of them. It holds
+    `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes; inputs of more than `buffer`
+    tokens arrive in pieces; `resources` has the amounts of further named resources.
     Without `models`, the scheduler says what to serve.
 
     It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
@@ -66,7 +66,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     orphan_s: float
     health: str
-    hold: Hold
+    max_loaded_models: MaxLoadedModels
     gpus: int
     component_sources: Mapping[str, str]
 
@@ -225,9 +225,12 @@ def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[s
 def sets_of(served: Served, options: WorkerOptions) -> Sets:
     """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
     parts, cards = options.role.split(","), served.cards
-    if options.hold == "model" and len(parts) > 1:
-        raise ConfigError(f"--hold model and --role {options.role} both say what is loaded at a time: leave one out")
-    if options.hold == "model":
+    one_model = options.max_loaded_models == "1"
+    if one_model and len(parts) > 1:
+        raise ConfigError(
+            f"--max-loaded-models 1 and --role {options.role} both say what is loaded at a time: leave one out"
+        )
+    if one_model:
         choice = Choice(roles_of(options.role), options.components)
         found = {card.name: {*card.pools(choice).values()} for card in cards}
     else:
