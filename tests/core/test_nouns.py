@@ -13,10 +13,17 @@ import pytest
 import unfuse.core
 from unfuse.core import errors
 from unfuse.core.card import ModelCard
-from unfuse.core.event import TERMINAL_EVENTS, EventType
 from unfuse.core.media import VIDEO
 from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, StageSpec
-from unfuse.core.request import REQUEST_MOVES, TERMINAL, RequestContext, RequestStatus, new_request_id
+from unfuse.core.request import (
+    REQUEST_MOVES,
+    TERMINAL,
+    TERMINAL_EVENTS,
+    EventType,
+    RequestContext,
+    RequestStatus,
+    new_request_id,
+)
 from unfuse.core.task import TASK_MOVES, Claim, Lease, TaskStatus
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import task_of

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS as REASONING, reasoning_of
 from unfuse.language.answer_reader import AnswerReader, opened
 from unfuse.language.tool_calls import Part

@@ -15,7 +15,7 @@ import pytest
 from tools.server import until
 from tools.tiny_language import make_language_model
 from unfuse.core.errors import TransientError
-from unfuse.core.schemas import schema_text
+from unfuse.core.words import schema_text
 from unfuse.language import grammars
 from unfuse.language.answer_formats import CALL_FORMATS as FORMATS
 from unfuse.language.grammar import Grammar, packed

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from unfuse.core.errors import NotFound
-from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
+from unfuse.core.request import Event
 from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.said import pieces

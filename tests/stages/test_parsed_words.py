@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
 from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.words import Ending, Words

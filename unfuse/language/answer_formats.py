@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.core.reading import SEPARATOR, CallFormat, ReasoningFormat
+from unfuse.core.text import SEPARATOR, CallFormat, ReasoningFormat
 
 _BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```")

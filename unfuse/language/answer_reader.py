@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unfuse.core.reading import Reading, ReasoningFormat
+from unfuse.core.text import Reading, ReasoningFormat
 from unfuse.language.tool_calls import LEAST, CallReader, Part
 
 

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from itertools import count
 from threading import Lock
 
-from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.codec import MAX_BYTES, decode, encode, frame, split_message
 from unfuse.core.errors import PermanentError, TransientError
-from unfuse.core.framing import frame, split_message
 from unfuse.core.text import packed
 from unfuse.language.grammar import Allowed, Compiled, Follow
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.reading import CallFormat
+from unfuse.core.text import CallFormat
 from unfuse.language.call_syntax import Chars, NotACall, Syntaxes
 
 Kind = Literal["content", "reasoning", "call", "arguments", "mark"]

@@ -16,8 +16,8 @@ from PIL.Image import Resampling
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.medium import Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
+from unfuse.core.parameters import Room
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.vision import Grid, PixelBounds, Vision
 from unfuse.models.base import Loader, Report, Runtime

@@ -19,8 +19,7 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
-from unfuse.core.event import Event
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Event, RequestContext
 from unfuse.core.task import Task
 from unfuse.queues.base import SCHEMA, Declaration
 from unfuse.queues.index import Entry
@@ -154,14 +153,14 @@ class Journal:
     def row(self, number: int) -> Row | None:
         """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
         found = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
-        return self._decoder.decode(cast(bytes, found[0][0])) if found else None
+        return self._decoder.decode(cast("bytes", found[0][0])) if found else None
 
     def pieces(self, id: str, stage: str, after: int, limit: int) -> list[bytes]:
         """The pieces of a stage from number `after` on, up to `limit`; to be called in the thread that writes."""
         found: list[bytes] = []
         asked = {"id": id, "stage": stage, "after": after, "limit": limit}
         for first, body in self._file.execute(FIND_PIECES, asked):
-            found += msgspec.msgpack.decode(cast(bytes, body), type=list[bytes])[max(0, after - cast(int, first)) :]
+            found += msgspec.msgpack.decode(cast("bytes", body), type=list[bytes])[max(0, after - cast("int", first)) :]
         return found[:limit]
 
     def secret(self, name: str, proposed: str) -> str:
@@ -204,16 +203,16 @@ class Journal:
             self.start = self._begin()
         for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
             try:
-                self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
+                self.rows.append((cast("int", number), self._decoder.decode(cast("bytes", body))))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self.damaged[str(id)] = cast(int, number), str(error)
+                self.damaged[str(id)] = cast("int", number), str(error)
         for name, body in self._file.execute("SELECT name, body FROM declarations"):
             try:
-                self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=Declaration)
+                self.declared[str(name)] = msgspec.msgpack.decode(cast("bytes", body), type=Declaration)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 log.error("a declaration cannot be read, and is left out", name=name, reason=str(error))
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
-            self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
+            self.appended.setdefault(str(id), {})[str(stage)] = cast("int", count)
 
     def _begin(self) -> int:
         """Check and prepare the file; returns how often it was opened before."""
@@ -233,7 +232,7 @@ class Journal:
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")
-        return cast(int, start)
+        return cast("int", start)
 
 
 def _locked(path: Path) -> FileIO:

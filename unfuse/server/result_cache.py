@@ -12,7 +12,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.derived import Derived
 from unfuse.core.errors import Damaged, NotFound, TransientError
-from unfuse.core.medium import RANDOM_SEED
+from unfuse.core.parameters import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
 from unfuse.core.request import Asked, Record, RequestContext, ResultFile, Who
 from unfuse.queues.base import Filter

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from hashlib import blake2b
 from typing import Any
 
-from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Event, RequestContext
 from unfuse.core.text import Answer
 from unfuse.language.answer_reader import AnswerReader
 from unfuse.language.tool_calls import Part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.detokenize import Detokenizer
 from unfuse.stages.sequences import GrammarMatcher

@@ -7,8 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from unfuse.core.reading import Reading
-from unfuse.core.text import Piece, TokenBytes, token_name
+from unfuse.core.text import Piece, Reading, TokenBytes, token_name
 from unfuse.language.answer_reader import AnswerReader
 from unfuse.language.detokenize import Detokenizer, Stops, TokenVocabulary
 from unfuse.language.tool_calls import Part

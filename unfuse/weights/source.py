@@ -7,8 +7,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from unfuse.core.card import is_path
 from unfuse.core.errors import ConfigError
-from unfuse.core.model_names import is_path
 from unfuse.core.paths import expanded
 from unfuse.core.registry import nearest
 from unfuse.weights.composed import component_folder, compose, name_of, split_name

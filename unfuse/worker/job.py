@@ -16,15 +16,13 @@ from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.messages import Announced, Keep
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import prefix_key
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared, prefix_key
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stores.results import ResultStore
-from unfuse.stores.tensor_store import HeldTensors, TensorStore
+from unfuse.stores.tensor_store import HeldTensors, TensorStore, Unsealed
 from unfuse.stores.tensors import numpy_over, torch_over
-from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits, failure
 from unfuse.worker.ranks import TaskStart
