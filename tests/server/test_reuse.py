@@ -26,7 +26,7 @@ from unfuse.core.plan import Pipeline
 from unfuse.core.pool import manned
 from unfuse.queues.base import Limits
 from unfuse.server.accept import Call
-from unfuse.server.reuse import makes
+from unfuse.server.reuse import result_cache_key
 from unfuse.stores.results import ResultStore
 
 URL = "/v1/images/generations"
@@ -352,14 +352,16 @@ def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
 )  # fmt: skip
 def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[str, Any]) -> None:
     none, other = Derived(), Derived(pictures={"image": "hash"})
-    made = makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
-    assert makes(PICTURES, ASKED, {"prompt": "a", "seed": 5}, none, 1, Delivery()) == made != ""
+    made = result_cache_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
+    assert result_cache_key(PICTURES, ASKED, {"prompt": "a", "seed": 5}, none, 1, Delivery()) == made != ""
     assert (
-        makes(msgspec.structs.replace(PICTURES, **change), ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
+        result_cache_key(
+            msgspec.structs.replace(PICTURES, **change), ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery()
+        )
         != made
     )
-    assert makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 2, Delivery()) != made
-    assert makes(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, other, 1, Delivery()) != made
+    assert result_cache_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 2, Delivery()) != made
+    assert result_cache_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, other, 1, Delivery()) != made
 
 
 def test_another_default_of_the_model_makes_other_results(tmp_path: Path, exact: None) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import builtins
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -26,7 +27,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Timings, Who
+from unfuse.core.request import Allowance, Caller, Change, Record, RequestContext, RequestStatus, Timings
 from unfuse.core.task import SLOTS, Claim, Lease, Task
 
 
@@ -43,7 +44,7 @@ class Limits(msgspec.Struct, frozen=True):
     tenant: Allowance = Allowance()
 
 
-SCHEMA = 3
+SCHEMA = 4
 """The number of the format in which queues are stored. A queue of another number is refused, and not changed."""
 
 MOST_RETURNS = 3  # a worker that has turned a task down this often does not get it again
@@ -55,6 +56,12 @@ Heading = tuple[str | None, str, object]
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
 LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
 """Fields of a context that are indexed only within a tenant; and fields of which only this value is indexed."""
+
+INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
+    **{name: attrgetter(name) for name in LISTED_VALUES},
+    **{name: attrgetter(f"caller.{name}") for name in ("tenant", *TENANT_FIELDS)},
+}
+"""The fields of a context that a filter may name, and how to read each."""
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -369,7 +376,7 @@ class RequestStore(ABC):
     ) -> builtins.list[bytes]:
         """The recorded pieces of a stage from number `after` on, up to `limit`. Raises NotFound."""
 
-    def placed(self, ids: Iterator[str], who: Who) -> str:
+    def placed(self, ids: Iterator[str], caller: Caller) -> str:
         """Return one of these endless new ids, whose request is stored with the others of its key or limited tenant."""
         return next(ids)
 

@@ -92,9 +92,9 @@ class QueueState:
         known = self.requests.get(context.id) or self.index.repeated(context)
         if known is not None:
             return known
-        self._tenants.require(context.tenant, limits.tenant, self._clock.now())
+        self._tenants.require(context.caller.tenant, limits.tenant, self._clock.now())
         self._admit(context, tasks, limits)
-        self._tenants.take(context.tenant, limits.tenant, self._clock.now())
+        self._tenants.take(context.caller.tenant, limits.tenant, self._clock.now())
         self.reserve(int(self._clock.wall() * 1e6) - 1)
         entry = self.requests[context.id] = Entry(context, self._arrival())
         self._count(entry, False)
@@ -235,7 +235,7 @@ class QueueState:
         """Requests in the order of their arrival. Raises NotFound for `after`."""
         if isinstance(after, str):
             behind = self.entry(after)
-            if which.tenant not in (None, behind.context.tenant):
+            if which.tenant not in (None, behind.context.caller.tenant):
                 raise _unknown(after)
             after = behind.number
         return [*islice(self.index.find(which, after, oldest_first), limit)]
@@ -332,7 +332,7 @@ class QueueState:
         """Update the sums for a new request, or a new version of one."""
         change = (not entry.context.over) - was_active
         self._active += change
-        self._tenants.count(entry.context.tenant, change)
+        self._tenants.count(entry.context.caller.tenant, change)
         self._cost = self._cost + change * entry.context.cost if self._active else 0.0
         was, entry.left = entry.left, remaining_of(entry.context)
         for pool in was.keys() | entry.left.keys():

@@ -50,9 +50,14 @@ class Row(msgspec.Struct, frozen=True):
 
 EXACT = 2**53  # every backend stores integers up to this one exactly
 
+NUMBERS = (int, float, float | None)
 _NUMBERS = {
-    kind: attrgetter(*(one.name for one in msgspec.structs.fields(kind) if one.type in (int, float, float | None)))
-    for kind in (RequestContext, Task, Event)
+    kind: attrgetter(*nested, *(one.name for one in msgspec.structs.fields(kind) if one.type in NUMBERS))
+    for kind, nested in (
+        (RequestContext, ("delivery.priority", "request.time_limit_s")),
+        (Task, ("planned.room",)),
+        (Event, ()),
+    )
 }
 
 
@@ -68,8 +73,8 @@ def check_storable(*parts: RequestContext | Task | Event) -> None:
 def check_numbers(*parts: RequestContext | Task | Event) -> None:
     """Raise ProtocolError for NaN, or a number beyond EXACT: what encoding does not refuse."""
     for part in parts:
-        planned = (part.planned.room, *part.planned.needs.values()) if isinstance(part, Task) else ()
-        for number in (*_NUMBERS[type(part)](part), *planned):
+        needs = part.planned.needs.values() if isinstance(part, Task) else ()
+        for number in (*_NUMBERS[type(part)](part), *needs):
             if not -EXACT <= (number or 0) <= EXACT:
                 raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
 

@@ -28,7 +28,7 @@ KEYED = HTTPBearer(auto_error=False, description="an API key of this server")
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-class Caller(msgspec.Struct, frozen=True):
+class Principal(msgspec.Struct, frozen=True):
     """The caller. It may see and end the requests of the tenant `sees`, which is its own; None: of all tenants.
 
     It may ask for these `models` (None: any), and have this much. One that `only_reads` creates nothing, and sees all
@@ -47,7 +47,7 @@ class Caller(msgspec.Struct, frozen=True):
         return self.models is None or model in self.models
 
 
-async def caller_of(request: Request) -> Caller:
+async def caller_of(request: Request) -> Principal:
     """The caller. Raises Refusal (401) for an unknown key, and 403 for what a key that only reads may not do.
 
     Without configured keys, everyone is admitted. A signed link to a result opens without a key, or with any key.
@@ -55,7 +55,7 @@ async def caller_of(request: Request) -> Caller:
     gateway = await gateway_of(request)
     keys = gateway.keys
     if not keys:
-        return Caller(DEFAULT_TENANT, DEFAULT_TENANT, True)
+        return Principal(DEFAULT_TENANT, DEFAULT_TENANT, True)
     shown = _shown(request.headers)
     key = keys.of(shown)
     if key is None:
@@ -70,7 +70,7 @@ async def caller_of(request: Request) -> Caller:
     return _caller(key)
 
 
-async def visitor_of(request: Request) -> Caller | None:
+async def visitor_of(request: Request) -> Principal | None:
     """Return the caller of a path that is open to everybody; None for a stranger.
 
     A stranger sent no key that is known where keys are configured; without configured keys, it used a host or an
@@ -78,15 +78,15 @@ async def visitor_of(request: Request) -> Caller | None:
     """
     keys = (await gateway_of(request)).keys
     if not keys:
-        return None if request.scope.get(STRANGER) else Caller(DEFAULT_TENANT, DEFAULT_TENANT, True)
+        return None if request.scope.get(STRANGER) else Principal(DEFAULT_TENANT, DEFAULT_TENANT, True)
     key = keys.of(_shown(request.headers))
     return None if key is None else _caller(key)
 
 
-Visitor = Annotated[Caller | None, Depends(visitor_of)]
+Visitor = Annotated[Principal | None, Depends(visitor_of)]
 
 
-async def reader_of(request: Request, visitor: Visitor) -> Caller | None:
+async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
     """Return the same for a path that shows less to strangers. Raises Refusal (401) for an unknown key.
 
     A program that lost its key is then told so, and does not work with less without notice.
@@ -97,15 +97,15 @@ async def reader_of(request: Request, visitor: Visitor) -> Caller | None:
     return visitor
 
 
-def _caller(key: Key) -> Caller:
+def _caller(key: Key) -> Principal:
     sees = None if key.admin else key.tenant
-    return Caller(key.tenant, sees, key.admin, key.models, key.allowance, key.only_reads)
+    return Principal(key.tenant, sees, key.admin, key.models, key.allowance, key.only_reads)
 
 
-FOLLOWS_LINK = Caller(DEFAULT_TENANT, None, False)
+FOLLOWS_LINK = Principal(DEFAULT_TENANT, None, False)
 """The caller of a signed link. The link opens the path of one result."""
 
-Known = Annotated[Caller, Depends(caller_of)]
+Known = Annotated[Principal, Depends(caller_of)]
 
 
 async def admin_only(caller: Known) -> None:

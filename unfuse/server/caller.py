@@ -8,8 +8,7 @@ from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
-from unfuse.core.checking import Delivery
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import Delivery, Record, RequestContext
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.gateway import Gateway
 from unfuse.server.sse import stream
@@ -43,7 +42,7 @@ class WaitingClient:
     def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:
         self._gateway, self._request, self._id = gateway, request, record.context.id
         self.is_answered = False  # whether the answer is there, whatever it is
-        if record.context.ends_with_client and not record.context.over:
+        if record.context.caller.cancel_on_disconnect and not record.context.over:
             gateway.background.once("waiting for a client to disconnect", self._await_disconnect)
 
     async def told(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

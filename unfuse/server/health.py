@@ -12,7 +12,7 @@ from unfuse import __version__
 from unfuse.core.errors import TransientError
 from unfuse.edge.refusal import Refusal, envelope
 from unfuse.server.answers import READY
-from unfuse.server.auth import Caller, Visitor, reader_of
+from unfuse.server.auth import Principal, Visitor, reader_of
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.metrics_audience import Audience
 
@@ -89,7 +89,7 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(gateway: Served, reader: Annotated[Caller | None, Depends(reader_of)]) -> Response:
+async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(reader_of)]) -> Response:
     """Numbers for Prometheus.
 
     All of them with a key that has `admin=yes` or `read=yes`, with --open-metrics, and where no keys are configured.

@@ -15,11 +15,10 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
-from unfuse.core.checking import Delivery
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.media import IMAGE, MASK
 from unfuse.core.medium import nth_seed
-from unfuse.core.request import Record, RequestContext, ResultFile
+from unfuse.core.request import Delivery, Record, RequestContext, ResultFile
 from unfuse.edge.refusal import envelope
 from unfuse.server import sse
 from unfuse.server.accept import Call
@@ -89,7 +88,7 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
             yield _event(f"{kind}.partial_image", record.context, data, told)
             made[stage] += 1
         context = await gateway.completed(request)
-        form = {"output_format": context.params["output_format"], "usage": _USAGE}
+        form = {"output_format": context.request.params["output_format"], "usage": _USAGE}
         for file in context.result:
             said = form | _seed(context, file)
             if file.flagged:
@@ -118,7 +117,7 @@ def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, obje
 
 def _form(context: RequestContext) -> dict[str, object]:
     """Return the requested size, the quality and the background."""
-    return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
+    return {"size": size_of(context), "quality": context.request.params.get("quality", "auto"), "background": "opaque"}
 
 
 def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
@@ -130,7 +129,7 @@ def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
 
 
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
-    seed = context.params["seed"]
+    seed = context.request.params["seed"]
     return {"seed": nth_seed(seed, file.index)} if isinstance(seed, int) else {}
 
 
@@ -154,12 +153,12 @@ def _reply(results: ResultStore, context: RequestContext, address: Callable[[int
         {
             "created": int(context.completed_at or context.created_at),
             "id": context.id,
-            "model": context.asked or context.model,
+            "model": context.request.requested_model,
             "data": data,
-            "output_format": context.params.get("output_format"),
+            "output_format": context.request.params.get("output_format"),
             **_form(context),
             **size,
-            **({"hint": context.hint} if context.hint else {}),
+            **({"hint": context.request.hint} if context.request.hint else {}),
             "usage": _USAGE,
         }
     )
