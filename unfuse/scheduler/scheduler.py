@@ -31,8 +31,7 @@ from unfuse.core.request import (
 )
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Limits, QueueBackend, Wanted
-from unfuse.queues.stored import EXACT
+from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
 from unfuse.scheduler import lifecycle, waking
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
