@@ -94,7 +94,7 @@ class Growing(Observer):
             context = (await self._store.load(id)).context
         except (NotFound, Damaged):
             return None
-        self._requests[id] = request = _Request(context.model, context.created_at, {})
+        self._requests[id] = request = _Request(context.request.model, context.created_at, {})
         if len(self._requests) > MOST:
             del self._requests[next(iter(self._requests))]
         return request
