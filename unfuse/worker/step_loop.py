@@ -27,7 +27,7 @@ from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.intake import Intake, close, verdict_of
 from unfuse.worker.leaks import ComputeLeakCheck
-from unfuse.worker.outputs import announce, completed, put, write
+from unfuse.worker.outputs import announce, put, read_prefix_blocks, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.status import StatusReporter
 from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
@@ -265,7 +265,7 @@ class StepLoop:
                 raise made
             job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.exact_batch_key(job.stage, job.state)
-            job.portions = completed(job) if self._ranks.leads else []
+            job.prefix_blocks = read_prefix_blocks(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False

@@ -16,17 +16,6 @@ from unfuse.stores.tensor_store import HeldTensors
 from unfuse.stores.unsealed import Unsealed
 
 
-@dataclass(frozen=True)
-class Portion:
-    """What a step completed for other tasks, not stored yet: its key, its digest if that is not among the task's own
-    `prefixes`, and its tensors, which share no memory with the task's state.
-    """
-
-    key: str
-    digest: str
-    tensors: Tensors
-
-
 @dataclass(eq=False)
 class Job:
     """A task that runs. Tasks of equal `key` may share a forward. Times are monotonic seconds.
@@ -60,7 +49,7 @@ class Job:
     previews: list[int] = field(default_factory=list)
     grown: int = 0  # the number of the next piece of its output
     part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
-    portions: list[Portion] = field(default_factory=list)  # those that its last step completed
+    prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)  # see `outputs.read_prefix_blocks`
     output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
 
     def growth(self) -> Grown | None:
