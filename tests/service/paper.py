@@ -37,7 +37,7 @@ class Started(Launcher):
 
     def __init__(self, plan: Plan) -> None:
         self.models, self.stopped = [model.card.name for model in plan.models], False
-        self.swaps = [worker.swaps for worker in plan.workers]
+        self.max_loaded_models = plan.wanted.max_loaded_models
         self.failed = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:

@@ -31,7 +31,7 @@ FIRST = frozenset({"denoiser"})
             "undivided, the components take 10.0 GiB, more than the 5.0",
         ),
         (
-            Wanted({"denoiser": 2}, first=FIRST),
+            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}, first=FIRST),
             80,
             "2 denoisers share encoder and decoder: 4.0 GiB less",
         ),

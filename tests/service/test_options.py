@@ -14,7 +14,6 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
 from unfuse.edge.key_lines import Key
-from unfuse.planning.placement import Wanted
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
 from unfuse.service.local import own_pools
@@ -38,8 +37,12 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
 
 
 def test_settings_become_what_is_composed() -> None:
-    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16, "UNFUSE_SERVE__DENOISERS": "3"}
-    environment |= {"UNFUSE_SERVE__PLACE": "decoder=cpu", "UNFUSE_RUN_DIR": "/r"}
+    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16}
+    environment |= {
+        "UNFUSE_SERVE__WORKERS": "encoder=1,denoiser=3,decoder=1",
+        "UNFUSE_SERVE__PLACE": "decoder=cpu",
+        "UNFUSE_RUN_DIR": "/r",
+    }
     environment |= {
         "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
         "UNFUSE_SERVE__DURABLE_STAGES": "denoise,text_encode",
@@ -66,7 +69,7 @@ def test_settings_become_what_is_composed() -> None:
     assert composed.workers.arena == SHARED_ARENA
     assert composed.limits.max_active == 7
     assert composed.queue == "sqlite:/d/queue.db"
-    assert options(load({"serve.workers": False}, None, environment)).workers == Wanted(split=False)
+    assert options(load({"serve.workers": "none"}, None, environment)).workers.counts == {}
 
 
 @pytest.mark.parametrize(
@@ -105,28 +108,31 @@ def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(give
     assert service._specs(plan(chosen))[0].arguments[-2:] == ["--model", "unfuse/shapes"], "whatever is added later"
 
 
-def test_models_in_turns_have_a_worker_on_each_device_that_is_told_to_hold_one() -> None:
-    chosen = options(load({"serve.workers": "swap"}, None, {}))
+def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> None:
+    chosen = options(load({"serve.workers": "all=1", "worker.max_loaded_models": "1"}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
     service.addresses = ["unix:/run/nobody"]
-    assert [(spec.role, spec.flags["hold"]) for spec in service._specs(plan(chosen))] == [("all", "model")]
-    for other in ({"compute.parallel": "denoiser=cfg:2"}, {"serve.place": "denoiser=cpu"}):
-        with pytest.raises(ConfigError, match="--workers swap is one worker on each device: leave out --parallel and"):
-            options(load({"serve.workers": "swap", **other}, None, {}))
+    (spec,) = service._specs(plan(chosen))
+    assert (spec.role, spec.flags["max-loaded-models"]) == ("all", "1")
 
 
-def test_how_many_is_said_once() -> None:
-    with pytest.raises(ConfigError, match="--workers all=2 and --denoisers both say how many: leave one out"):
-        options(load({"serve.workers": "all=2", "serve.denoisers": 3}, None, {}))
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"serve.workers": "split"}, {"serve.workers": "all=1,denoiser=1"}, {"serve.place": "denoiser=cpu"},
+        {"compute.parallel": "denoiser=cfg:2"}, {"serve.workers": "all=1", "compute.parallel": "denoiser=cfg:2"},
+    ],
+)  # fmt: skip
+def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--max-loaded-models 1 needs workers of all stages: write --workers all=1"):
+        options(load({"worker.max_loaded_models": "1", **other}, None, {}))
 
 
 @pytest.mark.parametrize(
     ("text", "workers"),
     [
         ("split", ["encoder", "denoiser", "decoder"]),
-        ("true", ["encoder", "denoiser", "decoder"]),
         ("none", []),
-        ("false", []),
         ("all=2", ["all", "all"]),
         ("encoder+decoder=1,denoiser=2", ["encoder+decoder", "denoiser", "denoiser"]),
     ],

@@ -17,7 +17,7 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.planning.machine import devices
-from unfuse.planning.placement import CPU
+from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
 from unfuse.service.notify import READY, STOPPING, notify
@@ -50,7 +50,6 @@ def serve(
     models: Annotated[
         list[str] | None, typer.Argument(help="Models to serve [default: unfuse/shapes].", metavar="MODEL")
     ] = None,
-    no_workers: Annotated[bool, typer.Option("--no-workers", help="The same as --workers none.")] = False,
     fork_server: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
@@ -59,8 +58,7 @@ def serve(
     SIGTERM and Ctrl-C stop accepting and save what runs, to go on after the next start; a second one stops at once.
     """
     began = time.monotonic()
-    told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
-    loaded = load(told, config)
+    loaded = load({**flags, "serve.models": models or None}, config)
     with begun_early(loaded.settings, fork_server) as forks:
         from unfuse.service.options import options
 
@@ -82,7 +80,7 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
 
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
     local = all(map(is_local, serve.models))
-    if serve.workers == "none" or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
+    if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return
     with closing(Forks(serve.models)) as begun:

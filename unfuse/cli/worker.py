@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 @takes(
-    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.hold", "worker.component",
-    "worker.scheduler", "keys", "insecure_listen", "worker.model", "serve.component_source", *COMPUTE,
-    "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
+    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.max_loaded_models",
+    "worker.component", "worker.scheduler", "keys", "insecure_listen", "worker.model", "serve.component_source",
+    *COMPUTE, "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
     "transfer.trusted_network", "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s",
     "serve.drain_timeout",
 )  # fmt: skip
@@ -53,7 +53,7 @@ def worker(
     if settings.worker.workers:
         if said := [
             name
-            for name in ("worker.role", "worker.hold", "worker.component", "worker.model", "serve.component_source")
+            for name in ("worker.role", "worker.component", "worker.model", "serve.component_source")
             if flags.get(name)
         ]:
             raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
@@ -61,6 +61,8 @@ def worker(
             raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")
         work_all(settings, terminal)
         return
+    if flags.get("serve.place"):
+        raise UsageError("--place is for --workers, which starts several: name the device of one worker by --device")
     terminal.open_log()
     await_scheduler(settings)
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)

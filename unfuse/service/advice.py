@@ -43,7 +43,7 @@ def layouts_of(plan: Plan) -> list[dict[str, Any]]:
         return []
     whole = plan.layouts.chosen.rate or 1.0
     return [
-        {"layout": layout.workers, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
+        {"layout": layout.written, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
         for layout in plan.layouts.found
     ]
 

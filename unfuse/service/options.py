@@ -12,13 +12,14 @@ from unfuse.edge.access import Access
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys
 from unfuse.launch import opener
+from unfuse.planning.placement import NONE
 from unfuse.queues.base import Limits
 from unfuse.server.links import parse_public_url
 from unfuse.server.parsers import Parsers
 from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
-from unfuse.service.plan import NONE, wanted
+from unfuse.service.plan import wanted
 from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
@@ -62,7 +63,7 @@ def options(loaded: Loaded) -> ServeOptions:
         parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
         name=f"{gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}",
     )
-    if found.trust is not None and serve.workers not in NONE and found.launcher is None:
+    if found.trust is not None and serve.workers != NONE and found.launcher is None:
         require_engines(settings.transfer.engine)
     return found
 

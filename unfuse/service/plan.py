@@ -18,8 +18,9 @@ from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.spread import SHARD, parse_parallel, refuse
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.encoders import shared_of
-from unfuse.planning.layout import SWAP, Layouts, Means, layouts
+from unfuse.planning.layout import Layouts, Means, layouts
 from unfuse.planning.placement import (
+    AUTO,
     Device,
     Part,
     Placed,
@@ -38,9 +39,6 @@ from unfuse.weights.composed import with_components
 from unfuse.weights.dtypes import choose_dtypes, parse_dtypes
 from unfuse.weights.folder import STORED, ModelFolder
 from unfuse.weights.gguf_model import files_of
-
-AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
-"""Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -114,23 +112,15 @@ class Plan(msgspec.Struct, frozen=True):
 
 def wanted(settings: Settings) -> Wanted:
     """The workers that these settings ask for. Raises ConfigError."""
-    serve, text = settings.serve, settings.serve.workers
-    counts = {"encoder": serve.encoders, "denoiser": serve.denoisers, "decoder": serve.decoders}
-    named, arena = parse_place(serve.place), settings.arena.bytes or SHARED_ARENA
-    if text in NONE:
-        return Wanted({}, {}, settings.compute, split=False)
-    changed = sorted(f"--{role}s" for role, count in counts.items() if count != 1)
-    if text in SPLIT or (text == AUTO and (changed or named or settings.compute.parallel)):
-        return Wanted(counts, named, settings.compute, arena)
-    if text == AUTO:
-        return Wanted({}, {}, settings.compute, arena, auto=True)
-    if text == SWAP and (settings.compute.parallel or named):
-        raise UsageError("--workers swap is one worker on each device: leave out --parallel and --place")
-    if changed:
-        raise UsageError(f"--workers {text} and {changed[0]} both say how many: leave one out")
-    if text == SWAP:
-        return Wanted({ALL: 1}, {}, settings.compute, arena, split=False, swap=True)
-    return Wanted(parse_workers(text), named, settings.compute, arena, split=False)
+    workers, parallel, loaded = settings.serve.workers, settings.compute.parallel, settings.worker.max_loaded_models
+    devices = parse_place(settings.serve.place)
+    auto = workers == AUTO and not (devices or parallel)
+    counts = None if workers == AUTO else parse_workers(workers)
+    whole = auto or (counts is not None and not counts.keys() - {ALL})
+    if loaded == "1" and (parallel or not whole):
+        raise UsageError("--max-loaded-models 1 needs workers of all stages: write --workers all=1 without --parallel")
+    arena = settings.arena.bytes or SHARED_ARENA
+    return Wanted(counts, devices, settings.compute, arena, auto=auto, max_loaded_models=loaded)
 
 
 def plan_for(

@@ -31,22 +31,30 @@ GUIDANCE_HALVES = (
     "leave it out: both halves of guidance share a forward in batched pools (--batching batched), and in exact ones "
     "where that changes no byte"
 )
-
-GONE = {
-    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
-    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
-    "serve.admin_key": ADMIN_KEYS,
-    "compute.guidance_halves": GUIDANCE_HALVES,
-}
-"""Prefixes of settings' former names, and what replaces them."""
-
 LAYOUTS = (
     "`python -m bench.layouts MODEL`, in a clone of the repository, measures what each layout gives; "
     "`unfuse serve --workers all=2` takes one"
 )
-
-GONE_FLAGS = {"--admin-key": ADMIN_KEYS, "--guidance-halves": GUIDANCE_HALVES, "--layouts": LAYOUTS}
-"""Former flags, and what replaces them."""
+COUNTS = "write how many workers there are of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
+ONE_MODEL = "write --max-loaded-models 1 for one model at a time, or all"
+REMOVED: Mapping[str, str] = {
+    "--admin-key": ADMIN_KEYS,
+    "--guidance-halves": GUIDANCE_HALVES,
+    "--layouts": LAYOUTS,
+    "--no-workers": "write --workers none",
+    **dict.fromkeys(("--encoders", "--denoisers", "--decoders"), COUNTS),
+    "--hold": ONE_MODEL,
+    "--workers true": "write --workers split",
+    "--workers false": "write --workers none",
+    "--workers swap": "write --workers all=1 --max-loaded-models 1, with as many workers as there are devices",
+    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
+    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
+    "serve.admin_key": ADMIN_KEYS,
+    "compute.guidance_halves": GUIDANCE_HALVES,
+    **dict.fromkeys(("serve.encoders", "serve.denoisers", "serve.decoders"), COUNTS),
+    "worker.hold": ONE_MODEL,
+}
+"""What replaces a removed flag, a flag's removed value, or the settings whose names begin so."""
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -182,7 +190,7 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _instead(name: str, written: str, known: Iterable[str]) -> str:
-    for beginning, new in GONE.items():
+    for beginning, new in REMOVED.items():
         if name.startswith(beginning):
             return f" any more; {new}"
     close = nearest(written, known, 0.5)
@@ -190,17 +198,19 @@ def _instead(name: str, written: str, known: Iterable[str]) -> str:
 
 
 def _convert(field: Field, value: Any, origin: str) -> Any:
-    if isinstance(field.default, str) and isinstance(value, bool):
-        value = str(value).lower()
+    if replacement := REMOVED.get(f"{field.flag} {value}".lower()):
+        raise UsageError(f"{field.name} {value!r} (from {origin}) is removed: {replacement}")
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    kind = get_args(field.type)[0]
+    if get_origin(kind) is Literal:
+        value = str(value)  # a file may have the number
     try:
         parse = PARSED.get(field.unit)
         given = parse(value) if parse and isinstance(value, str) else value
         return msgspec.convert(given, field.type, strict=not isinstance(given, str))
     except (ValueError, msgspec.ValidationError) as error:
         shown = "" if field.secret else f" {value!r}"
-        kind = get_args(field.type)[0]
         reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
         raise UsageError(f"{field.name}{shown} (from {origin}): {reason}") from error
 

@@ -85,14 +85,13 @@ def specs_of(
     ranks = sum(len(worker.devices) for worker in workers)
     threads = wanted.compute.threads or max(1, cores // max(1, ranks))
     common = asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena, **told}
+    common["max_loaded_models"] = wanted.max_loaded_models
     del common["device"]
     specs = []
     for worker in workers:
         roles = roles_of(worker.role)
         given = [count for role, count in slots.by_role.items() if roles is None or role in roles]
         own = common | {"slots": min(given, default=slots.each)}
-        if worker.swaps:
-            own["hold"] = "model"
         if worker.on_cpu:
             own["offload"] = "none"
         flags = {name.replace("_", "-"): str(value) for name, value in own.items()}

@@ -45,7 +45,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
     secret = trusted.secret if isinstance(trusted, Keys) else ""
     return WorkerOptions(
         role=wanted.role,
-        hold=wanted.hold,
+        max_loaded_models=wanted.max_loaded_models,
         components=wanted.component,
         schedulers=addresses,
         node=wanted.node or machine_id(run_folder),

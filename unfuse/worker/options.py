@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from unfuse.core.compute import ComputeOptions, Hold
+from unfuse.core.compute import ComputeOptions, MaxLoadedModels
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
 
@@ -17,10 +17,10 @@ KEPT_LORAS = "loras"  # the folder, in the data folder, with adapters that came 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 
-    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one if it is
-    to `hold` a model. With `components`, it runs only stages whose first component is one of them. It holds `slots`
-    tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
-    inputs of more than `buffer` tokens arrive in pieces; `resources` has the amounts of further named resources.
+    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one where
+    `max_loaded_models` is 1. With `components`, it runs only stages whose first component is one of them. It holds
+    `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes; inputs of more than `buffer`
+    tokens arrive in pieces; `resources` has the amounts of further named resources.
     Without `models`, the scheduler says what to serve.
 
     It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
@@ -51,6 +51,6 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     orphan_s: float
     health: str
-    hold: Hold
+    max_loaded_models: MaxLoadedModels
     gpus: int
     component_sources: Mapping[str, str]

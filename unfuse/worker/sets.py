@@ -32,9 +32,12 @@ Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none
 def sets_of(served: Served, options: WorkerOptions) -> Sets:
     """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
     parts, cards = options.role.split(","), served.cards
-    if options.hold == "model" and len(parts) > 1:
-        raise ConfigError(f"--hold model and --role {options.role} both say what is loaded at a time: leave one out")
-    if options.hold == "model":
+    one_model = options.max_loaded_models == "1"
+    if one_model and len(parts) > 1:
+        raise ConfigError(
+            f"--max-loaded-models 1 and --role {options.role} both say what is loaded at a time: leave one out"
+        )
+    if one_model:
         choice = Choice(roles_of(options.role), options.components)
         found = {card.name: {*card.pools(choice).values()} for card in cards}
     else:
