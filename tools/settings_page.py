@@ -8,8 +8,7 @@ from pathlib import Path
 import unfuse.cli.app  # noqa: F401  whose verbs say which settings have flags
 from unfuse.cli.options import EXPERT, OFFERED, PANELS
 from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, Field
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Field, Size
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

@@ -34,7 +34,7 @@ from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import Limits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
-from unfuse.worker.exactness import Exactness
+from unfuse.worker.batches import Exactness
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]
@@ -217,7 +217,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
     def look(options: object) -> None:
         raise AssertionError("it looked into the model")
 
-    monkeypatch.setattr("unfuse.service.service.plan", look)
+    monkeypatch.setattr("unfuse.service.options.plan", look)
     code, _, err = unfuse("serve", "--workers", "none", "--host", "0.0.0.0", "--port", "0")
     assert (code, "set --api-keys FILE or --api-key KEY" in err) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -359,7 +359,7 @@ def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_spl
 
 
 def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.service.resources.cpus", lambda group: 2.0)
+    monkeypatch.setattr("unfuse.service.plan.cpus", lambda group: 2.0)
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
     assert "\nlayout all=2: each worker runs all stages, since models that fit whole keep a machine busiest\n" in out

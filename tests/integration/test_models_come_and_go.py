@@ -25,7 +25,7 @@ from tests.once import once
 from tools.redis_server import RedisServer
 from tools.server import Server, all_gone, computes_of, family_of, serving, until
 from tools.tiny import build
-from unfuse.service.load_progress import PHASES
+from unfuse.service.loading import PHASES
 
 pytestmark = pytest.mark.slow
 

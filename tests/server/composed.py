@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import Service, plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 
 TIMEOUT_S = 60.0

@@ -26,8 +26,8 @@ from unfuse.models import resolve_source
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import Service, plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
 from unfuse.weights.composed import with_components

@@ -23,9 +23,9 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service.crews import Crews
 from unfuse.service.logs import Logs
-from unfuse.service.options import options as options_of
+from unfuse.service.options import options as options_of, plan as plan_of
 from unfuse.service.plan import Plan
-from unfuse.service.service import Service, plan as plan_of
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 
 ONE = 64 + 18

@@ -21,9 +21,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source
 from unfuse.planning.placement import CONTEXT, CPU, Device, Part, Placed, Wanted, parse_place
-from unfuse.service.options import options
+from unfuse.service.options import options, plan
 from unfuse.service.plan import Model, Plan, explicit_dtypes, look_into, needs, plan_for
-from unfuse.service.service import plan
 from unfuse.service.settings import load
 
 GIB = 1 << 30

@@ -15,11 +15,10 @@ from tools.settings_page import PAGE, page
 from tools.snippets import PAGES, blocks
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Settings
-from unfuse.service.service import ServeOptions
-from unfuse.service.settings import FIELDS, load
-from unfuse.service.size import Size
+from unfuse.service.options import ServeOptions
+from unfuse.service.settings import FIELDS, Size, load
 from unfuse.transfer.base import TransferOptions, TransferSettings
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 ROOT = Path(__file__).parents[2]
 

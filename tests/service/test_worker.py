@@ -14,13 +14,13 @@ from tests.cli.conftest import Run
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.planning.placement import Device
-from unfuse.service.machine_workers import plan_here
+from unfuse.service.plan import environment_of
 from unfuse.service.settings import load
-from unfuse.service.specs import environment_of
+from unfuse.service.worker import plan_here
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.keys import make
 from unfuse.wire.run_folder import machine_id
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 
 @pytest.fixture

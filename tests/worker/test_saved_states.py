@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.saved_states import SavedStates
+from unfuse.worker.checkpoints import SavedStates
+from unfuse.worker.link import Holding
 from unfuse.worker.worker import Worker
 
 CLAIM = Claim("req_1", "denoise.0", 1, b"token")
@@ -130,13 +132,25 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     assert (scheduler.saved, place.gone) == ([10], [])
 
 
+def join(worker: Any, saved_states: SavedStates, link: Scheduler) -> None:
+    """Have a worker serve, with a compute process that runs, and objects that stay."""
+    worker._saved_states, worker._link = saved_states, link
+    worker._executor = SimpleNamespace(ready=True)
+    worker._objects = SimpleNamespace(end_task=lambda lease, message, read_here: message)
+    worker._weights = SimpleNamespace(overwritten=lambda pool: None, changed=set())
+    worker._served, worker._swapping = SimpleNamespace(read_here=()), SimpleNamespace(going="")
+    worker._holding = Holding(1, {})
+    worker._active = worker._holding.leases
+    worker._wanted = lambda ended: None
+
+
 async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded() -> None:
     """Else whoever tries again would begin at the checkpoint before."""
     made, place, scheduler = saving()
     place.written.clear()
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
-    worker._saved_states, worker._link = made, scheduler
+    join(worker, made, scheduler)
     await worker._hear(kept(10))
     await worker._hear(Failed(CLAIM, "crash", "gone"))
     for _ in range(5):
@@ -155,7 +169,7 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     scheduler.answer = answer
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
-    worker._saved_states, worker._link = made, scheduler
+    join(worker, made, scheduler)
     worker._draining.set()
     task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
     worker._holding.take(Lease(task, "w", b"token", 0.0))

@@ -12,8 +12,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from unfuse.cli.show import cell
-from unfuse.service.settings import FIELDS, Field
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Field, Size
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING, EXPERT = (

@@ -20,12 +20,12 @@ from unfuse.planning.machine import devices
 from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
-from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import load
+from unfuse.service.stopping import READY, STOPPING, notify
 
 if TYPE_CHECKING:
+    from unfuse.service.options import ServeOptions
     from unfuse.service.plan import Plan
-    from unfuse.service.service import ServeOptions
 
 
 @takes(
@@ -103,8 +103,8 @@ class _Start:
     """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
 
     def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal, began: float) -> None:
+        from unfuse.service.report import StartScreen
         from unfuse.service.service import public_names
-        from unfuse.service.start_screen import StartScreen
 
         self._options, self._plan, self._terminal, self._began = options, plan, terminal, began
         self._screen = StartScreen(plan, public_names(options.serve), keyed=bool(options.keys))
@@ -118,11 +118,11 @@ class _Start:
 
     def started(self, url: str, addresses: Sequence[str]) -> None:
         """Say where clients are answered, and how workers elsewhere come to these addresses."""
-        from unfuse.service.addresses import invitations
+        from unfuse.service.addresses import invitations, keys_folder
 
         self._url, options = url, self._options
         self._say(filter(None, [options.keys.note]))
-        self._say(invitations(options.trust, str(options.worker_flags["keys"]), addresses))
+        self._say(invitations(options.trust, keys_folder(options.settings, "worker"), addresses))
         self._say([f"requests are accepted at {url}"])
 
     def ready(self) -> None:
@@ -147,7 +147,8 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
         import uvloop
 
-        from unfuse.service.service import Service, check_address, plan
+        from unfuse.service.options import plan
+        from unfuse.service.service import Service, listen
         from unfuse.service.stopping import AT_ONCE_S, end_after
 
         async def serving() -> None:
@@ -174,7 +175,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
             await service.run(started)
 
-        check_address(options)
+        listen(options).close()
         found = plan(options)
         start = _Start(options, found, terminal, began)
         start.opening()

@@ -16,8 +16,8 @@ from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import UsageError
 from unfuse.core.spread import AUTO, parse_parallel
 from unfuse.service.groups import Settings
-from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import FIELDS, load
+from unfuse.service.stopping import READY, STOPPING, notify
 
 if TYPE_CHECKING:
     from unfuse.service.plan import Plan
@@ -43,8 +43,7 @@ def worker(
     """
     import uvloop
 
-    from unfuse.service.addresses import await_scheduler
-    from unfuse.service.transfers import engines
+    from unfuse.service.addresses import await_scheduler, engines
     from unfuse.service.worker import work, worker_options
 
     settings = load(flags, config).settings
@@ -78,9 +77,9 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
     from unfuse.service.addresses import await_scheduler, schedulers
     from unfuse.service.loading import Loading
-    from unfuse.service.machine_workers import MachineWorkers
-    from unfuse.service.start_screen import layout_lines
+    from unfuse.service.report import layout_lines
     from unfuse.service.stopping import AT_ONCE_S, end_after
+    from unfuse.service.worker import MachineWorkers
 
     terminal.open_log()
     await_scheduler(settings)
@@ -94,7 +93,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
             workers, loop = MachineWorkers(settings, terminal), asyncio.get_running_loop()
 
             def stop() -> None:
-                end_after(AT_ONCE_S if workers.stopping else settings.serve.drain_timeout)
+                end_after(AT_ONCE_S if workers.stopping.is_set() else settings.serve.drain_timeout)
                 notify(STOPPING)
                 workers.stop()
 

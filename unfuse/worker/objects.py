@@ -1,8 +1,9 @@
-"""The objects that one worker holds: its stages' outputs, and copies of inputs."""
+"""The objects that one worker holds: its stages' outputs, and copies of inputs; and those that nobody owns."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -12,13 +13,17 @@ import structlog
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
-from unfuse.core.messages import Done, Failed, Places, Stopped
+from unfuse.core.messages import Done, Failed, Memory, Places, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import CACHED, Lease, cached_as
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.worker.copies import Copies
+from unfuse.worker.compute_messages import Leak
+from unfuse.worker.passing import Passing
+from unfuse.worker.remote_inputs import Copies
+
+log = structlog.get_logger(__name__)
 
 MOST_COPIED = 256 << 20  # bytes of an object that a worker copies when it stops
 
@@ -75,46 +80,28 @@ class DurableCopies:
             await asyncio.wait(self._writing)
 
 
-Outcome = Stopped | Done | Failed
-
-log = structlog.get_logger(__name__)
-
-
 class Objects:
     """A worker's tensor store, with the transfers to and from it. For one event loop; slow calls run in threads.
 
-    Owners whose sockets are in `run_dir` map each other's memory. `engines` serve the arena to other nodes, and fetch
-    inputs from there; they are not used if the store is one that every node can read itself. Raises ConfigError if the
-    store or an engine cannot be opened.
+    `engines` serve the arena to other nodes, and fetch inputs from there; they are not used if the store is one that
+    every node can read itself. Inputs that are longer than the receive buffer pass through `passing`. Raises
+    ConfigError if an engine cannot be opened.
     """
 
     def __init__(
         self,
-        owner: str,
-        node: str,
-        capacity: int,
+        store: TensorStore,
         places: Places,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
-        run_dir: str = "",
+        passing: Passing | None = None,
     ) -> None:
-        self.store = TensorStore.create(
-            places.store,
-            owner=owner,
-            node=node,
-            capacity=capacity,
-            threshold=places.threshold,
-            spill_capacity=places.spill_capacity,
-            durable=places.durable,
-            copies=copies_here(places),
-            run_dir=run_dir,
-        )
-        self.durable = DurableCopies(self.store, places)
-        self._arena = self.store.arena
+        self.store, self._arena = store, store.arena
+        self.durable = DurableCopies(store, places)
         self._elsewhere: set[str] = set()
         self._made: dict[str, dict[str, ObjectRef]] = {}
         """What was made here and may be read: by request, and by id."""
-        self.copies = Copies(self.store, owner, engines, options)
+        self.copies = Copies(store, engines, options, passing)
 
     @property
     def capacity(self) -> int:
@@ -139,7 +126,7 @@ class Objects:
         held = self._arena.requests() if self._arena and self.store.bounded else frozenset()
         return frozenset(name for name in held if not name.startswith(CACHED)) - self._elsewhere
 
-    def end_task(self, lease: Lease, message: Outcome, read_here: bool) -> Outcome:
+    def end_task(self, lease: Lease, message: Stopped | Done | Failed, read_here: bool) -> Stopped | Done | Failed:
         """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
 
         Copies stay for a while if its compute process died, or an input came to nothing, since it may come here again;
@@ -236,10 +223,6 @@ class Objects:
         found |= {name: copy.ref.nbytes for name, copy in self.copies.unused().items()}
         return found | ({f"{nbytes} bytes of no object": nbytes} if (nbytes := self._arena.unaccounted()) else {})
 
-    def free_copy(self, name: str) -> bool:
-        """Free a copy by its name in `unowned`. Returns False for any other name."""
-        return self.copies.free(name)
-
     def drop(self, ids: Iterable[str]) -> bool:
         """Free those of these objects that are in the arena: nobody reads them any more. Returns whether any was."""
         before, gone = self.usage().used, {*ids}
@@ -281,12 +264,52 @@ class Objects:
 
     async def close(self) -> None:
         """End all transfers and close the store."""
-        await asyncio.to_thread(self._close)
-
-    def _close(self) -> None:
-        self.copies.close()
-        self.store.close()
+        await asyncio.to_thread(self.copies.close)
+        await asyncio.to_thread(self.store.close)
 
 
 def _unfinished(extent: Extent) -> str:
     return f"an unfinished object {extent.id} of {extent.request}"
+
+
+MOST_LINES = 32  # leaks that are logged by name at a time
+
+
+class WorkerLeakCheck:
+    """Finds what lies in the arena of a worker without a task and has no owner; logs and counts all its leaks.
+
+    What is found at two looks in a row is a leak. Copies of inputs are freed, since no task here can read them, and
+    readers elsewhere hold what they read. Other objects stay, because whoever leaks them may still write there.
+    """
+
+    def __init__(self) -> None:
+        self._suspects, self._reported = frozenset[str](), frozenset[str]()
+        self._bytes = Counter[Memory]()
+
+    def look(self, objects: Objects, *, idle: bool) -> None:
+        """Look for leaks in the arena, if the worker is `idle`: it has no task, and none of which it still reports."""
+        unowned = objects.unowned() if idle else {}
+        confirmed = unowned.keys() & self._suspects - self._reported
+        self.found(Leak("arena", name, unowned[name], objects.copies.free(name)) for name in sorted(confirmed))
+        self._reported = (self._reported | confirmed) & unowned.keys() if idle else self._reported
+        self._suspects = frozenset(unowned)
+
+    def found(self, leaks: Iterable[Leak]) -> None:
+        """Log leaks, and count their bytes. Of very many, the rest is one line."""
+        found = [*leaks]
+        for leak in found:
+            self._bytes[leak.memory] += leak.bytes
+        for leak in found[:MOST_LINES]:
+            about = {"memory": leak.memory, "what": leak.name, "bytes": leak.bytes, "freed": leak.freed}
+            log.warning("memory leak in a worker without tasks", **about)
+        if rest := found[MOST_LINES:]:
+            log.warning("more leaks in a worker without tasks", number=len(rest), bytes=sum(one.bytes for one in rest))
+
+    def take(self) -> dict[Memory, int]:
+        """Return the bytes that were found since the last call, for a heartbeat."""
+        taken, self._bytes = dict(self._bytes), Counter[Memory]()
+        return taken
+
+    def put_back(self, taken: Mapping[Memory, int]) -> None:
+        """Count again what could not be reported."""
+        self._bytes.update(taken)
