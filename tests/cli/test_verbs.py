@@ -34,7 +34,7 @@ from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import Limits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
-from unfuse.worker.exactness import Exactness
+from unfuse.worker.batches import Exactness
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]

@@ -26,8 +26,7 @@ from tools.addresses import free_port
 from tools.server import environment
 from tools.snippets import blocks
 from unfuse.cli.app import app
-from unfuse.edge.key_lines import LEAST_CHARACTERS, Key
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import LEAST_CHARACTERS, Key, Keys
 from unfuse.service.settings import FIELDS, load
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.planning.placement import Device, Part, Wanted, place
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.report import batches_of, gains, verdict
-from unfuse.worker.exactness import TRUSTED, Exactness
-from unfuse.worker.options import EXACTNESS
+from unfuse.worker.batches import TRUSTED, Exactness
+from unfuse.worker.compute_messages import EXACTNESS
 
 ROLES = ("encoder", "denoiser", "decoder")
 FIRST = frozenset({"denoiser"})

@@ -14,7 +14,7 @@ from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
-from unfuse.edge.key_lines import Key
+from unfuse.edge.keys import Key
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
 from unfuse.service.logs import Logs

@@ -18,7 +18,7 @@ from unfuse.service.groups import Settings
 from unfuse.service.options import ServeOptions
 from unfuse.service.settings import FIELDS, Size, load
 from unfuse.transfer.base import TransferOptions, TransferSettings
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from unfuse.service.worker import plan_here
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.keys import make
 from unfuse.wire.run_folder import machine_id
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.registration import Served
-from unfuse.worker.sets import Swapping, sets_of
+from unfuse.worker.loaded_models import Swapping
+from unfuse.worker.registration import Served, sets_of
 
 OTHER = replace(CARD, name="test/other", weights={name: f"other-{weights}" for name, weights in CARD.weights.items()})
 

@@ -24,7 +24,7 @@ from unfuse.planning.placement import taken
 from unfuse.queues.base import Declaration, Filter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.joining import Joining, JoinProgress
+from unfuse.server.served_models import Joining, JoinProgress
 from unfuse.service.loading import Loading
 from unfuse.service.plan import Model, Plan
 from unfuse.weights.gguf_model import files_of

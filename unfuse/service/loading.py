@@ -14,7 +14,7 @@ from typing_extensions import override
 from unfuse.arena.limits import readable_bytes
 
 if TYPE_CHECKING:
-    from unfuse.server.joining import Phase
+    from unfuse.server.served_models import Phase
 
 PHASES: tuple[Phase, ...] = ("starting", "fetching", "importing", "loading")
 """What a rank does before it is ready, in that order."""

@@ -21,9 +21,9 @@ from unfuse.launch import opener
 from unfuse.launch.base import OpenLauncher
 from unfuse.planning.machine import devices
 from unfuse.planning.placement import NONE, Wanted
+from unfuse.server.chat_formats import Parsers
 from unfuse.server.links import parse_public_url
-from unfuse.server.parsers import Parsers
-from unfuse.server.prices import Prices
+from unfuse.server.request_objects import Prices
 from unfuse.service.addresses import listens, require_engines, trust
 from unfuse.service.groups import Serve, Settings
 from unfuse.service.plan import (
@@ -131,7 +131,7 @@ def options(loaded: Loaded) -> ServeOptions:
         resources=resources(settings),
         costs=Path(settings.data_dir, COSTS),
         standard=standard(settings),
-        parsers=Parsers.chosen(serve.tool_call_parser, serve.reasoning_parser),
+        parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
     )
     if found.trust is not None and serve.workers != NONE and found.launcher is None:
         require_engines(settings.transfer.engine)

@@ -16,10 +16,10 @@ from unfuse.core.media import IMAGE, UPLOAD, VIDEO
 from unfuse.core.pool import declared
 from unfuse.core.words import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
-from unfuse.server.model_names import ModelNames
+from unfuse.server.served_models import ModelNames
 from unfuse.service.plan import Plan
-from unfuse.worker.exactness import Exactness, Verdict
-from unfuse.worker.options import EXACTNESS
+from unfuse.worker.batches import Exactness, Verdict
+from unfuse.worker.compute_messages import EXACTNESS
 
 PROMPT = "a red circle on white"
 

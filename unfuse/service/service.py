@@ -40,10 +40,9 @@ from unfuse.queues.base import Limits, QueueBackend, RequestStore
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server import create_app
-from unfuse.server.fetching import Fetching
+from unfuse.server.app import Front, create_app
 from unfuse.server.gateway import Gateway
-from unfuse.server.starting import Front
+from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.addresses import from_elsewhere, running
 from unfuse.service.crews import Crews
@@ -206,16 +205,16 @@ class Service(Stoppable):
             scheduler, dispatcher, crews = await stack.enter_async_context(self._scheduler(port, start))
             results = open_results(options.places.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
-            fetching = Fetching(serve.image_hosts)
+            image_fetcher = ImageFetcher(serve.image_hosts)
             stack.push_async_callback(webhooks.close)
-            stack.push_async_callback(fetching.close)
+            stack.push_async_callback(image_fetcher.close)
             gateway = Gateway(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=serve.strict_params,
                 time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
-                prices=options.prices, fetching=fetching, joining=crews, public_url=options.public_url,
+                prices=options.prices, image_fetcher=image_fetcher, joining=crews, public_url=options.public_url,
                 parsers=options.parsers, open_metrics=serve.open_metrics,
             )  # fmt: skip
             serving = front.serve(create_app(gateway, options.access))

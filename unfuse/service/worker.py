@@ -53,7 +53,7 @@ from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
 from unfuse.worker.health import answering
 from unfuse.worker.link import Link
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 from unfuse.worker.worker import Worker
 
 
