@@ -123,10 +123,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         check_storable(context, *tasks, *events)
         entry = self._requests.get(context.id) or self._index.repeated(context)
         if entry is None:
-            whole_at = self._require_allowance(context.tenant, limits.tenant)
+            whole_at = self._require_allowance(context.caller.tenant, limits.tenant)
             self._require_room(context, tasks, limits)
             if limits.tenant.rate:
-                self._rate_whole_at[context.tenant] = whole_at
+                self._rate_whole_at[context.caller.tenant] = whole_at
             self._arrivals = max(self._arrivals, int(self._clock.wall() * 1e6))
             entry = self._requests[context.id] = Entry(context, self._arrival())
             self._apply(entry, tasks, events)
@@ -404,7 +404,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._check_readable()
         if isinstance(after, str):
             behind = self._entry(after)
-            if which.tenant not in (None, behind.context.tenant):
+            if which.tenant not in (None, behind.context.caller.tenant):
                 raise _unknown(after)
             after = behind.number
         return [self._record(entry) for entry in islice(self._index.find(which, after, oldest_first), limit)]

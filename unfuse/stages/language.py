@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +25,17 @@ from unfuse.core.text import CHUNK, MOST_SHARED, Answer, Piece, unpacked
 from unfuse.core.vision import Shown
 from unfuse.language.paged_kv import KvSequence, NoBlocks
 from unfuse.language.sampling import Sampled, Sampling, sample
-from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need, next_states
+from unfuse.stages.base import (
+    Media,
+    OpenOutput,
+    PrefixBlock,
+    Receiving,
+    StageInput,
+    StageOutput,
+    Tensors,
+    need,
+    next_states,
+)
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.reasoned import BehindReasoning
 from unfuse.stages.sequences import GrammarEngine, GrammarMatcher, Growing, PromptStage, Sequences
@@ -50,6 +61,13 @@ class Prefilling(Growing):
     """A prompt, of which `before` tokens were in the KV before the last step."""
 
     before: int = 0
+
+    @property
+    def blocks(self) -> list[PrefixBlock]:
+        """The chunks that the last step completed."""
+        assert self.handed
+        numbers = range(self.before // CHUNK, self.done // CHUNK)
+        return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in numbers]
 
 
 class Prefill(PromptStage[Prefilling]):
@@ -89,13 +107,8 @@ class Prefill(PromptStage[Prefilling]):
         return replace(state, done=result, before=state.done)
 
     @override
-    def kept(self, state: Prefilling) -> Sequence[int]:
-        return range(state.before // CHUNK, state.done // CHUNK)
-
-    @override
-    def portion(self, state: Prefilling, number: int) -> Tensors:
-        assert state.handed
-        return state.handed.portion(number)
+    def prefix_blocks(self, state: Prefilling) -> Sequence[PrefixBlock]:
+        return state.blocks
 
     @override
     def progress(self, state: Prefilling) -> tuple[int, int]:
@@ -131,6 +144,11 @@ class Recomputed(Prefilling):
     """
 
     digests: tuple[str, ...] = ()
+
+    @property
+    @override
+    def blocks(self) -> list[PrefixBlock]:
+        return [replace(block, digest=self.digests[block.number]) for block in super().blocks]
 
     @property
     def complete(self) -> bool:
@@ -365,18 +383,8 @@ class Decode(PromptStage[Writing]):
         )  # fmt: skip
 
     @override
-    def kept(self, state: Writing) -> Sequence[int]:
-        return range(state.again.before // CHUNK, state.again.done // CHUNK) if state.again else ()
-
-    @override
-    def portion(self, state: Writing, number: int) -> Tensors:
-        assert state.again and state.again.handed
-        return state.again.handed.portion(number)
-
-    @override
-    def digest(self, state: Writing, number: int) -> str:
-        assert state.again
-        return state.again.digests[number]
+    def prefix_blocks(self, state: Writing) -> Sequence[PrefixBlock]:
+        return state.again.blocks if state.again else ()
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:
