@@ -91,7 +91,7 @@ async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -
     objects = Objects(opened("w", places), places, {}, TransferOptions())
     ref = objects.store.put({"x": np.arange(9.0)}, request="req_1", stage="denoise", attempt=1)
     objects.made(Done(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
-    await objects.durable.wait_until_written()
+    await objects.wait_until_copied()
     held = objects.store.get(ref)
     await objects.abandon()
     assert not objects.holding()

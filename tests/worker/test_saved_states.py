@@ -85,7 +85,7 @@ def kept(step: int) -> Saved:
 async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
     made, place, scheduler = saving("from elsewhere")
     for step in (10, 20):
-        await made.record(kept(step))
+        await made.save(kept(step))
     assert (scheduler.saved, place.durable, place.gone) == ([10, 20], ["at 10", "at 20"], ["from elsewhere", "at 10"])
 
 
@@ -96,22 +96,22 @@ async def test_one_that_cannot_be_copied_replaces_none_that_is(
     """Given a full disk, then an older checkpoint on it is worth more than a newer one that ends with its worker."""
     made, place, scheduler = saving(before)
     place.full = True
-    await made.record(kept(10))
+    await made.save(kept(10))
     assert (scheduler.saved, place.gone) == (recorded, gone)
 
 
 async def test_what_is_not_recorded_is_given_up_itself() -> None:
     made, place, scheduler = saving()
-    await made.record(kept(10))
+    await made.save(kept(10))
     scheduler.answer = Refused("not yours any more", lease_lost=True)
-    await made.record(kept(20))
+    await made.save(kept(20))
     assert place.gone == ["at 20"]
 
 
 @pytest.mark.parametrize(("done", "gone"), [(True, ["at 10"]), (False, [])])
 async def test_a_checkpoint_lasts_beyond_its_task_unless_that_is_done(done: bool, gone: list[str]) -> None:
     made, place, _ = saving()
-    await made.record(kept(10))
+    await made.save(kept(10))
     await made.end(CLAIM, done)
     assert place.gone == gone
 
@@ -121,7 +121,7 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     scheduler knows of is not given up; and who waits for it to be settled waits."""
     made, place, scheduler = saving()
     place.written.clear()
-    keeping = asyncio.create_task(made.record(kept(10)))
+    keeping = asyncio.create_task(made.save(kept(10)))
     await asyncio.sleep(0)
     settled = asyncio.create_task(made.wait_until_saved())
     await asyncio.sleep(0)

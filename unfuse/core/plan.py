@@ -109,16 +109,15 @@ class Pipeline(msgspec.Struct, frozen=True):
         return {name: stage for stage in self.stages for name in stage.outputs}
 
 
-class PlannedStage(msgspec.Struct, frozen=True):
+class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stage of one request: its pool, and the stages that it comes `after`.
 
     `params` override the request's (a sample has its own seed and index). `room` is the predicted bytes of its output.
     `final` stages write results. `cache` is the key under which other requests find its output ("": they do not).
-    `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do ((0, 0) in
-    requests of versions that did not store it). `needs` is what it takes of further named resources. `prefixes` are the
-    keys under which others find what it makes on the way, in the order in which it makes that. `extends` is the
-    `prefix_space` of the prefix blocks that it adds to those of another stage ("": it adds none). `derived` takes the
-    place of the request's (None: it has the request's).
+    `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do. `needs`
+    is what it takes of further named resources. `prefixes` are the keys under which others find what it makes on the
+    way, in the order in which it makes that. `extends` is the `prefix_space` of the prefix blocks that it adds to
+    those of another stage ("": it adds none). `derived` takes the place of the request's (None: it has the request's).
     """
 
     name: str

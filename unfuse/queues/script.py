@@ -23,7 +23,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import SCHEMA, Damage, Member, check_numbers, remaining_of
+from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, Damage, Member, check_numbers, remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 #: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
@@ -156,11 +156,8 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
     """
     check_numbers(context, *push, *events)
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
-    names = (
-        "version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at",
-        "unheard",
-    )  # fmt: skip
-    facts = {name: getattr(context, name) for name in names}
+    facts: dict[str, Any] = {name: getattr(context, name) for name in ("version", "status", "cost", "completed_at")}
+    facts |= {name: read(context) for name, read in INDEXED_FIELDS.items() if name != "video"}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
     stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
     left = remaining_of(context)

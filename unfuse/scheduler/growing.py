@@ -92,7 +92,7 @@ class Growing(Observer):
         except (NotFound, Damaged):
             return None
         context = record.context
-        self._outputs[grown.claim.key] = output = _Output(context.model, context.created_at, grown.offset)
+        self._outputs[grown.claim.key] = output = _Output(context.request.model, context.created_at, grown.offset)
         if len(self._outputs) > MOST:
             del self._outputs[next(iter(self._outputs))]
         return output

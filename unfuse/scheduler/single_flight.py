@@ -102,4 +102,4 @@ def _is_under_way(state: StageState) -> bool:
 
 def _is_ahead(context: RequestContext, leader: RequestContext) -> bool:
     """Whether a request goes before one that came earlier."""
-    return (-context.priority, context.order) < (-leader.priority, leader.order)
+    return (-context.delivery.priority, context.order) < (-leader.delivery.priority, leader.order)

@@ -167,7 +167,7 @@ async def _events(gateway: Gateway, record: Record, usage: StreamUsage, told: li
     for index, before in enumerate(told):
         if not before:
             yield chunk(context, told, index, {"role": "assistant", "content": ""})
-    looks_back = context.params.get("logprobs") is not None or any(message.looks_back for message in messages)
+    looks_back = context.request.params.get("logprobs") is not None or any(message.looks_back for message in messages)
     known, told = told, [0] * len(told) if looks_back else [*told]
     async for index, piece in _pieces(gateway, context, told):
         told[index] += 1
@@ -241,7 +241,7 @@ def _head(context: RequestContext, kind: str) -> dict[str, Any]:
         "id": context.id,
         "object": kind,
         "created": int(context.created_at),
-        "model": context.asked or context.model,
+        "model": context.request.requested_model,
         "system_fingerprint": f"fp_{digest}",
     }
 
@@ -259,15 +259,15 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
         about["stop_reason"] = answer.stop_reason
         choices.append({**about, "message": {"role": "assistant", "refusal": None, **message}})
     usage = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
-    told = {"choices": choices, "usage": usage, "seed": context.params["seed"]}
+    told = {"choices": choices, "usage": usage, "seed": context.request.params["seed"]}
     return msgspec.json.encode({**_head(context, "chat.completion"), **told})
 
 
 def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
     """Return the usage of a chat with `made` tokens. With the complete `answers` it has reasoning_tokens too."""
-    prompt = context.derived.prompt_tokens
+    prompt = context.request.derived.prompt_tokens
     details = {"cached_tokens": CHUNK * context.spared}
-    if shown := context.derived.shown:
+    if shown := context.request.derived.shown:
         details["image_tokens"] = sum(one.tokens for one in shown if not one.images)
         details["video_tokens"] = sum(one.tokens for one in shown if one.images)
     usage = {
@@ -277,7 +277,7 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
         "prompt_tokens_details": details,
     }
     if answers:
-        reading = context.derived.reading or Reading()
+        reading = context.request.derived.reading or Reading()
         reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     return usage

@@ -15,7 +15,7 @@ class GrowingMessage:
     """Turns the text of one choice into deltas. A parsed answer must be fed from its beginning."""
 
     def __init__(self, context: RequestContext, index: int) -> None:
-        reading = context.derived.reading
+        reading = context.request.derived.reading
         self._reader = AnswerReader(reading) if reading else None
         self._hidden = "reasoning" if reading and reading.hidden else ""
         self._answer = f"{context.id}:{index}"

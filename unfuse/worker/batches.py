@@ -148,18 +148,19 @@ def _equal(one: Any, other: Any) -> bool:
     """Whether two results, errors among them, are the same bit for bit."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, Exception):
-        return str(one) == str(other)
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, msgspec.Struct) and not isinstance(one, Media):
-        return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
-    if hasattr(one, "untyped_storage"):
+    if hasattr(one, "untyped_storage"):  # a tensor of torch
         return bool(one.shape == other.shape and one.dtype == other.dtype and _bytes(one) == _bytes(other))
+    match one:
+        case Exception():
+            return str(one) == str(other)
+        case np.ndarray():
+            return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+        case dict():
+            return one.keys() == other.keys() and all(map(_equal, one.values(), map(other.get, one)))
+        case tuple() | list():
+            return len(one) == len(other) and all(map(_equal, one, other))
+        case msgspec.Struct() if not isinstance(one, Media):
+            return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
     return bool(one == other)
 
 
@@ -278,11 +279,6 @@ class BatchSizes:
         return found
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device, or the host, had not enough memory."""
-    return rule_of(error) is MEMORY
-
-
 class Batches:
     """Picks up to `most` tasks for a forward (0: as is usual), and computes it.
 
@@ -336,7 +332,11 @@ class Batches:
         waited = self._ranks.exchange_s
         size = len(batch) if how == "together" else 1
         try:
-            made = self._together(stage, states) if how == "together" else [self._alone(stage, one) for one in states]
+            made = (
+                self._step(stage.step, states)
+                if how == "together"
+                else [self._step(stage.step_alone, one) for one in states]
+            )
         except Exception as error:  # an error of one task must not end the process
             return self._fallen_apart(batch, error, how)
         seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
@@ -367,23 +367,20 @@ class Batches:
         if known | found != known:
             self.sharing[pool] = known | found
 
-    def _together(self, stage: Stage, states: list[Any]) -> list[Any]:
+    def _step(self, compute: Callable[[Any], Any], states: Any) -> Any:
+        """Make a step on every rank."""
         with self._ranks.together():
-            return stage.step(states)
-
-    def _alone(self, stage: Stage, state: Any) -> Any:
-        with self._ranks.together():
-            return stage.step_alone(state)
+            return compute(states)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step that each task has made alone once more, together, and remember whether that differs."""
         stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
         try:
-            together = self._together(stage, states)
+            together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
             blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
         except Exception as error:  # what they have alone counts
-            if out_of_memory(error):
+            if rule_of(error) is MEMORY:
                 self.sizes.too_large(key, len(batch))
                 return
             blame = f"{type(error).__name__}: {error}"
@@ -393,7 +390,7 @@ class Batches:
     def _fallen_apart(self, batch: list[Job], error: Exception, how: How) -> list[tuple[Job, Any]]:
         if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
             return [(batch[0], error)]
-        if len(batch) > 1 and out_of_memory(error):
+        if len(batch) > 1 and rule_of(error) is MEMORY:
             self.sizes.too_large(batch[0].key, len(batch))
         else:
             for job in batch:

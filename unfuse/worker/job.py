@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from unfuse.core.plan import prefix_key
 from unfuse.core.pool import declared
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors
+from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore
 from unfuse.stores.tensors import numpy_over, torch_over
@@ -45,7 +45,7 @@ class Job:
     lease: Lease
     stage: Stage
     key: tuple[Hashable, ...]
-    inputs: list[HeldTensors]
+    opened: ExitStack  # its inputs, and its output if others may read it meanwhile, until that is sealed
     state: Any
     get_s: float
     run_s: float
@@ -190,12 +190,14 @@ class Intake:
 
     def begin(self, run: Run) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
-        task, inputs, prefix = run.lease.task, list[HeldTensors](), list[HeldTensors]()
+        task, opened, prefix = run.lease.task, ExitStack(), list[HeldTensors]()
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
-            for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
+            inputs = [
+                opened.enter_context(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
+                for ref in task.inputs
+            ]
             collected, received = self._came(run.lease)
             tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
             stage = self._stages[declared(task.planned.pool)]
@@ -206,16 +208,17 @@ class Intake:
                 tuple(map(dict, prefix)), received, bool(task.planned.extends) and not _is_narrowed(run.lease),
                 task.derived,
             )  # fmt: skip
-            return self._job(run, stage, given, inputs, get_s=time.monotonic() - began)
+            return self._job(run, stage, given, opened, get_s=time.monotonic() - began)
         except BaseException as error:
-            close(inputs)
+            opened.close()
             if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
                 self.forget(run.lease.claim)
             raise
         finally:
-            close(prefix)
+            for held in prefix:
+                held.close()
 
-    def _job(self, run: Run, stage: Stage, given: StageInput, inputs: list[HeldTensors], get_s: float) -> Job:
+    def _job(self, run: Run, stage: Stage, given: StageInput, opened: ExitStack, get_s: float) -> Job:
         """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
         began = time.monotonic()
         stage.verify(given)
@@ -229,7 +232,7 @@ class Intake:
             raise
         started_s = time.monotonic() - began
         return Job(
-            run.lease, stage, key, inputs, state, get_s, run_s=started_s, share_s=started_s,
+            run.lease, stage, key, opened, state, get_s, run_s=started_s, share_s=started_s,
             resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
         )  # fmt: skip
 
@@ -274,14 +277,6 @@ def _is_narrowed(lease: Lease) -> bool:
     return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
-def close(inputs: list[HeldTensors], output: Unsealed | None = None) -> None:
-    """Let go of inputs, and of an output that is not sealed."""
-    for held in inputs:
-        held.close()
-    if output:
-        output.abort()
-
-
 def start_of(run: Run, begun: Job | Exception) -> TaskStart:
     """Whether this process can begin a task."""
     if isinstance(begun, Job):
@@ -309,6 +304,7 @@ def announce(
             outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.several
         )
     if job.output:
+        job.opened.callback(job.output.abort)
         job.stage.write_to(job.state, job.output)
         tell(Announced(job.claim, job.output.ref))
 
@@ -364,7 +360,5 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[Keep]:
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
     """Store files, from the index of the task's picture on. Raises ResultsUnavailable where they cannot be now."""
     task = job.lease.task
-    first = task.params.get("index") or 0
-    if not isinstance(first, int):
-        raise PermanentError(f"stage {task.stage} was given the picture index {first!r}")
+    first = 0 if task.params.get("index") is None else need(task.params, "index", int)
     return tuple(results.put(task.request, at, one.content_type, one.data) for at, one in enumerate(media, first))

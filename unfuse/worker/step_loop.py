@@ -26,7 +26,7 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, Exactness
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.compute_messages import Leak, LeaksFound, about, failure
-from unfuse.worker.job import Intake, Job, announce, close, put, read_prefix_blocks, start_of, write
+from unfuse.worker.job import Intake, Job, announce, put, read_prefix_blocks, start_of, write
 from unfuse.worker.ranks import Ranks, StatusReporter
 from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
 
@@ -336,7 +336,7 @@ class StepLoop:
         self._send(failure(job.claim, error, job.timings))
 
     def _let_go(self, job: Job) -> None:
-        close(job.inputs, job.output)
+        job.opened.close()
         job.stage.let_go(job.state)
 
     def _keep(self, job: Job) -> None:
@@ -376,7 +376,7 @@ class StepLoop:
         try:
             results = write(self._results, job, media)
         except ResultsUnavailable as error:
-            job.inputs, job.state = [], None
+            job.state = None
             self._park(job.claim, error, partial(self._deliver, job, ref, media, finished), job.timings)
             return
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)
