@@ -20,6 +20,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
 from unfuse.core.event import Event
+from unfuse.core.growth import Grown
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
 from unfuse.queues.base import SCHEMA, Declaration
@@ -73,15 +74,6 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
     since: float = 0.0
 
 
-class Pieces(msgspec.Struct, frozen=True):
-    """Pieces of a stage of the request `id`, from number `first` on, as they were recorded at one time."""
-
-    id: str
-    stage: str
-    first: int
-    pieces: tuple[bytes, ...]
-
-
 class Row(msgspec.Struct, frozen=True):
     """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
 
@@ -128,7 +120,7 @@ class Journal:
             raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Pieces] = ()) -> None:
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Grown] = ()) -> None:
         """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
         That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
@@ -137,7 +129,7 @@ class Journal:
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
         grown = [
-            (one.id, one.stage, one.first, one.first + len(one.pieces), msgspec.msgpack.encode(one.pieces))
+            (*one.claim.key, one.offset, one.offset + len(one.pieces), msgspec.msgpack.encode(one.pieces))
             for one in pieces
         ]
         with self._disk_may_be_full():
@@ -301,7 +293,7 @@ class _Batch:
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)
-    pieces: dict[int, list[Pieces]] = field(default_factory=dict)
+    pieces: dict[int, list[Grown]] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -347,7 +339,7 @@ class Writer:
             batch.entries[entry.number] = entry
             batch.durable |= durable
 
-    def append(self, entry: Entry, pieces: Pieces) -> None:
+    def append(self, entry: Entry, pieces: Grown) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""
         if batch := self._upcoming():
             batch.pieces.setdefault(entry.number, []).append(pieces)
