@@ -22,7 +22,7 @@ from unfuse.core.pixels import size_of
 from unfuse.core.request import Allowance, Asked, Record, Who, request_ids
 from unfuse.core.words import PromptTokens
 from unfuse.edge.refusal import Refusal
-from unfuse.language.grammar import digest
+from unfuse.language.grammars import grammar_digest
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
 from unfuse.server.gateway import Gateway, base_of
@@ -188,7 +188,7 @@ class Call:
         derived = replace(prompt.derived, expected_tokens=expected_tokens(params))
         if prompt.grammars:
             files[GRAMMAR] = await gateway.trials.choose(prompt.grammars, prompt.grammar_param)
-            derived = replace(derived, grammar=digest(files[GRAMMAR]))
+            derived = replace(derived, grammar=grammar_digest(files[GRAMMAR]))
         if "lora" in params:
             derived = replace(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
         if pictures:

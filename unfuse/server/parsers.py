@@ -8,8 +8,7 @@ import msgspec
 
 from unfuse.core.errors import UsageError
 from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
-from unfuse.language.answer_formats import BARE, CALL_FORMATS, REASONING_FORMATS
-from unfuse.language.answer_reader import opened
+from unfuse.language.answer_reader import BARE, CALL_FORMATS, REASONING_FORMATS, opened
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools
 

@@ -10,8 +10,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
-from unfuse.language.answer_reader import AnswerReader
-from unfuse.language.tool_calls import Part
+from unfuse.language.answer_reader import AnswerReader, Part
 from unfuse.queues.base import RequestStore
 
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from anyio import CapacityLimiter, to_thread
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.language.grammar import digest
-from unfuse.language.grammars import Grammars
+from unfuse.language.grammars import Grammars, grammar_digest
 from unfuse.server.metrics import Metrics
 
 AT_ONCE = 2  # how many grammars are tried at one time; each may compute for some seconds
@@ -42,7 +41,7 @@ class Trials:
 
     async def _refusal(self, grammar: bytes) -> str:
         """Return why a grammar cannot be used, or ""."""
-        key = digest(grammar)
+        key = grammar_digest(grammar)
         if key not in self._known:
             self._metrics.grammars += 1
             try:

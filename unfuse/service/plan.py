@@ -34,10 +34,9 @@ from unfuse.planning.placement import (
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.size import Size
 from unfuse.stages.specs import PREFILL
-from unfuse.weights.composed import with_components
-from unfuse.weights.dtypes import choose_dtypes, parse_dtypes
-from unfuse.weights.folder import STORED, ModelFolder
+from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
 from unfuse.weights.gguf_model import files_of
+from unfuse.weights.source import with_components
 
 AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
 """Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""

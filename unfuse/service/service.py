@@ -55,7 +55,7 @@ from unfuse.service.stage_kinds import check_stage_kinds
 from unfuse.service.stopping import share_of
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
-from unfuse.weights.composed import parse_component_sources
+from unfuse.weights.source import parse_component_sources
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router

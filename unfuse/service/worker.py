@@ -23,8 +23,8 @@ from unfuse.service.groups import OWN_ARENA, Settings, Transfer
 from unfuse.service.resources import resources
 from unfuse.service.stopping import AT_ONCE_S, end_after
 from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
-from unfuse.weights.composed import parse_component_sources
 from unfuse.weights.fingerprints import FINGERPRINTS
+from unfuse.weights.source import parse_component_sources
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder

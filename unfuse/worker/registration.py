@@ -19,9 +19,8 @@ from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_paralle
 from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.weights.composed import split_name, with_components
 from unfuse.weights.hub import Brought
-from unfuse.weights.source import is_local, resolve_source
+from unfuse.weights.source import is_local, resolve_source, split_name, with_components
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.options import EXACTNESS, WorkerOptions
 from unfuse.worker.weight_files import States, states_of
