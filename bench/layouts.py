@@ -16,10 +16,9 @@ from typing import Any
 
 from bench.report import show, table
 from unfuse.client import Client
-from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import own_pools
 from unfuse.service.settings import load
 
 SHAPES = "unfuse/shapes"

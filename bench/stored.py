@@ -33,7 +33,7 @@ from unfuse.core.request import RequestContext, new_request_id
 from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server import create_app
+from unfuse.server.app import create_app
 from unfuse.server.gateway import Gateway as Served
 from unfuse.service.logs import Logs
 from unfuse.stores.results import open_results

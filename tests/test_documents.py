@@ -14,11 +14,11 @@ import pytest
 from tools.references import refusals
 from tools.snippets import PAGES, ROOT, blocks, commands
 from unfuse.core import parameters, pixels
-from unfuse.edge import connections, key_lines
+from unfuse.edge import connections, keys
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
 from unfuse.scheduler.upkeep import GONE, RETURN_S
-from unfuse.server import body, fetching, links, shown, targets, uploads
+from unfuse.server import body, links, multimodal_messages as chats, outbound_http
 from unfuse.server.metrics_table import METRICS
 from unfuse.transfer import BACKENDS
 
@@ -125,16 +125,16 @@ FACTS = [
     ("docs/serving.md", f"or as a form), {body.MAX_VALUES:,} values"),
     ("docs/serving.md", f"at most {connections.MAX_HEADERS} headers, {connections.MAX_HEAD >> 10} KiB, and"),
     ("docs/serving.md", f"{connections.MAX_TARGET >> 10} KiB of address"),
-    ("docs/serving.md", f"at most {fetching.MOST} a chat, of {uploads.MAX_BYTES // MIB} MiB, within"),
-    ("docs/serving.md", f"may show {shown.MAX_SHOWN} pictures and videos of {uploads.MAX_BYTES // MIB} MiB and"),
-    ("docs/serving.md", f"a body of {body.MAX_SHOWN_BODY // MIB} MiB, and {shown.MAX_PIXELS // 10**6} million pixels"),
-    ("docs/serving.md", f"at most {shown.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (shown.MAX_FILM == 10**10)),
+    ("docs/serving.md", f"at most {chats.MAX_FETCHED} a chat, of {body.MAX_BYTES // MIB} MiB, within"),
+    ("docs/serving.md", f"may show {chats.MAX_SHOWN} pictures and videos of {body.MAX_BYTES // MIB} MiB and"),
+    ("docs/serving.md", f"a body of {body.MAX_SHOWN_BODY // MIB} MiB, and {chats.MAX_PIXELS // 10**6} million pixels"),
+    ("docs/serving.md", f"at most {chats.MAX_FRAMES:,} frames, and 10¹⁰ pixels" * (chats.MAX_FILM == 10**10)),
     ("docs/serving.md", f"{pixels.MAX_SIDE:,} pixels a side and {pixels.MAX_PIXELS // 10**6} million in all"),
     ("docs/serving.md", f"a `data:` URL (of {body.MAX_SHOWN_BODY // MIB} MiB of JSON)"),
-    ("docs/serving.md", f"of at least {key_lines.LEAST_CHARACTERS} characters"),
+    ("docs/serving.md", f"of at least {keys.LEAST_CHARACTERS} characters"),
     ("docs/serving.md", "without a key for an hour" * (links.LASTS_S == 3600)),
     ("docs/serving.md", "Links in webhook messages are valid for a day" * (links.WEBHOOK_LASTS_S == 86400)),
-    ("docs/serving.md", f"does not answer 2xx within {targets.CALL_S:.0f} s"),
+    ("docs/serving.md", f"does not answer 2xx within {outbound_http.CALL_S:.0f} s"),
     ("docs/serving.md", "adapters of the folder, up to eight," * (parameters.MAX_SCALED == 8)),
     ("docs/reliability.md", f"after {RETURN_S:.0f} s if its connection closed"),
     ("docs/reliability.md", f"silent for {GONE} lease times"),

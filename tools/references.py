@@ -281,7 +281,9 @@ def metric(one: MetricSpec) -> list[str]:
 def refusals() -> dict[str, set[int]]:
     """The statuses by code of all that the gateway refuses, as its sources have them."""
     found: dict[str, set[int]] = {name: {status} for name, status in STATUSES.items()}
-    for path in sorted(path for folder in ("server", "service") for path in (ROOT / "unfuse" / folder).glob("*.py")):
+    for path in sorted(
+        path for folder in ("edge", "server", "service") for path in (ROOT / "unfuse" / folder).glob("*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(args=[ast.Constant(int(status)), ast.Constant(str(said)), *_]) if 400 <= status < 600:

@@ -266,7 +266,7 @@ def alone(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNFUSE_SERVER", raising=False)
-    monkeypatch.setattr("unfuse.service.local._served", start)
+    monkeypatch.setattr("unfuse.service.service._served", start)
     return unfuse
 
 

@@ -19,7 +19,7 @@ from unfuse.core.parameters import Parameter, Params
 from unfuse.core.plan import Pipeline, StageSpec, compile_plan
 from unfuse.core.request import Record, RequestContext, new_request_id
 from unfuse.scheduler.lifecycle import admitted
-from unfuse.server.view import request_object
+from unfuse.server.request_objects import request_object
 
 
 class Lengths(msgspec.Struct, frozen=True):

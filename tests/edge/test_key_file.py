@@ -16,9 +16,7 @@ import pytest
 from unfuse.cli.main import run
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.request import Allowance
-from unfuse.edge import key_file
-from unfuse.edge.key_lines import Key
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import Key, Keys, add_key, hash_keys
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -185,22 +183,22 @@ def test_what_cannot_be_done_is_one_sentence_and_makes_no_file(
 
 def test_a_line_ends_as_the_others_do(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_bytes(b"ada k1\r\nbob k2")
-    key_file.add(file, "eve", {})
+    add_key(file, "eve", {})
     assert re.fullmatch(rb"ada k1\r\nbob k2\r\neve sha256:[0-9a-f]{64}\r\n", file.read_bytes())
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a=b", "x" * 65, "a\nb", "sha256:0"])
 def test_a_name_that_would_break_the_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="NAME is"):
-        key_file.add(tmp_path / "keys", name, {})
+        add_key(tmp_path / "keys", name, {})
 
 
 def test_a_file_that_a_server_would_refuse_is_not_written(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("ada k1 rate=1/s")
     with pytest.raises(UsageError, match=r"line 2: ada has other limits on another line .*keys, line 1"):
-        key_file.add(file, "ada", {})
+        add_key(file, "ada", {})
     assert file.read_text() == "ada k1 rate=1/s" and [*tmp_path.iterdir()] == [file]
-    key_file.add(file, "ada", {"rate": "1/s"})
+    add_key(file, "ada", {"rate": "1/s"})
     assert file.read_text().startswith("ada k1 rate=1/s\nada sha256:")
 
 
@@ -208,7 +206,7 @@ def test_a_file_that_would_be_too_large_for_a_server_is_not_written(tmp_path: Pa
     (file := tmp_path / "keys").write_text("ada k1\n" + "#" * ((8 << 20) - 20))
     before = written(file)
     with pytest.raises(UsageError, match="would be larger than 8 MiB"):
-        key_file.hash_keys(file)
+        hash_keys(file)
     assert written(file) == before
 
 
@@ -216,7 +214,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     (file := tmp_path / "keys").write_text("ada k1\n")
     monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(ConfigError, match="keys cannot be written: No space left on device"):
-        key_file.hash_keys(file)
+        hash_keys(file)
     assert file.read_text() == "ada k1\n" and [*tmp_path.iterdir()] == [file]
 
 
@@ -232,7 +230,7 @@ def test_a_file_that_another_user_could_not_read_afterwards_is_not_replaced(
     monkeypatch.setattr(Path, "stat", lambda self, **_: owner if self == file else os.stat(self))
     monkeypatch.setattr(os, "fchown", _not_allowed)
     with pytest.raises(ConfigError, match="belongs to another user or group.*run this as that user, or as root"):
-        key_file.hash_keys(file)
+        hash_keys(file)
     assert file.read_text() == "ada k1\n"
 
 
@@ -243,6 +241,6 @@ def _not_allowed(*_: object) -> None:
 def test_of_keys_that_are_added_at_once_none_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda number: key_file.add(file, f"tenant{number}", {}), range(32)))
+        made = list(pool.map(lambda number: add_key(file, f"tenant{number}", {}), range(32)))
     keys = Keys(files=[str(file)])
     assert {key and key.tenant for key in map(keys.of, made)} == {f"tenant{number}" for number in range(32)}

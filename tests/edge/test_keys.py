@@ -14,8 +14,7 @@ from tests.server.composed import Answer, call, composed
 from tests.server.served import until
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.request import Allowance
-from unfuse.edge.key_lines import Key
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import Key, Keys
 
 GIVEN = "given-key-of-tests"
 
@@ -153,7 +152,7 @@ def test_a_key_file_that_cannot_be_read_is_one_sentence(
                 opened.truncate(1 << 40)
         case "closed":
             file.write_text("ada k1\n")
-            monkeypatch.setattr("unfuse.edge.key_lines.os.open", _denied)
+            monkeypatch.setattr("unfuse.edge.keys.os.open", _denied)
         case "zeros":
             file.write_bytes(bytes(4096))
     with pytest.raises(UsageError, match=rf"{file}.*(cannot be read|is larger than 8 MiB|line 1: )"):
@@ -236,7 +235,7 @@ async def test_a_file_that_could_not_be_read_for_a_while_is_read_then(
     keys = in_file(tmp_path, "ada k1")
     written(tmp_path, "ada k2")
     with monkeypatch.context() as failing:
-        failing.setattr("unfuse.edge.key_lines.os.open", _no_file)
+        failing.setattr("unfuse.edge.keys.os.open", _no_file)
         await looked(keys, failing)
         assert keys.of("k1") and not keys.of("k2")
     await looked(keys, monkeypatch)

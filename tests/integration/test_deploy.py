@@ -26,8 +26,7 @@ from tools.addresses import free_port
 from tools.server import environment
 from tools.snippets import blocks
 from unfuse.cli.app import app
-from unfuse.edge.key_lines import LEAST_CHARACTERS, Key
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import LEAST_CHARACTERS, Key, Keys
 from unfuse.service.settings import FIELDS, load
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +132,7 @@ def test_settings_of_three_machines_are_settings_that_go_together() -> None:
 
 
 def test_nobody_is_told_where_no_unit_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from unfuse.service.notify import READY, notify
+    from unfuse.service.stopping import READY, notify
 
     for address in ("", "relative", str(tmp_path / "nobody"), "@unfuse-nobody"):
         monkeypatch.setenv("NOTIFY_SOCKET", address)

@@ -24,7 +24,7 @@ from tools.server import Server, environment, serving, unfuse, until
 from tools.tiny_language import make_language_model
 from unfuse.client import aconnect, connect
 from unfuse.core.errors import InvalidParameter
-from unfuse.server.answers import ANSWERED
+from unfuse.server.openapi_schemas import ANSWERED
 
 PERSON = {
     "type": "object",

@@ -13,11 +13,10 @@ import yaml
 from tests.integration.test_deploy import known, parsed
 from tests.k8s.server import SCHEMAS, completed
 from unfuse.core.errors import ConfigError
-from unfuse.edge.key_lines import Key
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import Key, Keys
 from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
 from unfuse.k8s.spec import Object, Wrong, ranks, read
-from unfuse.service.machine_workers import LEAVING_S
+from unfuse.service.crews import LEAVING_S
 from unfuse.wire.keys import read as read_keys
 from unfuse.worker.worker import SAVING
 

@@ -25,8 +25,8 @@ from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
+from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel
-from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 
 NO_END = {"0": -100, "1": -100, "2": -100}

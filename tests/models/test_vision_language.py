@@ -32,7 +32,7 @@ from unfuse.core.words import PromptTokens
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
-from unfuse.server.shown import read_shown
+from unfuse.server.multimodal_messages import read_shown
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
 from unfuse.stages.language_model import Sight

@@ -85,7 +85,7 @@ class ShardedTwins(Twins):
         self.clock.advance(1 / 64)
         may = limits.tenant if limits.tenant != Allowance() else Allowance(50)
         limits = Limits(10**6, 10**6, tenant=may if tenant == "u" else Allowance())
-        if name in self.sides[0].queue._state.requests:  # type: ignore[attr-defined]
+        if name in self.sides[0].queue._requests:  # type: ignore[attr-defined]
             return name, limits
         names = (f"{name}.{number}" for number in count())
         return self.sides[1].queue.placed(names, Who(tenant, key, allowance=limits.tenant)), limits

@@ -16,9 +16,9 @@ from tools.asking import asking
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Change, Record, Running
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.known import KNOWN_S, MOST_KNOWN, KnownRecords
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
+from unfuse.queues.script import KNOWN_S, MOST_KNOWN, KnownRecords
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import request, task, wanted
@@ -200,7 +200,7 @@ class Mistaken(MemoryQueue):
     """A queue that takes another worker for the one to whom a task is leased."""
 
     def known(self, claim: Claim) -> Record | None:
-        record = self._state.record(self._state.entry(claim.request))
+        record = self._record(self._entry(claim.request))
         return msgspec.structs.replace(record, running=(Running(claim.stage, claim.attempt, "another", 0.0),))
 
 

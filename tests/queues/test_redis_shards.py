@@ -16,8 +16,8 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, Conflict, LeaseLost, Overloaded, TransientError
 from unfuse.core.request import Who, request_ids
 from unfuse.core.task import Lease
-from unfuse.queues.address import parse_address
 from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.connection import parse_address
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (

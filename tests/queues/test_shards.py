@@ -12,7 +12,7 @@ from unfuse.core.errors import NotFound, Overloaded, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.request import Allowance, Who, request_ids
-from unfuse.queues import turns
+from unfuse.queues import shards as sharding
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
@@ -287,7 +287,7 @@ class TestOneAway:
 
     @pytest.fixture
     async def queue(self, shards: list[Cut], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(turns, "LOOK_S", 0.001)
+        monkeypatch.setattr(sharding, "LOOK_S", 0.001)
         queue = Spread(shards)
         for name in "ab":
             await submitted(queue, name)
@@ -352,7 +352,7 @@ class TestOneAway:
     async def test_one_that_hangs_is_given_up_soon(
         self, queue: Spread, shards: list[Cut], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(sharding, "PATIENCE_S", 0.01)
         self.away(queue, shards).frozen = True
         assert [one.context.id for one in await queue.list(Filter())] == ["b"]
         assert "no answer in" in queue.away()[0]

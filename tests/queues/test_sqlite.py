@@ -35,9 +35,9 @@ from unfuse.core.plan import Pipeline
 from unfuse.core.request import StageState
 from unfuse.queues import journal
 from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
+from unfuse.queues.journal import StoredTask
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
-from unfuse.queues.stored import StoredTask
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -478,7 +478,8 @@ class TestADiskThatIsFull:
             disk.full = True
             ending = done(record, lease, status="completed")
             assert "full" in str(await raised(TransientError, queue.commit(ending)))
-            queue._state.submit(request("d"), [], [], LIMITS)
+            with patch.object(queue, "_check_writable"):
+                await raised(TransientError, queue.submit(request("d"), [], [], LIMITS))
 
             async def listed(**which: Any) -> list[tuple[str, str]]:
                 return [(one.context.id, one.status) for one in await queue.list(Filter(**which))]
@@ -488,7 +489,7 @@ class TestADiskThatIsFull:
             assert await listed(status="queued") == [("b", "queued")]
             assert await queue.over(["a", "b", "c", "unknown"]) == ["c", "unknown"]
             disk.full = False
-            while queue._writer.is_blocked(queue._state.entry("a")):
+            while queue._writer.is_blocked(queue._entry("a")):
                 await asyncio.sleep(0.01)
             assert [id for id, _ in await listed()] == ["d", "c", "b", "a"]
             assert await listed(status="completed") == [("a", "completed")]
@@ -670,13 +671,16 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
     """Also where another request of that id follows in it."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
-    growing = await started(append(queue, lease.claim, 0, [b"a"]))
-    queue._state.commit(change(record, status="cancelled", completed_at=1.0))
-    queue._state.drop("a")
-    submitting = await started(submitted(queue, "a"))
-    (lease,) = queue._state.claim("w", wanted("p"), TTL)
-    assert await append(queue, lease.claim, 0, [b"of the next"])
-    await asyncio.gather(growing, submitting)
+    with patch.object(queue._writer, "_flush") as flush:
+        growing = await started(append(queue, lease.claim, 0, [b"a"]))
+        ending = await started(queue.commit(change(record, status="cancelled", completed_at=1.0)))
+        dropping = await started(queue.drop("a"))
+        submitting = await started(submitted(queue, "a"))
+        (lease,) = await queue.lease("w", wanted("p"), TTL)
+        next_growing = await started(append(queue, lease.claim, 0, [b"of the next"]))
+        flush.assert_called()
+    queue._writer._flush()
+    await asyncio.gather(growing, ending, dropping, submitting, next_growing)
     assert await queue.appended("a", "s") == [b"of the next"]
     assert len(stored_pieces(queue)) == 1
 
@@ -810,7 +814,7 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
             assert context.version >= version
             assert context.version > version or context.status == status
             waiting = {stage for stage, state in context.stages.items() if state.status == "queued"}
-            row = queue._state.row(queue._state.entry(name))
+            row = queue._row(queue._entry(name))
             assert row
             there = [stood.task.stage for stood in row.tasks]
             assert sorted(there) == ([] if context.over else sorted(waiting))

@@ -433,7 +433,7 @@ class Twins(RuleBasedStateMachine):
 
     async def followed(self, side: Side, name: str, after: int) -> list[Event]:
         """What is there of the events of one that is over; of another, as many as there are."""
-        entry = self.sides[0].queue._state.requests.get(name)  # type: ignore[attr-defined]
+        entry = self.sides[0].queue._requests.get(name)  # type: ignore[attr-defined]
         last = None if entry is None or entry.context.over else entry.history.last
         if last is not None and after >= last:
             return []

@@ -35,7 +35,7 @@ from unfuse.edge.connections import ConnectionLimits, HttpServer
 from unfuse.edge.keys import Keys
 from unfuse.queues.base import Limits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server import create_app
+from unfuse.server.app import create_app
 from unfuse.server.gateway import Gateway
 from unfuse.server.webhooks import Webhooks
 from unfuse.stages.media import encode

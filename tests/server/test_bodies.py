@@ -18,7 +18,7 @@ from unfuse import queues
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server import create_app
+from unfuse.server.app import create_app
 from unfuse.server.body import MAX_TEXT, MAX_VALUES, BodyBudget
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results

@@ -15,7 +15,7 @@ from tests.server.composed import call, composed
 from tools.tiny_language import make_language_model
 from unfuse.core.chat_fields import IGNORED, REFUSED
 from unfuse.core.media import TEXT
-from unfuse.server.shown import DETAILS
+from unfuse.server.multimodal_messages import DETAILS
 
 ASKED = [{"role": "user", "content": "what is the capital of France"}]
 

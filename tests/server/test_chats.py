@@ -24,7 +24,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def test_a_client_that_waits_long_hears_comments_and_the_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a chat that begins late, so that comments are sent behind its first event, then the `openai` client reads
     on to its end."""
-    monkeypatch.setattr("unfuse.server.sse.COMMENT_EVERY_S", 0.01)
+    monkeypatch.setattr("unfuse.server.responses.COMMENT_EVERY_S", 0.01)
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0) as ai:
         stream = ai.chat.completions.create(model="tiny", messages=ASKED, stream=True, extra_body={"timeout": 1})
         chunks = iter(stream)

@@ -129,7 +129,7 @@ def test_what_cannot_be_fetched_is_said(ai: openai.OpenAI, host: ThreadingHTTPSe
 def test_a_host_that_hangs_is_given_up(
     ai: openai.OpenAI, host: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.server.targets.CALL_S", 0.5)
+    monkeypatch.setattr("unfuse.server.outbound_http.CALL_S", 0.5)
     assert "did not answer within 0.5 s" in refused(ai, f"http://127.0.0.1:{host.server_port}/slow")
 
 
@@ -138,7 +138,7 @@ def test_a_name_that_leads_where_nobody_may_go_is_not_followed(
 ) -> None:
     """Given a host that is allowed by name, when its name leads to a private address, then nothing connects to that."""
     found = [(0, 0, 0, "", ("10.1.2.3", 80))]
-    monkeypatch.setattr("unfuse.server.targets.socket.getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr("unfuse.server.outbound_http.socket.getaddrinfo", lambda *_, **__: found)
     assert "10.1.2.3, which may not be called" in refused(ai, "http://pictures.example/sky.png")
 
 

@@ -14,7 +14,7 @@ from tests.server.served import serve
 from tools.cards import MOVING, PICTURES, card
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.medium import Medium
-from unfuse.server.shown import DETAILS
+from unfuse.server.multimodal_messages import DETAILS
 
 FILMS = card("test/films")
 

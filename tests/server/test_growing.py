@@ -85,7 +85,7 @@ async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue:
 async def test_what_is_recorded_is_read_also_when_its_event_is_gone(queue: MemoryQueue) -> None:
     """As after a restart, or in a long history: by who comes at once, by who is there at the end."""
     mine, _ = await running(queue)
-    history, stream = queue._state.entry("a").history, pieces(queue, "a", "s")
+    history, stream = queue.entry("a").history, pieces(queue, "a", "s")
     for number in range(2):
         await append(queue, mine.claim, number, [b"%d" % number])
         history._events = {seq: event for seq, event in history._events.items() if event.type != "appended"}

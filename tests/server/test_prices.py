@@ -17,7 +17,7 @@ from unfuse.core.usage import billed_seconds, lost_seconds
 from unfuse.edge.keys import Keys
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.gateway import Gateway
-from unfuse.server.prices import FREE, Prices
+from unfuse.server.request_objects import FREE, Prices
 
 H100 = "NVIDIA H100 80GB HBM3"
 

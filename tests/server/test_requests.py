@@ -19,7 +19,7 @@ from unfuse.core.vocabulary import Vocabulary
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.waking import USUAL_S
 from unfuse.server.requests import written
-from unfuse.server.sse import with_comments
+from unfuse.server.responses import with_comments
 
 URL = "/v1/images/generations"
 

@@ -25,7 +25,7 @@ from unfuse.core.checking import check
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, Medium
 from unfuse.core.parameters import Parameter
-from unfuse.server.fields import schema_of
+from unfuse.server.openapi_schemas import schema_of
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 

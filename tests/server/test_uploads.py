@@ -22,8 +22,7 @@ from tests.server.served import MOVING, Served, picture
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.pixels import MAX_PIXELS, MAX_SIDE
 from unfuse.queues.base import Filter
-from unfuse.server.body import MAX_FORM, MAX_SHOWN_BODY, MAX_TEXT
-from unfuse.server.uploads import MAX_BYTES, decode_data_url, read_picture
+from unfuse.server.body import MAX_BYTES, MAX_FORM, MAX_SHOWN_BODY, MAX_TEXT, decode_data_url, read_picture
 
 ASKED = {"model": MOVING.name, "prompt": "a red circle"}
 

@@ -17,8 +17,7 @@ from unfuse.core.messages import Failed
 from unfuse.core.request import Timings
 from unfuse.core.task import Lease
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.prices import Prices
-from unfuse.server.view import progress, request_object
+from unfuse.server.request_objects import Prices, progress, request_object
 
 
 async def shown(scheduler: Scheduler, request: str) -> int:

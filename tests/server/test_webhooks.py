@@ -17,7 +17,7 @@ from tools.receiver import Receiver, saying
 from tools.redis_server import RedisServer
 from tools.snippets import ROOT, blocks
 from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
-from unfuse.server.targets import Targets
+from unfuse.server.outbound_http import OutboundHttp
 from unfuse.server.webhooks import Webhooks
 
 URL = "/v1/images/generations"
@@ -37,7 +37,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.scheduler.notices.PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr("unfuse.scheduler.notices.TAKEN_S", 2.0)
     monkeypatch.setattr("unfuse.server.webhooks.REVIEW_S", 0.1)
-    monkeypatch.setattr("unfuse.server.targets.CALL_S", 1.0)
+    monkeypatch.setattr("unfuse.server.outbound_http.CALL_S", 1.0)
 
 
 def asked(served: Served, url: str, model: str = PICTURES.name, **more: Any) -> httpx2.Response:
@@ -160,7 +160,7 @@ def test_a_gateway_goes_on_with_what_another_left_untold(
     tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a gateway that ended while it told, when one begins over the same queue, then it tells once more."""
-    monkeypatch.setattr("unfuse.server.targets.CALL_S", 600.0)
+    monkeypatch.setattr("unfuse.server.outbound_http.CALL_S", 600.0)
     receiver.answers = [receiver.hang]
     queue = f"sqlite:{tmp_path}/queue.db"
     with serve(tmp_path, webhook_hosts=HERE, queue=queue) as served:
@@ -200,7 +200,7 @@ def test_of_several_gateways_one_tells(tmp_path: Path, receiver: Receiver) -> No
 )  # fmt: skip
 def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
-        Targets(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
+        OutboundHttp(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
     assert refused.value.param == "webhook"
 
 
@@ -212,11 +212,11 @@ def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
     ],
 )  # fmt: skip
 def test_an_allowed_address_is_accepted(url: str) -> None:
-    Targets(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
+    OutboundHttp(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
 
 
 def test_any_host_means_any_of_the_internet() -> None:
-    targets = Targets(["*"])
+    targets = OutboundHttp(["*"])
     for url in ("http://8.8.8.8/", "https://anything.example/", "http://[2001:4860:4860::8888]/"):
         targets.require(url)
     for url in ("http://127.0.0.1/", "http://[::1]/", "http://192.168.1.1/", "http://[64:ff9b::7f00:1]/"):
@@ -244,7 +244,7 @@ def test_any_host_means_any_of_the_internet() -> None:
 )
 def test_what_stands_for_an_ipv4_address_is_no_way_to_a_private_one(form: str, is_for_public_ones: bool) -> None:
     """Given an IPv6 address that leads to an IPv4 address, then it is called at most where that one may be called."""
-    targets = Targets(["*"])
+    targets = OutboundHttp(["*"])
     for private in ("127.0.0.1", "10.0.0.1", "169.254.169.254", "192.168.1.1"):
         assert not targets.check(in_ipv6(form, private)), private
     assert targets.check(in_ipv6(form, "8.8.8.8")) is is_for_public_ones
@@ -258,7 +258,7 @@ def in_ipv6(form: str, address: str) -> str:
 
 
 async def test_names_that_stand_for_this_machine_by_other_spellings_are_not_called(receiver: Receiver) -> None:
-    targets = Targets(["*"])
+    targets = OutboundHttp(["*"])
     for name in ("127.1", "2130706433", "0x7f000001", "localhost"):
         with pytest.raises(TransientError, match="may not be called"):
             await targets.call(f"http://{name}:{receiver.port}/", {}, b"")

@@ -15,12 +15,12 @@ from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, PermanentError, TransientError, UnfuseError
 from unfuse.core.messages import Borrow, Lent, Refused, Stranger
 from unfuse.core.task import Claim, Lease
-from unfuse.service.lending import Lending
+from unfuse.service.service import Lending
 from unfuse.testing.queue_samples import task_of
 from unfuse.weights.adapters import CHUNK, Loras
-from unfuse.worker import borrowing
-from unfuse.worker.borrowing import Borrowing
-from unfuse.worker.task_end import unfetched
+from unfuse.worker import loaded_models
+from unfuse.worker.loaded_models import Borrowing
+from unfuse.worker.worker import unfetched
 
 DATA = os.urandom(2 * CHUNK + 7)
 ID = xxhash.xxh3_128_hexdigest(DATA)
@@ -135,14 +135,14 @@ def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(folders: tuple[Path
 
 
 def test_room_is_looked_for_and_made(folders: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowing, "KEPT_BYTES", len(DATA) + 10)
+    monkeypatch.setattr(loaded_models, "KEPT_BYTES", len(DATA) + 10)
     folders[2].mkdir(parents=True)
     for number, name in enumerate(("new", "old", ".left")):
         (folders[2] / name).write_bytes(bytes(8))
         os.utime(folders[2] / name, (1e9 - number, 1e9))
     bring(Scheduler(folders[0]), folders)
     assert kept(folders) == [f"{ID}.safetensors", "new"]
-    monkeypatch.setattr(borrowing.shutil, "disk_usage", lambda _: _Full)
+    monkeypatch.setattr(loaded_models.shutil, "disk_usage", lambda _: _Full)
     (folders[2] / f"{ID}.safetensors").unlink()
     with pytest.raises(TransientError, match="has room for 5"):
         bring(Scheduler(folders[0]), folders)

@@ -8,7 +8,7 @@ from tests.worker.refs import ref
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Claim, Lease
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.holding import WITHDRAW, Holding
+from unfuse.worker.link import WITHDRAW, Holding
 
 WHOLE = ref(CHUNK_BYTES * 2, 1, 2)
 WRITTEN = ref(CHUNK_BYTES * 2, 1)

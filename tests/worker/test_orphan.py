@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.worker.test_objects import opened
 from unfuse.core.messages import Done, Places
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
+from unfuse.worker.link import free_when_orphaned
 from unfuse.worker.objects import Objects
-from unfuse.worker.orphan import free_when_orphaned
 
 LONG = 900.0
 
@@ -87,10 +88,10 @@ async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -
     """Given an object with a durable copy that somebody reads, when all is given up, then nobody new gets it from
     here, the reader reads on, its room is free after, and the copy is there."""
     places = Places("", durable=f"disk:{tmp_path}")
-    objects = Objects("w", "n", 1 << 20, places, {}, TransferOptions())
+    objects = Objects(opened("w", places), places, {}, TransferOptions())
     ref = objects.store.put({"x": np.arange(9.0)}, request="req_1", stage="denoise", attempt=1)
     objects.made(Done(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
-    await objects.durable.wait_until_written()
+    await objects.wait_until_copied()
     held = objects.store.get(ref)
     await objects.abandon()
     assert not objects.holding()

@@ -18,9 +18,9 @@ import pytest
 from tests.worker.forking import forking
 from tools.server import until
 from unfuse.core.codec import encode
-from unfuse.worker import processes
+from unfuse.worker import compute_process
+from unfuse.worker.compute_process import Begun, begin
 from unfuse.worker.fork_server import Fork, ForkServer, import_for
-from unfuse.worker.processes import Begun, begin
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ async def test_a_child_has_its_own_session_and_environment_and_nothing_of_its_si
     assert len(opened) == 4  # and the channel
     # its sibling lives, and holds nothing of it
     assert await end(second) == 0
-    assert first.child.runs
+    assert first.child.returncode is None
     assert await end(first) == 0
 
 
@@ -66,7 +66,7 @@ async def test_how_a_child_ended_is_known(server: Forking) -> None:
         os.kill(begun.child.pid, number)
         assert await end(begun) == -number
         begun.child.kill()  # has no effect on whoever has that number now
-        assert not begun.child.runs
+        assert begun.child.returncode is not None
     broken = await begin({}, server[0])
     broken.channel.sendall(struct.pack("<I", 4) + b"\xff\xff\xff\xff")  # no message
     async with asyncio.timeout(60):
@@ -80,9 +80,9 @@ async def test_children_outlive_the_forking_process_and_their_end_is_noticed(ser
     begun = await begin({}, server[0])
     server[1].kill()
     server[1].wait()
-    assert begun.child.runs
+    assert begun.child.returncode is None
     begun.child.kill()
-    assert await end(begun) is None
+    assert await end(begun) == compute_process.UNKNOWN
 
     alone = await begin(os.environ, server[0])  # nobody forks, so it imports by itself
     assert psutil.Process(alone.child.pid).ppid() == os.getpid()
@@ -104,7 +104,7 @@ async def test_who_asks_in_vain_gets_a_process_of_its_own(
         await begin(too_long, server[0])
 
     server[1].send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(processes, "FORK_S", 0.05)
+    monkeypatch.setattr(compute_process, "FORK_S", 0.05)
     begun = await begin(os.environ, server[0])
     assert psutil.Process(begun.child.pid).ppid() == os.getpid()
     server[1].send_signal(signal.SIGCONT)  # forks now, for nobody: that one ends by itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.saved_states import SavedStates
+from unfuse.worker.checkpoints import SavedStates
+from unfuse.worker.link import Holding
 from unfuse.worker.worker import Worker
 
 CLAIM = Claim("req_1", "denoise.0", 1, b"token")
@@ -83,7 +85,7 @@ def kept(step: int) -> Saved:
 async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
     made, place, scheduler = saving("from elsewhere")
     for step in (10, 20):
-        await made.record(kept(step))
+        await made.save(kept(step))
     assert (scheduler.saved, place.durable, place.gone) == ([10, 20], ["at 10", "at 20"], ["from elsewhere", "at 10"])
 
 
@@ -94,22 +96,22 @@ async def test_one_that_cannot_be_copied_replaces_none_that_is(
     """Given a full disk, then an older checkpoint on it is worth more than a newer one that ends with its worker."""
     made, place, scheduler = saving(before)
     place.full = True
-    await made.record(kept(10))
+    await made.save(kept(10))
     assert (scheduler.saved, place.gone) == (recorded, gone)
 
 
 async def test_what_is_not_recorded_is_given_up_itself() -> None:
     made, place, scheduler = saving()
-    await made.record(kept(10))
+    await made.save(kept(10))
     scheduler.answer = Refused("not yours any more", lease_lost=True)
-    await made.record(kept(20))
+    await made.save(kept(20))
     assert place.gone == ["at 20"]
 
 
 @pytest.mark.parametrize(("done", "gone"), [(True, ["at 10"]), (False, [])])
 async def test_a_checkpoint_lasts_beyond_its_task_unless_that_is_done(done: bool, gone: list[str]) -> None:
     made, place, _ = saving()
-    await made.record(kept(10))
+    await made.save(kept(10))
     await made.end(CLAIM, done)
     assert place.gone == gone
 
@@ -119,7 +121,7 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     scheduler knows of is not given up; and who waits for it to be settled waits."""
     made, place, scheduler = saving()
     place.written.clear()
-    keeping = asyncio.create_task(made.record(kept(10)))
+    keeping = asyncio.create_task(made.save(kept(10)))
     await asyncio.sleep(0)
     settled = asyncio.create_task(made.wait_until_saved())
     await asyncio.sleep(0)
@@ -130,13 +132,25 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     assert (scheduler.saved, place.gone) == ([10], [])
 
 
+def join(worker: Any, saved_states: SavedStates, link: Scheduler) -> None:
+    """Have a worker serve, with a compute process that runs, and objects that stay."""
+    worker._saved_states, worker._link = saved_states, link
+    worker._executor = SimpleNamespace(ready=True)
+    worker._objects = SimpleNamespace(end_task=lambda lease, message, read_here: message)
+    worker._weights = SimpleNamespace(overwritten=lambda pool: None, changed=set())
+    worker._served, worker._swapping = SimpleNamespace(read_here=()), SimpleNamespace(going="")
+    worker._holding = Holding(1, {})
+    worker._active = worker._holding.leases
+    worker._wanted = lambda ended: None
+
+
 async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded() -> None:
     """Else whoever tries again would begin at the checkpoint before."""
     made, place, scheduler = saving()
     place.written.clear()
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
-    worker._saved_states, worker._link = made, scheduler
+    join(worker, made, scheduler)
     await worker._hear(kept(10))
     await worker._hear(Failed(CLAIM, "crash", "gone"))
     for _ in range(5):
@@ -155,7 +169,7 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     scheduler.answer = answer
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
-    worker._saved_states, worker._link = made, scheduler
+    join(worker, made, scheduler)
     worker._draining.set()
     task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
     worker._holding.take(Lease(task, "w", b"token", 0.0))

@@ -45,8 +45,8 @@ from unfuse.server.said import pieces
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
 from unfuse.worker import progress
-from unfuse.worker.copies import Copies
 from unfuse.worker.link import Link
+from unfuse.worker.remote_inputs import Copies
 from unfuse.worker.worker import Worker
 
 STEPS = 75  # one and a half seconds
@@ -250,7 +250,6 @@ async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
         request = await found.submit("speak", steps=60)
         stream = pieces(found.queue, request, "denoise.0")
         said = [await anext(stream)]
-        assert worker._executor
         for pid in worker._executor.pids:
             os.kill(pid, signal.SIGKILL)
         said += [await anext(stream) for _ in range(20)]

@@ -19,8 +19,8 @@ from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.registration import Served
-from unfuse.worker.sets import Swapping, sets_of
+from unfuse.worker.loaded_models import Swapping
+from unfuse.worker.registration import Served, sets_of
 
 OTHER = replace(CARD, name="test/other", weights={name: f"other-{weights}" for name, weights in CARD.weights.items()})
 
@@ -28,24 +28,24 @@ OTHER = replace(CARD, name="test/other", weights={name: f"other-{weights}" for n
 class Options:
     """Those of a worker that matter here."""
 
-    def __init__(self, role: str = "all", hold: str = "all") -> None:
-        self.role, self.hold, self.components = role, hold, ()
+    def __init__(self, role: str = "all", loaded: str = "all") -> None:
+        self.role, self.max_loaded_models, self.components = role, loaded, ()
 
 
-def sets(role: str = "all", hold: str = "all", *cards: Any) -> Any:
+def sets(role: str = "all", loaded: str = "all", *cards: Any) -> Any:
     served = Served((), cards or (CARD, OTHER), (), 1, ("cpu",))
-    return sets_of(served, Options(role, hold))  # type: ignore[arg-type]
+    return sets_of(served, Options(role, loaded))  # type: ignore[arg-type]
 
 
 def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
-    assert sets() == sets("encoder+denoiser") == sets("all", "model", CARD) == {}
+    assert sets() == sets("encoder+denoiser") == sets("all", "1", CARD) == {}
 
 
 def test_a_set_is_a_model_with_the_stages_of_its_roles() -> None:
-    assert sets("all", "model") == {
+    assert sets("all", "1") == {
         CARD.name: frozenset({ENCODE, DENOISE, DECODE}), OTHER.name: frozenset(OTHER.pools().values())
     }  # fmt: skip
-    assert sets("denoiser", "model")[CARD.name] == {DENOISE}
+    assert sets("denoiser", "1")[CARD.name] == {DENOISE}
 
 
 def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None:
@@ -55,7 +55,7 @@ def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None
 
 def test_what_contradicts_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="both say what is loaded at a time"):
-        sets("encoder,denoiser", "model")
+        sets("encoder,denoiser", "1")
 
 
 class Executed:

@@ -32,9 +32,8 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
-from unfuse.worker.batches import BatchSizes
+from unfuse.worker.batches import TRUSTED, BatchSizes, Exactness
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
-from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop
 
 

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from unfuse.core.messages import Failed
 from unfuse.core.task import Claim
-from unfuse.worker.task_end import log_outcome
+from unfuse.worker.worker import log_outcome
 
 
 def test_what_is_handed_back_in_a_stop_is_no_failure() -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.worker.refs import ref
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
-from unfuse.worker.unwritten import Unwritten
+from unfuse.worker.remote_inputs import Unwritten
 
 WRITTEN = ref(2 * CHUNK_BYTES, 1)
 

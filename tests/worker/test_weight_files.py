@@ -14,8 +14,8 @@ from unfuse.core.card import ModelCard
 from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import Choice
 from unfuse.models import card_of
-from unfuse.worker import weight_files
-from unfuse.worker.weight_files import WeightFiles, states_of
+from unfuse.worker import loaded_models
+from unfuse.worker.loaded_models import WeightFiles, states_of
 
 SHAPES = Path(unfuse.models.__file__).parent / "shapes"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -42,7 +42,7 @@ def files(folder: Path, card: ModelCard) -> WeightFiles:
 def written(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a minute later than it is: all files have been written."""
     now = time.time()
-    monkeypatch.setattr(weight_files.time, "time", lambda: now + 60)
+    monkeypatch.setattr(loaded_models.time, "time", lambda: now + 60)
 
 
 def overwrite(file: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_that_is_written_to_is_compared_once_that_is_over(
     assert [changed.compared for changed in look(files).values()] == [False]
 
     now = time.time()
-    monkeypatch.setattr(weight_files.time, "time", lambda: now + 60)
+    monkeypatch.setattr(loaded_models.time, "time", lambda: now + 60)
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [True]
 
@@ -135,20 +135,20 @@ def test_a_clock_that_was_set_back_delays_no_comparison(
 ) -> None:
     """Given a file whose times are an hour ahead, when it stays as it is, then it is compared all the same."""
     wall, monotonic = time.time(), time.monotonic()
-    monkeypatch.setattr(weight_files.time, "time", lambda: wall - 3600)
-    monkeypatch.setattr(weight_files.time, "monotonic", lambda: monotonic)
+    monkeypatch.setattr(loaded_models.time, "time", lambda: wall - 3600)
+    monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic)
     overwrite(folder / VAE)
     files.look()
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [False]
 
-    monkeypatch.setattr(weight_files.time, "monotonic", lambda: monotonic + 60)
+    monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic + 60)
     replace(folder / VAE)
     files.look()
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [False]
 
-    monkeypatch.setattr(weight_files.time, "monotonic", lambda: monotonic + 120)
+    monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic + 120)
     files.compare()
     assert [changed.compared for changed in look(files).values()] == [True]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unfuse.core.messages import ChangedFile
-from unfuse.worker.holding import WITHDRAW
+from unfuse.worker.link import WITHDRAW
 from unfuse.worker.worker import Worker
 
 FILE = ChangedFile("vae/model.safetensors", compared=True)
@@ -23,7 +23,7 @@ def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], ask
         _served=SimpleNamespace(pools=("a", "b")),
         _weights=SimpleNamespace(changed=dict.fromkeys(changed, FILE)),
         _holding=SimpleNamespace(room=lambda *_: {}, ask=lambda *_: "an Ask"),
-        _loaded="",
+        _affinity="",
     )
     assert (Worker._wanted(worker) is not WITHDRAW) is asks
 
@@ -39,17 +39,17 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
     async def found(*_: Any) -> str:
         return "it"
 
-    lease: Any = SimpleNamespace(claim="claim")
+    lease: Any = SimpleNamespace(claim="claim", task=SimpleNamespace(planned=SimpleNamespace(pool="pool")))
     worker: Any = SimpleNamespace(
         _borrowing=SimpleNamespace(bring=found),
         _outputs=SimpleNamespace(read=found),
         _holding=SimpleNamespace(arrived=lambda _: None),
         _swapping=SimpleNamespace(fits=lambda _: False),
+        _executor=SimpleNamespace(ready=True, passing=SimpleNamespace(drop=note)),
+        _objects=SimpleNamespace(copies=SimpleNamespace(bring=found)),
         _end=note,
     )
-    executor: Any = SimpleNamespace(ready=True, passing=SimpleNamespace(drop=note))
-    objects: Any = SimpleNamespace(copies=SimpleNamespace(bring=found))
-    await Worker._run(worker, executor, objects, lease, granted=None)  # type: ignore[arg-type]
+    await Worker._run(worker, lease, granted=None)  # type: ignore[arg-type]
     dropped, failed = done
     assert dropped == "claim"
     assert (failed.claim, failed.kind) == ("claim", "hand_back")

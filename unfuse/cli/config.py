@@ -10,8 +10,7 @@ from unfuse.cli.options import OFFERED, Config, Json
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import Verbs
 from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, Field, load
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Field, Size, load
 
 app = Verbs("What is set, and where.")
 

@@ -62,12 +62,12 @@ def add(
 
     Example: unfuse keys add anna --rate 60/min --concurrent 4
     """
-    from unfuse.edge import key_file
+    from unfuse.edge.keys import add_key
 
     fields = {"admin": "yes" * admin, "read": "yes" * read, "models": models, "rate": rate}
     fields["concurrent"] = str(concurrent or "")
     place = _place(terminal, file, config)
-    typer.echo(key_file.add(place, name, {field: value for field, value in fields.items() if value}))
+    typer.echo(add_key(place, name, {field: value for field, value in fields.items() if value}))
     terminal.say(
         f"this key is not shown again, since the file has only its hash; start a server with --api-keys {place}; one "
         "that has this file already accepts the key within seconds"
@@ -80,7 +80,7 @@ def ls(terminal: Terminal, file: File = None, config: Config = None, json: Json 
 
     Example: unfuse keys ls --file keys.txt
     """
-    from unfuse.edge.key_file import SHOWN_DIGITS, rows_of
+    from unfuse.edge.keys import SHOWN_DIGITS, rows_of
 
     place = _place(terminal, file, config)
     rows = [
@@ -115,10 +115,10 @@ def rm(
 
     Example: unfuse keys rm anna
     """
-    from unfuse.edge.key_file import SHOWN_DIGITS, remove
+    from unfuse.edge.keys import SHOWN_DIGITS, remove_keys
 
     place = _place(terminal, file, config)
-    for entry in remove(place, which):
+    for entry in remove_keys(place, which):
         typer.echo(f"{entry.name} {entry.digest.hex()[:SHOWN_DIGITS]}")
     terminal.say(f"removed from {place}")
 
@@ -129,7 +129,7 @@ def hash(terminal: Terminal, file: Annotated[Path, typer.Argument(help="Key file
 
     Example: unfuse keys hash keys.txt
     """
-    from unfuse.edge.key_file import hash_keys
+    from unfuse.edge.keys import hash_keys
 
     count, short = hash_keys(file)
     done = f"{count} plain keys are hashes now" if count != 1 else "its plain key is a hash now"

@@ -16,14 +16,14 @@ from unfuse.wire.address import is_loopback
 
 ANY = "*"
 EXEMPT = frozenset({"/health", "/ready", "/metrics"})  # paths for probes, which may reach the server under any address
+#: The entry of a call's scope that says that Access allows it no more than these paths.
 STRANGER = "unfuse.stranger"
-"""The entry of a call's scope that says that Access allows it no more than these paths."""
 
+#: Response headers that an allowed website may read.
 EXPOSED = (
     "x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms",
     "etag", "accept-ranges", "content-range",
 )  # fmt: skip
-"""Response headers that an allowed website may read."""
 
 MOST_SHOWN = 100  # the most characters of a name that a refusal quotes
 

@@ -29,8 +29,8 @@ MAX_HEAD = 32 * 1024
 MAX_HEADERS = 100
 MAX_TARGET = 8 * 1024
 
+#: How many chunks a body may have in any case, and the least average bytes of further ones: each chunk costs time.
 FINE_CHUNKS, CHUNK = 1024, 64
-"""How many chunks a body may have in any case, and the least average bytes of further ones: each chunk costs time."""
 
 ACCEPTED_AT_ONCE = 32  # the most connections accepted in one turn of the event loop, so that others have their turn
 OTHER_FILES = 256  # open files that are reserved for everything else than connections

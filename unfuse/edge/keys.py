@@ -1,53 +1,216 @@
-"""The keys of a running server: which keys it knows, and what each opens.
+"""API keys: the lines of a key file, the keys that a running server accepts, and changes of a key file.
 
-Keys are compared by their hashes, so the time of a comparison tells nothing about them. Key files are read again when
-they change. If a changed file is wrong, that is logged and the keys stay as they were.
+A line is `NAME sha256:HEX [admin=yes] [read=yes] [models=a,b] [rate=60/min] [concurrent=4]`. A file has hashes, so that
+its readers get no key; a line with a plain key works too. Keys are compared by their hashes, so the time of a
+comparison tells nothing about them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
+import secrets
+import stat
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 
+import msgspec
 import structlog
 from anyio import to_thread
 
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.edge.key_lines import (
-    DEFAULT_TENANT,
-    HASHED,
-    LEAST_CHARACTERS,
-    LINE,
-    Key,
-    KeyLine,
-    Known,
-    digest_of,
-    entries_of,
-    known_of,
-    read_file,
-)  # fmt: skip
-from unfuse.edge.path_like import is_path_like
+from unfuse.core.request import Allowance
 
+DEFAULT_TENANT = "default"
+HASHED = "sha256:"
+
+#: Fewest characters of a key that `--api-key` accepts. Shorter keys can be guessed, also from their hash.
+LEAST_CHARACTERS = 16
+
+#: Largest key file that is read.
+MOST_BYTES = 8 << 20
+
+#: Highest number that a limit can have.
+MOST = 10**6
+
+LINE = "NAME sha256:HEX [admin=yes] [read=yes] [models=a,b] [rate=60/min] [concurrent=4]"
+FIELDS = ("admin", "read", "models", "rate", "concurrent")
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+NAME_RULE = "1 to 64 letters, digits and . _ @ -"
+
+_KEY = re.compile(r"[!-~]+")
+_PATH = re.compile(r"(/|\./|\.\./|~/).*|.*\.[A-Za-z]{1,5}")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_NUMBER, _RATE = re.compile(r"[1-9][0-9]{0,6}"), re.compile(r"([1-9][0-9]{0,6})/(s|min|h|d)")
+_PER_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What a key opens.
+
+    `admin`: it sees all tenants. `only_reads`: it creates, cancels and deletes nothing, and sees all metrics.
+    `models`: all that it may use, by the names that clients use; None is any. `allowance`: the limits of its tenant,
+    which all keys of the tenant share.
+    """
+
+    tenant: str
+    admin: bool = False
+    only_reads: bool = False
+    models: frozenset[str] | None = None
+    allowance: Allowance = Allowance()
+
+
+#: Keys by their hashes.
+Known = dict[bytes, Key]
+
+
+class KeyLine(msgspec.Struct, frozen=True):
+    """One key of a file, as it is written there."""
+
+    #: The index of its line in the file.
+    index: int
+    #: File and line, for messages.
+    where: str
+    #: The tenant.
+    name: str
+    digest: bytes
+    #: The key itself if the line has it, "" if the line has its hash.
+    plain: str
+    #: Where the key or its hash begins in the line.
+    start: int
+    #: Words after the key, like rate=60/min.
+    fields: tuple[str, ...]
+    #: Whether the line has a name; a key alone is of the default tenant.
+    is_named: bool
+
+
+def digest_of(key: str) -> bytes:
+    """Return the SHA-256 of a key, by which keys are compared and stored."""
+    return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def hash_of(key: str) -> str:
+    """Return the hash of a key as a line has it."""
+    return HASHED + digest_of(key).hex()
+
+
+def read_file(file: str) -> str:
+    """Return the text of a key file. Raises UsageError for one that is missing, unreadable, no file, or huge."""
+    try:
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            is_file = stat.S_ISREG(os.fstat(opened.fileno()).st_mode)
+            data = opened.read(MOST_BYTES + 1) if is_file else b""
+        reason = "" if is_file else f"it is a pipe or a device; name a file of lines: {LINE}"
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"there is no key file {file}: `unfuse keys add NAME --file {file}` makes it; a key itself is given by "
+            "--api-key"
+        ) from error
+    except IsADirectoryError:
+        reason = f"it is a folder; name a file of lines: {LINE}"
+    except (OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", error))
+    if reason:
+        raise UsageError(f"the key file {file} cannot be read: {reason}")
+    if len(data) > MOST_BYTES:
+        raise UsageError(f"the key file {file} is larger than {MOST_BYTES >> 20} MiB: is it the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the key file {file} cannot be read: it is not text in UTF-8; write lines: {LINE}") from error
+
+
+def entries_of(text: str, file: str) -> Iterator[KeyLine]:
+    """Return the keys in the text of a file, in order. Raises UsageError for a line that has no known form."""
+    for index, line in enumerate(text.splitlines()):
+        words = list(re.finditer(r"\S+", line))
+        if not words or words[0][0].startswith("#"):
+            continue
+        where = f"{file}, line {index + 1}"
+        name = words[0][0] if len(words) > 1 else DEFAULT_TENANT
+        secret, fields = words[min(1, len(words) - 1)], tuple(word[0] for word in words[2:])
+        if len(words) > 1 and secret[0].partition("=")[0] in FIELDS and "=" in secret[0]:
+            raise UsageError(f"{where}: what has limits needs a name, write {LINE}")
+        if not NAME.fullmatch(name):
+            raise UsageError(f"{where}: a name has {NAME_RULE}; write {LINE}")
+        digest, plain = _secret(where, secret[0])
+        yield KeyLine(index, where, name, digest, plain, secret.start(), fields, len(words) > 1)
+
+
+def _secret(where: str, word: str) -> tuple[bytes, str]:
+    """Return the digest of a key and, if it is plain, the key."""
+    if word.lower().startswith(HASHED):
+        digits = word[len(HASHED) :].lower()
+        if not _HEX.fullmatch(digits):
+            raise UsageError(f"{where}: {HASHED} needs 64 hex digits; `unfuse keys add NAME` writes such a line")
+        return bytes.fromhex(digits), ""
+    if not _KEY.fullmatch(word):
+        raise UsageError(f"{where}: a key has printable ASCII characters only; `unfuse keys add NAME` makes one")
+    return digest_of(word), word
+
+
+def known_of(entries: Iterable[KeyLine]) -> Known:
+    """Return the keys by their hashes. Raises UsageError for a line that contradicts an earlier one."""
+    known: Known = {}
+    lines: dict[bytes, str] = {}
+    limits: dict[str, tuple[Allowance, str]] = {}
+    for entry in entries:
+        key = key_of(entry.where, entry.name, entry.fields)
+        before = known.get(entry.digest)
+        if before and entry.is_named and before != key:
+            earlier = lines[entry.digest]
+            raise UsageError(
+                f"{entry.where}: the key of {entry.name} is on another line too ({earlier}), which says something "
+                "else: delete one"
+            )
+        if before:
+            continue
+        allowance, first = limits.setdefault(key.tenant, (key.allowance, entry.where))
+        if allowance != key.allowance:
+            raise UsageError(
+                f"{entry.where}: {entry.name} has other limits on another line ({first}): all keys of a name share "
+                "rate and concurrent, write the same"
+            )
+        known[entry.digest], lines[entry.digest] = key, entry.where
+    return known
+
+
+def key_of(where: str, tenant: str, fields: Sequence[str]) -> Key:
+    """Return what a key opens whose line has these fields. Raises UsageError, which begins with `where`."""
+    given = dict(field.partition("=")[::2] for field in fields)
+    if len(given) != len(fields) or any("=" not in field for field in fields) or given.keys() - set(FIELDS):
+        raise UsageError(f"{where}: write {LINE}")
+    for name in ("admin", "read"):
+        if given.get(name, "yes") not in ("yes", "no"):
+            raise UsageError(f"{where}: {name} can be yes or no")
+    models = frozenset(filter(None, given["models"].split(","))) if "models" in given else None
+    rate, concurrent = _RATE.fullmatch(given.get("rate", "1/s")), _NUMBER.fullmatch(given.get("concurrent", "1"))
+    if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MOST:
+        raise UsageError(f"{where}: rate is like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, up to {MOST}")
+    allowance = Allowance(int(concurrent[0]) if "concurrent" in given else 0)
+    if "rate" in given:
+        allowance = Allowance(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
+    return Key(tenant, given.get("admin") == "yes", given.get("read") == "yes", models, allowance)
+
+
+#: Seconds between two looks at the files. A file that has changed is read once two looks saw the same.
 LOOK_S = 1.0
-"""Seconds between two looks at the files. A file that has changed is read once two looks saw the same."""
+
 
 NOBODY = "no key is an admin's: workers, pools and other tenants' requests are closed; write admin=yes on a line of"
 
-_PRINTABLE = re.compile(r"[!-~]+")
-
 log = structlog.get_logger(__name__)
-
-Stamp = tuple[tuple[int, int, int, int] | None, ...]
-"""What tells whether files have changed."""
 
 
 class Keys:
     """The keys of one server: those that are `given`, and those in the lines of `files`.
 
+    Files are read again when they change. If a changed file is wrong, that is logged and the keys stay as they were.
     A given key is an admin's if it is the only key. In files, a key is an admin's if its line says so. Whether a key is
     needed at all is decided at the start. Raises UsageError for a key or a file that cannot be used.
     """
@@ -56,6 +219,7 @@ class Keys:
         self._given, self._files = tuple(dict.fromkeys(key.strip() for key in given)), tuple(files)
         for key in self._given:
             _require_key(key)
+        self._is_sole = len(self._given) == 1 and not self._files
         self._read_at = self._seen = self._stamp()
         self._calls = defaultdict[bytes, set[asyncio.Timeout]](set)
         self._failure = ""
@@ -132,11 +296,8 @@ class Keys:
         removed = sorted(key.tenant for digest, key in old.items() if digest not in fresh)
         log.info("keys were read again", keys=len(fresh), added=added, removed=removed)
 
-    @property
-    def _is_sole(self) -> bool:
-        return len(self._given) == 1 and not self._files
-
-    def _stamp(self) -> Stamp:
+    def _stamp(self) -> tuple[tuple[int, int, int, int] | None, ...]:
+        """Return what tells whether the files have changed."""
         return tuple(map(_stamp_of, self._files))
 
     def _read(self) -> Known:
@@ -151,7 +312,7 @@ class Keys:
             entries += found
         for key in self._given:
             entries.append(KeyLine(0, "--api-key", DEFAULT_TENANT, digest_of(key), key, 0, (), False))
-        known = known_of(iter(entries))
+        known = known_of(entries)
         self._plain = plain
         if self._is_sole:
             known = {digest: Key(key.tenant, admin=True) for digest, key in known.items()}
@@ -161,7 +322,7 @@ class Keys:
 def _require_key(key: str) -> None:
     """Raise UsageError for a key of the command line that is short, or that is no key at all."""
     advice = "`unfuse keys add NAME` makes a key and writes its hash to a file for --api-keys"
-    if not _PRINTABLE.fullmatch(key):
+    if not _KEY.fullmatch(key):
         raise UsageError(f"--api-key (UNFUSE_API_KEY) is one key, without spaces, in printable ASCII: {advice}")
     if key.lower().startswith(HASHED):
         raise UsageError(f"--api-key takes a key, not its hash: put the hash into a file for --api-keys, as {LINE}")
@@ -175,6 +336,15 @@ def _require_key(key: str) -> None:
         )
 
 
+def is_path_like(text: str) -> bool:
+    """Return whether a text is the path of something that exists, could exist, or is written like a path.
+
+    The path of a missing file is never taken for the secret itself.
+    """
+    parent = os.path.dirname(text)
+    return bool(_PATH.fullmatch(text)) or os.path.exists(text) or bool(parent) and os.path.isdir(parent)
+
+
 def _stamp_of(file: str) -> tuple[int, int, int, int] | None:
     try:
         found = os.stat(file)
@@ -185,3 +355,160 @@ def _stamp_of(file: str) -> tuple[int, int, int, int] | None:
 
 def _opens_less(now: Key | None, before: Key) -> bool:
     return now is None or now.tenant != before.tenant or before.admin and not now.admin
+
+
+#: Digits of a hash that a list shows.
+SHOWN_DIGITS = 8
+
+#: Fewest digits by which a key can be removed.
+LEAST_DIGITS = 4
+
+
+def rows_of(file: Path) -> list[tuple[KeyLine, Key]]:
+    """Return the keys of a file, in order, with what each opens. Raises UsageError."""
+    entries = list(entries_of(read_file(str(file)), str(file)))
+    known = known_of(entries)
+    return [(entry, known[entry.digest]) for entry in entries]
+
+
+def add_key(file: Path, tenant: str, fields: Mapping[str, str]) -> str:
+    """Make a key, add the line with its hash to a file, and return the key. Makes the file if there is none.
+
+    Raises UsageError for a name or field that a line cannot have, ConfigError if the file cannot be written.
+    """
+    if not NAME.fullmatch(tenant):
+        raise UsageError(f"NAME is {NAME_RULE}, not {tenant[:80]!r}")
+    for name, value in fields.items():
+        if value.split() != [value]:
+            raise UsageError(f"--{name} {value[:80]!r} has spaces: write several models as a,b, and a rate as 60/min")
+        key_of(f"--{name} {value[:80]}", tenant, [f"{name}={value}"])
+    key = f"sk-{secrets.token_urlsafe(32)}"
+    line = " ".join([tenant, hash_of(key), *(f"{name}={value}" for name, value in fields.items())])
+
+    def added(text: str) -> str:
+        end = (re.findall(r"\r?\n", text) or ["\n"])[-1]
+        return f"{text}{'' if not text or text.endswith(end) else end}{line}{end}"
+
+    _change(file, added, makes=True)
+    return key
+
+
+def remove_keys(file: Path, which: str) -> list[KeyLine]:
+    """Remove all keys of a name, or the one key whose hash begins so, and return what was removed.
+
+    Raises UsageError if no key or several keys are meant, and for the last key of a file.
+    """
+    removed: list[KeyLine] = []
+
+    def kept(text: str) -> str:
+        entries = list(entries_of(text, str(file)))
+        removed.extend(_meant(entries, which, file))
+        if len(removed) == len(entries):
+            raise UsageError(
+                f"{file} would have no key left, and a running server then keeps the keys that it has: add another key "
+                "first (`unfuse keys add NAME`), or stop the server and delete the file"
+            )
+        gone = {entry.index for entry in removed}
+        return "".join(line for index, line in enumerate(text.splitlines(keepends=True)) if index not in gone)
+
+    _change(file, kept)
+    return removed
+
+
+def hash_keys(file: Path) -> tuple[int, list[str]]:
+    """Write the hashes of plain keys in their place.
+
+    Returns how many there were, and the names of those that are so short that their hash tells the key.
+    """
+    plain: list[KeyLine] = []
+
+    def hashed(text: str) -> str:
+        plain.extend(entry for entry in entries_of(text, str(file)) if entry.plain)
+        lines = text.splitlines(keepends=True)
+        for entry in plain:
+            line, end = lines[entry.index], entry.start + len(entry.plain)
+            lines[entry.index] = line[: entry.start] + hash_of(entry.plain) + line[end:]
+        return "".join(lines)
+
+    _change(file, hashed)
+    return len(plain), [entry.name for entry in plain if len(entry.plain) < LEAST_CHARACTERS]
+
+
+def _meant(entries: Sequence[KeyLine], which: str, file: Path) -> list[KeyLine]:
+    """Return the keys that a name or the beginning of a hash stands for. Raises UsageError for none or several."""
+    digits = which.lower().removeprefix(HASHED)
+    by_name = [entry for entry in entries if entry.name == which]
+    by_hash = [entry for entry in entries if len(digits) >= LEAST_DIGITS and entry.digest.hex().startswith(digits)]
+    if by_name and by_hash and by_name != by_hash:
+        raise UsageError(f"{which} is a name and the beginning of a hash in {file}: write more digits of the hash")
+    if not (found := by_name or by_hash):
+        raise UsageError(
+            f"no key in {file} has the name {which[:80]!r}, or a hash that begins so ({LEAST_DIGITS} digits or more): "
+            "`unfuse keys ls` lists them"
+        )
+    if not by_name and len({entry.digest for entry in found}) > 1:
+        raise UsageError(f"{len(found)} keys in {file} have a hash that begins with {digits}: write more digits")
+    return found
+
+
+def _change(file: Path, change: Callable[[str], str], *, makes: bool = False) -> None:
+    """Replace the text of a file by what `change` returns for it, unless a server would refuse that.
+
+    It holds a lock, replaces the file as a whole, and keeps comments, order, mode and owner.
+    """
+    place = Path(os.path.realpath(file))  # a link stays one
+    try:
+        if makes:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place.parent):
+            text = "" if makes and not place.exists() else read_file(str(file))
+            fresh = change(text)
+            if len(fresh.encode()) > MOST_BYTES:
+                raise UsageError(f"{file} would be larger than {MOST_BYTES >> 20} MiB, which a server does not read")
+            known_of(entries_of(fresh, str(file)))
+            if fresh != text:
+                _replace(place, fresh)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not makes:
+            read_file(str(file))
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on the key files of a folder, so that of two changes at once none is lost."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(place: Path, text: str) -> None:
+    fresh = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "w", encoding="utf-8", newline="") as written:
+            written.write(text)
+            written.flush()
+            if place.exists():
+                _copy_owner(place, descriptor)
+            os.fsync(descriptor)
+        fresh.replace(place)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _copy_owner(place: Path, descriptor: int) -> None:
+    """Give a new file the mode and owner of the one that it replaces: a server may run as another user."""
+    before, now = place.stat(), os.fstat(descriptor)
+    if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
+        try:
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+        except PermissionError as error:
+            raise ConfigError(
+                f"{place} belongs to another user or group, whose server could not read it any more: run this as that "
+                "user, or as root"
+            ) from error
+    os.fchmod(descriptor, before.st_mode & 0o777)

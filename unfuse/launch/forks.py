@@ -64,11 +64,8 @@ class Forks:
     """The socket by which workers on CPUs ask for compute processes that have imported what these models need.
 
     The first fork server begins at once. It ends when nobody holds the socket any more, at the latest when `close` and
-    those who hold `asks` have closed it.
+    those who hold `asks` have closed it. A launcher takes it, and starts it again when it ends.
     """
-
-    starts = True
-    """Whether a launcher starts the fork server, and starts it again when it ends."""
 
     def __init__(self, models: Sequence[str]) -> None:
         self._models = models
@@ -102,8 +99,6 @@ class InheritedForks:
 
     This process neither starts, restarts nor stops that fork server.
     """
-
-    starts = False
 
     def __init__(self, asks: int) -> None:
         self._asks = socket.socket(fileno=asks)

@@ -6,9 +6,9 @@ import asyncio
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -19,9 +19,11 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
+from unfuse.core.event import Event
+from unfuse.core.request import RequestContext
+from unfuse.core.task import Task
 from unfuse.queues.base import SCHEMA, Declaration
 from unfuse.queues.index import Entry
-from unfuse.queues.stored import Pieces, Row
 
 APPLICATION = 0x756E6675  # SQLite's application_id of a queue of unfuse
 
@@ -54,6 +56,40 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of the system when the disk is
 NO_ROOM = "the disk of the queue is full: make room there"
 
 log = structlog.get_logger(__name__)
+
+
+class StoredTask(msgspec.Struct, frozen=True, array_like=True):
+    """A task that is queued, or leased if it has a token: then to `worker`, `since` that time.
+
+    `returned` counts how often each worker has turned it down. `since` and `pushed` are Unix seconds.
+    """
+
+    arrival: int
+    task: Task
+    pushed: float
+    returned: dict[str, int]
+    worker: str = ""
+    token: bytes = b""
+    since: float = 0.0
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """Pieces of a stage of the request `id`, from number `first` on, as they were recorded at one time."""
+
+    id: str
+    stage: str
+    first: int
+    pieces: tuple[bytes, ...]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
+
+    context: RequestContext
+    stages: tuple[str, ...]
+    tasks: tuple[StoredTask, ...]
+    events: tuple[Event, ...]
+    last: int
 
 
 class Journal:
@@ -103,14 +139,17 @@ class Journal:
             (one.id, one.stage, one.first, one.first + len(one.pieces), msgspec.msgpack.encode(one.pieces))
             for one in pieces
         ]
-        try:
-            self._write(kept, gone, grown, durable)
-        except apsw.Error as error:
-            if not self._is_full(error):
-                raise
-            if self._file.in_transaction:
-                self._file.execute("ROLLBACK")
-            raise TransientError("the disk is full") from error
+        with self._disk_may_be_full():
+            self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
+            self._file.execute("BEGIN IMMEDIATE")
+            if gone:
+                self._file.executemany("DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", gone)
+                self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
+            self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
+            self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", grown)
+            if gone:
+                self._file.execute("PRAGMA incremental_vacuum").fetchall()
+            self._file.execute("COMMIT")
 
     def row(self, number: int) -> Row | None:
         """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
@@ -138,49 +177,31 @@ class Journal:
         Raises TransientError, with nothing changed, when the disk is full.
         """
         self._file.pragma("synchronous", "FULL")
-        try:
+        with self._disk_may_be_full():
             body = msgspec.msgpack.encode(declaration)
             self._file.execute("INSERT OR REPLACE INTO declarations VALUES (?, ?)", (name, body))
-        except apsw.Error as error:
-            if self._is_full(error):
-                raise TransientError(NO_ROOM) from error
-            raise
 
     def close(self) -> None:
         """Close and unlock the file."""
         self.thread.shutdown()
         self._opened.close()
 
-    def _write(
-        self,
-        kept: Sequence[tuple[int, str, bytes]],
-        gone: Sequence[tuple[int]],
-        grown: Sequence[tuple[str, str, int, int, bytes]],
-        durable: bool,
-    ) -> None:
-        self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
-        self._file.execute("BEGIN IMMEDIATE")
-        if gone:
-            self._file.executemany("DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", gone)
-            self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
-        self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
-        self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", grown)
-        if gone:
-            self._file.execute("PRAGMA incremental_vacuum").fetchall()
-        self._file.execute("COMMIT")
-
-    def _is_full(self, error: apsw.Error) -> bool:
-        """Whether a full disk is the reason of an error of the file, which must be the last one."""
-        return isinstance(error, apsw.FullError) or self._file.system_errno in FULL
+    @contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
+        """A context that raises TransientError, with nothing changed, where the disk is full."""
+        try:
+            yield
+        except apsw.Error as error:
+            if not isinstance(error, apsw.FullError) and self._file.system_errno not in FULL:
+                raise
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
+            raise TransientError(NO_ROOM) from error
 
     def _read(self) -> None:
         """Prepare the file, and read what it holds. Raises TransientError if the disk is full."""
-        try:
+        with self._disk_may_be_full():
             self.start = self._begin()
-        except apsw.Error as error:
-            if self._is_full(error):
-                raise TransientError(NO_ROOM) from error
-            raise
         for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
             try:
                 self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
@@ -330,12 +351,11 @@ class Writer:
         if self._broken:
             raise TransientError(self._broken)
 
-    def note(self, entry: Entry, durable: bool = False) -> Entry:
+    def note(self, entry: Entry, durable: bool = False) -> None:
         """Have the next transaction write this entry, and sync the disk if `durable`."""
         if batch := self._upcoming():
             batch.entries[entry.number] = entry
             batch.durable |= durable
-        return entry
 
     def append(self, entry: Entry, pieces: Pieces) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""

@@ -17,8 +17,7 @@ from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
 from unfuse.queues.base import Wanted
-from unfuse.queues.known import KnownRecords
-from unfuse.queues.script import Unreadable
+from unfuse.queues.script import KnownRecords, Unreadable
 
 RETRY_S = 0.2  # seconds until a server that did not answer is asked again
 MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one call
@@ -65,7 +64,7 @@ class Waiter:
         tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
         leases = []
         for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
-            task = unreadable.read("task", f"of {self.worker}", partial(script.task, stored, attempt))
+            task = unreadable.read("task", f"of {self.worker}", script.task, stored, attempt)
             if task:
                 leases.append(Lease(task, self.worker, token, now + self.ttl, appended=appended))
         return leases

@@ -30,7 +30,7 @@ from unfuse.core.request import (
 )
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.core.usage import believable, newest
-from unfuse.queues.stored import EXACT
+from unfuse.queues.base import EXACT
 from unfuse.scheduler import accounting, waking
 from unfuse.scheduler.draft import Draft
 

@@ -22,8 +22,7 @@ from unfuse.core.redact import without_paths
 from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Limits, QueueBackend, Wanted
-from unfuse.queues.stored import EXACT
+from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
 from unfuse.scheduler import lifecycle, waking
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs

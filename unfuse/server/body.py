@@ -1,12 +1,18 @@
-"""The body of a creating call, JSON or a form, as one dict of fields; sizes are bounded while it is read."""
+"""Bodies of calls, JSON or a form, as one dict of fields, and the pictures in them, which are files or data: URLs.
+
+Sizes are bounded while a body is read. Pictures are checked before anything is stored.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from anyio import to_thread
 from starlette.datastructures import FormData, UploadFile
@@ -14,16 +20,17 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.media import IMAGE, MASK, REFERENCES, UPLOAD, VIDEO
+from unfuse.core.pixels import check_picture, has_transparency, size_of
 from unfuse.edge.refusal import Refusal
 
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 
+#: The most bytes of a form field that is not a file.
 MAX_TEXT = 8 * 1024 * 1024
-"""The most bytes of a form field that is not a file."""
 
+#: The most bytes of a JSON body that may contain pictures: of a chat, an edit, a video.
 MAX_SHOWN_BODY = 32 * 1024 * 1024
-"""The most bytes of a JSON body that may contain pictures: of a chat, an edit, a video."""
 
 MAX_VALUES = 50_000  # the most commas and opening brackets in a JSON body, outside of strings: decoding is slow
 
@@ -34,8 +41,8 @@ MAX_FIELDS, MAX_FILES = 64, 8
 MAX_READING = 256 * 1024 * 1024  # the most bytes of all bodies that are being read at one time
 READING_PAUSE_S = 5  # seconds after which a client should try again if there was no room for its body
 
+#: Fields that count as missing if a form sends them empty, as HTML forms do. Other texts may be empty on purpose.
 MAY_BE_EMPTY = frozenset(one.name for one in (*IMAGE.parameters, *VIDEO.parameters) if one.kind != "text")
-"""Fields that count as missing if a form sends them empty, as HTML forms do. Other texts may be empty on purpose."""
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
@@ -61,14 +68,13 @@ class BodyBudget:
         self.held -= size
 
 
+#: Content codings for compressed bodies, which are not supported.
 CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
-"""Content codings for compressed bodies, which are not supported."""
 
 
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
     """The JSON object in a body. Raises Refusal for another type or a large body, InvalidParameter for bad JSON."""
-    _require_plain(request)
-    if _type(request) != "application/json":
+    if _plain_type(request) != "application/json":
         raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
     body = bytearray()
     async for chunk in _bounded(request, limit):
@@ -84,9 +90,8 @@ async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object
 
 async def read_body(request: Request) -> dict[str, object]:
     """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
-    if _type(request) != "multipart/form-data":
+    if _plain_type(request) != "multipart/form-data":
         return await read_json(request, MAX_SHOWN_BODY)
-    _require_plain(request)
     async with aclosing(_bounded(request, MAX_FORM)) as stream:
         parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT)
         try:
@@ -115,8 +120,9 @@ class _Form(MultiPartParser):
 async def _fields(form: FormData) -> dict[str, object]:
     given: dict[str, object] = {}
     for name, part in form.multi_items():
-        if _is_left_out(name, part):
-            continue
+        is_empty = not (part.filename or part.size) if isinstance(part, UploadFile) else not part
+        if is_empty and (name in MAY_BE_EMPTY or isinstance(part, UploadFile)):
+            continue  # a field of an HTML form that was not filled in
         value = await part.read() if isinstance(part, UploadFile) else part
         outer, key = found.groups() if (found := _MEMBER.fullmatch(name)) else (name, "")
         before = given.get(outer)
@@ -127,13 +133,6 @@ async def _fields(form: FormData) -> dict[str, object]:
         else:
             raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
     return {name: _in_order(value) for name, value in given.items()}
-
-
-def _is_left_out(name: str, part: UploadFile | str) -> bool:
-    """Return whether a part of an HTML form is a field that was not filled in."""
-    if isinstance(part, UploadFile):
-        return not part.filename and not part.size
-    return not part and name in MAY_BE_EMPTY
 
 
 def _in_order(value: object) -> object:
@@ -159,15 +158,12 @@ def _texts(body: bytearray) -> int:
     return (body.count(b'"') - body.count(b'\\"')) // 2
 
 
-def _require_plain(request: Request) -> None:
-    """Raise Refusal if the body is compressed."""
+def _plain_type(request: Request) -> str:
+    """Return the content type of a body without its parameters. Raises Refusal if the body is compressed."""
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding in CODINGS:
         message = f"the body is compressed ({coding}), which is not supported: send it without Content-Encoding"
         raise Refusal(415, "unsupported_media_type", message, headers={"accept-encoding": "identity"})
-
-
-def _type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -183,3 +179,109 @@ async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
             yield chunk
     finally:
         reading.give(size)
+
+
+MAX_BYTES = 20 * 1024 * 1024
+
+EXAMPLES = {"image": "image/png", "video": "video/mp4"}
+
+#: Types of content parts with a picture: of chat completions, of transformers, of the Responses API.
+PICTURE_PARTS = ("image_url", "image", "input_image")
+
+#: Media types that clients send if they do not know the type. The format is then detected from the bytes.
+UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
+
+#: The head of a data: URL (RFC 2397): a media type, optional parameters, optional `;base64`, and a comma.
+_DATA_URL = re.compile(r"data:(?P<kind>[^/;,]*)(?P<rest>[^,]*),", re.IGNORECASE)
+
+
+def read_picture(name: str, value: object) -> bytes:
+    """Return the bytes of the picture in a field, which is a file or a data: URL.
+
+    It decodes the picture, which is too slow for the event loop. Raises InvalidParameter unless the field holds one
+    complete picture of an accepted format and size.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list):
+        raise InvalidParameter(f"{name} must be one picture, not {len(value)}", name)
+    if isinstance(value, dict):
+        if value.get("file_id") is not None:
+            message = f"{name} names a file by file_id, and this server keeps no files: send the picture as a data: URL"
+            raise InvalidParameter(message, name)
+        address = value.get("image_url")
+        value = address.get("url") if isinstance(address, dict) else address
+    data = value if isinstance(value, bytes) else decode_data_url(name, value)
+    if not 0 < len(data) <= MAX_BYTES:
+        raise InvalidParameter(f"{name} must have 1 to {MAX_BYTES} bytes, not {len(data)}", name)
+    check_picture(data, name)
+    return data
+
+
+def read_pictures(given: Mapping[str, object], field: str) -> dict[str, bytes]:
+    """Return the bytes of a request's pictures, by the attachments that they become.
+
+    `given` has the value of each, the start picture before its mask. `field` is the name of the field for all pictures
+    to start from. Takes long, as `read_picture` does. Raises InvalidParameter.
+    """
+    found = dict[str, bytes]()
+    for name, value in given.items():
+        if name == MASK:
+            found[name] = read_mask(value, found[UPLOAD])
+        else:
+            found[name] = read_picture(field if name in REFERENCES else name, value)
+    return found
+
+
+def read_mask(value: object, picture: bytes) -> bytes:
+    """Return a mask's bytes. Raises InvalidParameter unless it has transparency and the size of its picture."""
+    data = read_picture("mask", value)
+    sizes = ["{}x{}".format(*size_of(one)) for one in (data, picture)]
+    if sizes[0] != sizes[1]:
+        raise InvalidParameter(f"mask is {sizes[0]} pixels, image {sizes[1]}: send one of the same size", "mask")
+    if not has_transparency(data):
+        raise InvalidParameter("mask has no transparency: make it transparent where image is to change", "mask")
+    return data
+
+
+def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:
+    """Return the bytes in a data: URL (RFC 2397) of a media type `kind/…`, or of an unknown type.
+
+    As in browsers, white space in base64 is ignored, and its padding may be missing. Raises InvalidParameter.
+    """
+    head = _DATA_URL.match(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or head is None:
+        only = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
+        rest = "other addresses are not fetched, files not kept to refer to"
+        raise InvalidParameter(f"{name} must be {only} ({rest})", name)
+    media_type = f"{head['kind']}{head['rest'].partition(';')[0]}"[:60]
+    parameters = [one.strip().lower() for one in head["rest"].split(";")[1:]]
+    is_unknown = "base64" in parameters and media_type.lower() in UNKNOWN_TYPES
+    if head["kind"].lower() != kind and not is_unknown:
+        raise InvalidParameter(f"{name} is a data: URL of type {media_type!r}: send one of {EXAMPLES[kind]}", name)
+    body = value[head.end() :]
+    if "base64" not in parameters:
+        return unquote_to_bytes(body)
+    return _from_base64(name, body)
+
+
+def as_image_url(part: Any) -> Any:
+    """Return a content part in the form `image_url` if it has a picture in another form, else unchanged.
+
+    The other forms are `{"type": "image", "image": ADDRESS}` (or `url`, `image_url`) and `input_image`.
+    """
+    if not isinstance(part, Mapping) or part.get("type") not in PICTURE_PARTS[1:]:
+        return part
+    address = next((part[name] for name in ("image_url", "image", "url") if part.get(name) is not None), None)
+    shown = dict(address) if isinstance(address, Mapping) else {"url": address}
+    if part.get("detail") is not None:
+        shown["detail"] = part["detail"]
+    return {"type": "image_url", "image_url": shown}
+
+
+def _from_base64(name: str, text: str) -> bytes:
+    try:
+        compact = b"".join((unquote_to_bytes(text) if "%" in text else text.encode("ascii")).split())
+        return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
+    except ValueError as error:
+        raise InvalidParameter(f"{name} is not base64: {error}", name) from error

@@ -21,41 +21,36 @@ from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
 from unfuse.core.derived import PROMPT, Derived
-from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
+from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.media import TEXT
 from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
 from unfuse.core.request import Record, RequestContext
-from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
+from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed, token_name
 from unfuse.core.vision import Shown, places_of
 from unfuse.core.words import PromptTokens, read_bad_words
-from unfuse.edge.refusal import envelope
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.grammars import pack_grammar
 from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools, grammar_of, read_tools
 from unfuse.models import resolve_source
-from unfuse.server import sse
-from unfuse.server.accept import Call, Prompt
-from unfuse.server.answers import CHATTED
 from unfuse.server.auth import Known
 from unfuse.server.body import MAX_SHOWN_BODY, read_json
-from unfuse.server.caller import answer_call
-from unfuse.server.errors import refusal_of
-from unfuse.server.fields import CHAT
+from unfuse.server.calls import Call, Inputs, answer_call
+from unfuse.server.chat_formats import Parsers, reading_of, without_special_tokens
 from unfuse.server.gateway import Gateway, Served
-from unfuse.server.logprobs import GrowingLogprobs, logprobs_of
-from unfuse.server.parsers import Parsers, reading_of, without_special_tokens
+from unfuse.server.multimodal_messages import read_shown
+from unfuse.server.openapi_schemas import CHAT, CHATTED
+from unfuse.server.responses import sse_event
 from unfuse.server.said import GrowingMessage, pieces, whole
-from unfuse.server.shown import read_shown
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["chat"])
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
+#: The marks by which reasoning is counted, although it is content, if the model's reasoning is not parsed.
 USUAL_REASONING = ReasoningFormat("usual")
-"""The marks by which reasoning is counted, although it is content, if the model's reasoning is not parsed."""
 
 TOKENIZERS = 8  # how many models' tokenizers a gateway keeps
 
@@ -88,7 +83,7 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> Prompt:
+def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> Inputs:
     """Return the prompt of a chat: its tokens, its pictures, and the grammars and the parser of the answer."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -114,7 +109,7 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     reading = reading_of(tools, calls, reasoning, start, format is not None, continues)
     if reading and str(fields.get("include_reasoning")).lower() == "false":
         reading = msgspec.structs.replace(reading, hidden=True)
-    return Prompt(
+    return Inputs(
         {PROMPT: packed(ids), **uploads},
         begins=beginnings(ids, places),
         derived=Derived(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
@@ -166,33 +161,30 @@ async def _events(gateway: Gateway, record: Record, usage: StreamUsage, told: li
     """
     context = record.context
     chunk = partial(_chunk, usage)
-    try:
-        messages = [GrowingMessage(context, index) for index in range(len(told))]
-        logprobs = [GrowingLogprobs() for _ in told]
-        for index, before in enumerate(told):
-            if not before:
-                yield chunk(context, told, index, {"role": "assistant", "content": ""})
-        looks_back = context.params.get("logprobs") is not None or any(message.looks_back for message in messages)
-        known, told = told, [0] * len(told) if looks_back else [*told]
-        async for index, piece in _pieces(gateway, context, told):
-            told[index] += 1
-            delta, likely = messages[index].add(piece.text), logprobs[index].add(piece)
-            if told[index] > known[index] and (delta or likely):
-                yield chunk(context, told, index, delta, logprobs=likely)
-        context = await gateway.completed(context.id)
-        answers = await to_thread.run_sync(_answers, gateway.results, context)
-        for index, answer in enumerate(answers):
-            *more, delta = messages[index].finish(answer.finish_reason)
-            for one in more:
-                yield chunk(context, told, index, one)
-            reason = messages[index].reason(answer.finish_reason)
-            yield chunk(context, told, index, delta, reason, stop_reason=answer.stop_reason)
-        if usage.at_end or usage.each:
-            total = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
-            yield sse.event({**_head(context, "chat.completion.chunk"), "choices": [], "usage": total})
-        yield b"data: [DONE]\n\n"
-    except UnfuseError as error:
-        yield sse.event(envelope(refusal_of(error)))
+    messages = [GrowingMessage(context, index) for index in range(len(told))]
+    logprobs = [GrowingLogprobs() for _ in told]
+    for index, before in enumerate(told):
+        if not before:
+            yield chunk(context, told, index, {"role": "assistant", "content": ""})
+    looks_back = context.params.get("logprobs") is not None or any(message.looks_back for message in messages)
+    known, told = told, [0] * len(told) if looks_back else [*told]
+    async for index, piece in _pieces(gateway, context, told):
+        told[index] += 1
+        delta, likely = messages[index].add(piece.text), logprobs[index].add(piece)
+        if told[index] > known[index] and (delta or likely):
+            yield chunk(context, told, index, delta, logprobs=likely)
+    context = await gateway.completed(context.id)
+    answers = await to_thread.run_sync(_answers, gateway.results, context)
+    for index, answer in enumerate(answers):
+        *more, delta = messages[index].finish(answer.finish_reason)
+        for one in more:
+            yield chunk(context, told, index, one)
+        reason = messages[index].reason(answer.finish_reason)
+        yield chunk(context, told, index, delta, reason, stop_reason=answer.stop_reason)
+    if usage.at_end or usage.each:
+        total = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
+        yield sse_event({**_head(context, "chat.completion.chunk"), "choices": [], "usage": total})
+    yield b"data: [DONE]\n\n"
 
 
 def _told(request: Request, context: RequestContext) -> list[int]:
@@ -248,23 +240,20 @@ def _chunk(
     event = {**_head(context, "chat.completion.chunk"), "choices": [choice]}
     if usage.at_end or usage.each:
         event["usage"] = _usage(context, sum(told)) if usage.each else None
-    return sse.event(event, id=",".join(map(str, told)))
+    return sse_event(event, id=",".join(map(str, told)))
 
 
 def _head(context: RequestContext, kind: str) -> dict[str, Any]:
+    """Return the fields of every answer. A hash of the pools identifies weights and numerics."""
+    pools = sorted({stage.pool for stage in context.plan.stages if stage.final})
+    digest = blake2b("\n".join([__version__, *pools]).encode(), digest_size=6).hexdigest()
     return {
         "id": context.id,
         "object": kind,
         "created": int(context.created_at),
         "model": context.asked or context.model,
-        "system_fingerprint": _fingerprint(context),
+        "system_fingerprint": f"fp_{digest}",
     }
-
-
-def _fingerprint(context: RequestContext) -> str:
-    """Return the system_fingerprint: a hash of the version and of the pools, which identify weights and numerics."""
-    pools = sorted({stage.pool for stage in context.plan.stages if stage.final})
-    return "fp_" + blake2b("\n".join([__version__, *pools]).encode(), digest_size=6).hexdigest()
 
 
 def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
@@ -313,3 +302,44 @@ def reasoning_tokens(answer: Answer, reading: Reading) -> int:
         if reader.state in ("behind", "content"):
             return 0 if (before, reader.state) == ("start", "content") else count
     return len(answer.pieces) if reader.state != "start" else 0
+
+
+class GrowingLogprobs:
+    """Returns the entries of one streamed choice, each as soon as the text of its token is final."""
+
+    def __init__(self) -> None:
+        self._pieces = list[Piece]()
+        self._sent = 0
+
+    def add(self, piece: Piece) -> dict[str, Any] | None:
+        """Add a token. Returns the entries that became final; None if there are none."""
+        if piece.own is None:
+            return None
+        self._pieces.append(piece)
+        certain = self._pieces[self._sent : piece.own.certain]
+        self._sent += len(certain)
+        return _entries(certain) if certain else None
+
+
+def logprobs_of(pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    """Return the entries of a complete choice; None if they were not requested.
+
+    As in OpenAI's API, the token that ended the answer, and the tokens of a stop string, have no entry.
+    """
+    last = pieces[-1].own if pieces else None
+    return None if last is None else _entries(pieces[: last.certain])
+
+
+def _entries(pieces: Sequence[Piece]) -> dict[str, Any]:
+    return {"content": [_entry(piece) for piece in pieces], "refusal": None}
+
+
+def _entry(piece: Piece) -> dict[str, Any]:
+    assert piece.own
+    likely = zip(piece.top, piece.own.top, strict=True)
+    top = [_token(data, logprob) for (_, _, logprob), data in likely]
+    return {**_token(piece.own.data, piece.logprob), "top_logprobs": top}
+
+
+def _token(data: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}

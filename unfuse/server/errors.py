@@ -1,54 +1,40 @@
-"""Sends every error in OpenAI's format, and every response with an x-request-id."""
+"""Turns every error into a refusal, and answers it in OpenAI's format."""
 
 from __future__ import annotations
 
 import errno
 import re
-import secrets
 from http import HTTPStatus
 from math import ceil
 
 import structlog
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import Scope
 
 from unfuse.core import errors
-from unfuse.edge.refusal import BrokenOff, Refusal, envelope
-from unfuse.server.answers import TEXT, Answers, Schema, perhaps, thing
-from unfuse.server.methods import allowed_methods
+from unfuse.edge.refusal import Refusal, envelope
+
+#: The methods that routes are declared with.
+ROUTED = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 log = structlog.get_logger(__name__)
 
 _SLASHES = re.compile("/+")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ERROR = thing({"message": TEXT, "type": TEXT, "param": perhaps(TEXT), "code": perhaps(TEXT)})
-_ENVELOPE: Schema = {
-    "description": "What is wrong, and what to do",
-    "content": {"application/json": {"schema": thing({"error": _ERROR})}},
-}
-DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}  # the error replies of every route, for /openapi.json
 
 
-def install(app: FastAPI) -> None:
-    """Answer every UnfuseError of the routes in OpenAI's format."""
-    app.add_exception_handler(errors.UnfuseError, _answer)
-    app.add_exception_handler(HTTPException, _answer)
-    app.add_exception_handler(RequestValidationError, _answer)
-
-
-async def _answer(request: Request, error: Exception) -> JSONResponse:
+async def answer_error(request: Request, error: Exception) -> JSONResponse:
+    """Answer an error of a route."""
     refusal, path = refusal_of(error), request.scope["path"]
     if isinstance(error, HTTPException) and refusal.status == HTTPStatus.NOT_FOUND:
         refusal = Refusal(404, refusal.code, f"nothing is served at {path[:80]}: {_hint_at(request.scope)}")
     if refusal.status == HTTPStatus.METHOD_NOT_ALLOWED and (allowed := allowed_methods(request.scope)):
         message = f"{request.method} is not served at {path[:80]}: send {allowed.removesuffix(', OPTIONS')}"
         refusal = Refusal(405, refusal.code, message, headers={"allow": allowed})
-    return _response(refusal)
+    return response_of(refusal)
 
 
 def _hint_at(scope: Scope) -> str:
@@ -59,7 +45,8 @@ def _hint_at(scope: Scope) -> str:
     return f"did you mean {served[0][:80]}?" if served else "see /docs"
 
 
-def _response(refusal: Refusal) -> JSONResponse:
+def response_of(refusal: Refusal) -> JSONResponse:
+    """Return the error reply."""
     return JSONResponse(envelope(refusal), refusal.status, refusal.headers)
 
 
@@ -123,36 +110,14 @@ def _trouble(error: Exception) -> Refusal:
     return Refusal(500, "internal_error", "the server failed; its log holds why, under this x-request-id")
 
 
-class Edge:
-    """The outermost layer: gives every response an x-request-id, and an unexpected failure OpenAI's error format."""
+def allowed_methods(scope: Scope) -> str:
+    """Return the Allow header for the resource at this path; "" if there is no such resource."""
+    routes = scope["app"].routes
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def is_routed(method: str) -> bool:
+        return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        started = False
-
-        async def named(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
-
-        with structlog.contextvars.bound_contextvars(x_request_id=name):
-            try:
-                await self._app(scope, receive, named)
-            except BrokenOff as error:
-                log.info("broken off", path=scope["path"], reason=str(error))
-            except ClientDisconnect:
-                log.info("the client left before it had sent its request")
-            except Exception as error:
-                if started:
-                    raise
-                await _response(refusal_of(error))(scope, receive, named)
+    found = [method for method in ROUTED if is_routed(method)]
+    if not found:
+        return ""
+    return ", ".join((*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"))

@@ -31,33 +31,29 @@ from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.usage import billed_seconds
-from unfuse.edge.key_lines import DEFAULT_TENANT
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import DEFAULT_TENANT, Keys
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.chat_formats import GrammarChecker, Parsers
 from unfuse.server.errors import refusal_of
-from unfuse.server.fetching import Fetching
-from unfuse.server.joining import Joining
 from unfuse.server.links import Links
 from unfuse.server.metrics import Metrics
-from unfuse.server.model_names import ModelNames
-from unfuse.server.parsers import Parsers
-from unfuse.server.prices import FREE, Prices
-from unfuse.server.reuse import Reuse
-from unfuse.server.trials import Trials
-from unfuse.server.view import request_object
+from unfuse.server.multimodal_messages import ImageFetcher
+from unfuse.server.request_objects import FREE, Prices, request_object
+from unfuse.server.result_cache import ResultCache
+from unfuse.server.served_models import Joining, ModelNames
 from unfuse.server.webhooks import Webhooks
 from unfuse.stores.results import PART, ResultStore
 from unfuse.weights.adapters import Loras
 
+#: The HTTP status for a failed request by its error code; 500 for any other code.
 STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503, MODEL_FAILED: 503}
-"""The HTTP status for a failed request by its error code; 500 for any other code."""
 
+#: How many uploads are decoded at one time, since each may take 160 MB; and how many adapters are read.
 PICTURES_AT_ONCE = 2
-"""How many uploads are decoded at one time, since each may take 160 MB; and how many adapters are read."""
 
 
 log = structlog.get_logger(__name__)
@@ -72,7 +68,7 @@ class Gateway(Observer):
     `time_limits` are seconds that a request's stages may run, by medium; 0 or none: any number. `store` is the kind of
     place where workers keep outputs. With `cancels`, a request whose waiting client disconnects is cancelled. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
-    ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
+    ends of requests; without `prices` they cost no money; without `image_fetcher` no picture is fetched; `joining` adds
     models; `parsers` selects the parsers of answers. Links begin with the `public_url` ("": with the address that the
     client used). With `open_metrics`, everybody sees all metrics. What the scheduler does it counts and logs.
     """
@@ -93,22 +89,22 @@ class Gateway(Observer):
         reuses: bool = False,
         webhooks: Webhooks | None = None,
         prices: Prices = FREE,
-        fetching: Fetching | None = None,
+        image_fetcher: ImageFetcher | None = None,
         joining: Joining | None = None,
         public_url: str = "",
         parsers: Parsers | None = None,
         open_metrics: bool = False,
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
-        self.keys, self.prices, self.public_url = keys or Keys(), prices, public_url
+        self.keys, self._prices, self._public_url = keys or Keys(), prices, public_url
         self.links = Links(scheduler.queue, scheduler.clock, signs=bool(self.keys))
         self.names, self._standard, self.strict = ModelNames(names or {}), standard or {}, strict
         self.metrics = Metrics(store, self.names.shown)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
-        self.trials, self.fetching = Trials(self.metrics), fetching or Fetching()
+        self.grammar_checker, self.image_fetcher = GrammarChecker(self.metrics), image_fetcher or ImageFetcher()
         self.time_limits = time_limits or {}
         self.cancels, self.open_metrics = cancels, open_metrics
-        self.reuse = Reuse(scheduler, results) if reuses else None
+        self.result_cache = ResultCache(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.joining, self._no_room = joining or Joining(), ""
         self.parsers = parsers or Parsers()
@@ -193,17 +189,17 @@ class Gateway(Observer):
         """Count what a request has used, of a tenant that has no key any more as of `other`."""
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
         tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.charged(self.names.shown(context.model), tenant, seconds, self.prices)
+        self.metrics.charged(self.names.shown(context.model), tenant, seconds, self._prices)
 
     @contextmanager
-    def refusals_told(self, tenant: str, model: object) -> Iterator[None]:
+    def refusals_logged(self, tenant: str, model: object) -> Iterator[None]:
         """Count and log the refusal of a creating call. Of what the client sent, only names are logged."""
         try:
             yield
         except (InvalidParameter, Overloaded, Refusal) as error:
             refusal, told = refusal_of(error), {"model": _shown(model), "tenant": tenant}
             if isinstance(error, Overloaded):
-                self.metrics.rejected()
+                self.metrics.count("unfuse_requests_rejected_total")
                 told["reason"] = str(error)
             log.info("rejected", status=refusal.status, code=refusal.code, param=refusal.param, **told)
             raise
@@ -217,12 +213,12 @@ class Gateway(Observer):
         self, request: Request, records: Sequence[Record], *, evidence: bool = False
     ) -> list[dict[str, object]]:
         """Requests as the caller sees them."""
-        base, sign = base_of(request), await self.links.signer()
+        base, sign = self.base_of(request), await self.links.signer()
         wall = self.scheduler.clock.wall()
         found = []
         for record in records:
             eta, (state, until) = self.scheduler.eta(record), self.scheduler.awaited(record)
-            shown = request_object(record, base, eta, evidence=evidence, prices=self.prices, sign=sign, wall=wall)
+            shown = request_object(record, base, eta, evidence=evidence, prices=self._prices, sign=sign, wall=wall)
             found.append(shown if until is None else shown | {"state": state})
         return found
 
@@ -236,6 +232,10 @@ class Gateway(Observer):
     async def _release(self, request: str, beginning: str) -> None:
         with self.background.besides("letting go of attachments"):
             await to_thread.run_sync(self.results.detach, request, beginning)
+
+    def base_of(self, request: Request) -> str:
+        """Return the base of links in responses: `public_url`, or the address that the client used."""
+        return self._public_url or str(request.base_url).rstrip("/")
 
     async def load(self, request: str, tenant: str | None) -> Record:
         """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""
@@ -327,12 +327,6 @@ class Gateway(Observer):
 def _shown(name: object) -> str:
     """The name of a model for a log: shortened, "" if it is not a name."""
     return name[:80] if isinstance(name, str) else f"({type(name).__name__})"
-
-
-def base_of(request: Request) -> str:
-    """Return the base of links in responses: `public_url`, or the address that the client used."""
-    gateway: Gateway = request.app.state.gateway
-    return gateway.public_url or str(request.base_url).rstrip("/")
 
 
 async def gateway_of(request: Request) -> Gateway:

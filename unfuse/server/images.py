@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from io import BytesIO
 
@@ -16,36 +16,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from unfuse.core.checking import Delivery
-from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
+from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.media import IMAGE, MASK
 from unfuse.core.medium import nth_seed
 from unfuse.core.request import Record, RequestContext, ResultFile
-from unfuse.edge.refusal import envelope
-from unfuse.server import sse
-from unfuse.server.accept import Call
-from unfuse.server.answers import DRAWN
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
-from unfuse.server.caller import answer_call
-from unfuse.server.errors import refusal_of
-from unfuse.server.fields import EDIT, GENERATE
-from unfuse.server.gateway import Gateway, Served, base_of
-from unfuse.server.view import result_path, size_of
+from unfuse.server.calls import Call, answer_call
+from unfuse.server.gateway import Gateway, Served
+from unfuse.server.openapi_schemas import DRAWN, EDIT, GENERATE
+from unfuse.server.request_objects import result_path, size_of
+from unfuse.server.responses import sse_event
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["images"])
 
+#: Pictures are not counted in tokens, but the `openai` client's type requires these fields.
 _USAGE = {
     "input_tokens": 0,
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""Pictures are not counted in tokens, but the `openai` client's type requires these fields."""
 
 
-_FLAGGED = {"b64_json": None, "flagged": True}
-"""The entry of a flagged picture in a response with several pictures."""
+#: The entry of a flagged picture in a response with several pictures.
+_FLAGGED: dict[str, object] = {"b64_json": None, "flagged": True}
 
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
@@ -69,36 +65,29 @@ async def edit(request: Request, gateway: Served, asker: Known) -> Response:
 
 
 async def _answer(call: Call, kind: str) -> Response:
-    gateway, base, sign = call.gateway, base_of(call.request), await call.gateway.links.signer()
+    gateway, base, sign = call.gateway, call.gateway.base_of(call.request), await call.gateway.links.signer()
 
     def reply(context: RequestContext, delivery: Delivery) -> bytes:
-        def address(index: int) -> str:
-            return base + sign(result_path(context, index))
-
-        return _reply(gateway.results, context, address if delivery.response_format == "url" else None)
+        paths = [result_path(context, file.index) for file in context.result]
+        links = [base + sign(path) for path in paths] if delivery.response_format == "url" else None
+        return _reply(gateway.results, context, links)
 
     return await answer_call(call, lambda record: _events(gateway, record, kind), reply)
 
 
 async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:
-    """Events with previews, as far as they still exist, then with the pictures, or with the error."""
+    """Events with previews, as far as they still exist, then with the pictures."""
     request, made = record.context.id, Counter[str]()
-    try:
-        async for stage, data in _previews(gateway, request):
-            told = {"partial_image_index": made[stage], "output_format": "jpeg"}
-            yield _event(f"{kind}.partial_image", record.context, data, told)
-            made[stage] += 1
-        context = await gateway.completed(request)
-        form = {"output_format": context.params["output_format"], "usage": _USAGE}
-        for file in context.result:
-            said = form | _seed(context, file)
-            if file.flagged:
-                yield _event(f"{kind}.completed", context, b"", said | _FLAGGED)
-                continue
-            data = await to_thread.run_sync(gateway.results.read, request, file.index)
-            yield _event(f"{kind}.completed", context, data, said | _true_size(data, file))
-    except UnfuseError as error:
-        yield sse.event(envelope(refusal_of(error)))
+    async for stage, data in _previews(gateway, request):
+        about = {"partial_image_index": made[stage], "output_format": "jpeg"}
+        yield _event(f"{kind}.partial_image", record.context, data, about)
+        made[stage] += 1
+    context = await gateway.completed(request)
+    form = {"output_format": context.params["output_format"], "usage": _USAGE}
+    for file in context.result:
+        data = b"" if file.flagged else await to_thread.run_sync(gateway.results.read, request, file.index)
+        about = _FLAGGED if file.flagged else _true_size(data, file)
+        yield _event(f"{kind}.completed", context, data, form | _seed(context, file) | about)
 
 
 async def _previews(gateway: Gateway, request: str) -> AsyncIterator[tuple[str, bytes]]:
@@ -113,7 +102,7 @@ async def _previews(gateway: Gateway, request: str) -> AsyncIterator[tuple[str, 
 
 def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, object]) -> bytes:
     picture = {"b64_json": base64.b64encode(data).decode(), "created_at": int(context.created_at)}
-    return sse.event({"type": kind, **picture, **_form(context), **told}, kind)
+    return sse_event({"type": kind, **picture, **_form(context), **told}, kind)
 
 
 def _form(context: RequestContext) -> dict[str, object]:
@@ -134,21 +123,19 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
     return {"seed": nth_seed(seed, file.index)} if isinstance(seed, int) else {}
 
 
-def _reply(results: ResultStore, context: RequestContext, address: Callable[[int], str] | None) -> bytes:
-    """Return the response in OpenAI's form, with base64 pictures, or with links made by `address`. Reads files."""
+def _reply(results: ResultStore, context: RequestContext, links: Sequence[str] | None) -> bytes:
+    """Return the response in OpenAI's form, with `links`, or without them with base64 pictures. Reads files."""
     data, size = [], dict[str, object]()
-    for file in context.result:
+    for place, file in enumerate(context.result):
         picture = _seed(context, file)
         if file.flagged:
             picture |= _FLAGGED
-            data.append(picture)
-            continue
-        if address is None:
+        elif links is None:
             content = results.read(context.id, file.index)
             size = _true_size(content, file)
             picture["b64_json"] = base64.b64encode(content).decode()
         else:
-            picture["url"] = address(file.index)
+            picture["url"] = links[place]
         data.append(picture)
     return msgspec.json.encode(
         {

@@ -17,17 +17,17 @@ from unfuse.core.errors import TransientError, UsageError
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import WorkerRegistry
 
+#: Lifetime in seconds of a link in a response.
 LASTS_S = 3600
-"""Lifetime in seconds of a link in a response."""
 
+#: Lifetime in seconds of a link in a webhook message, which may wait in the receiver's queue.
 WEBHOOK_LASTS_S = 24 * 3600
-"""Lifetime in seconds of a link in a webhook message, which may wait in the receiver's queue."""
 
+#: The name of the signing secret in the queue. All gateways of a queue share it.
 SECRET = "links"
-"""The name of the signing secret in the queue. All gateways of a queue share it."""
 
+#: A function that adds expiry and signature to the path of a result, or returns it unchanged.
 Sign = Callable[[str], str]
-"""A function that adds expiry and signature to the path of a result, or returns it unchanged."""
 
 _RESULT = re.compile(r"/v1/requests/[^/]+/result/[0-9]+")
 _EXPIRES = re.compile(r"[0-9]{1,12}")

@@ -1,8 +1,8 @@
-"""The metrics of one gateway. Counters are its scheduler's; gauges are read from the queue at each scrape."""
+"""The metrics of one gateway, and who sees which. Counters are its scheduler's; gauges are read at each scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -16,12 +16,57 @@ from unfuse.core.request import RequestContext
 from unfuse.core.text import CHUNK
 from unfuse.queues.base import Member, QueueBackend
 from unfuse.scheduler.observer import Observer
-from unfuse.server.metrics_audience import EVERYTHING, Audience, VisibleMetrics
 from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
-from unfuse.server.prices import Prices
+from unfuse.server.request_objects import Prices
 from unfuse.transfer import PREFERENCE
 
 REMEMBERED = 1024  # pools that had workers are looked at again, so many of them: tasks may wait there for the next one
+
+
+#: Labels that a stranger sees. A sample with any other label is hidden, so that a new label is hidden by default.
+PUBLIC_LABELS = frozenset({
+    "backend", "component", "device", "engine", "le", "memory", "node", "of", "outcome", "pool", "rank", "role",
+    "state",
+})  # fmt: skip
+
+
+class Audience:
+    """A client that sees some samples, or all.
+
+    A stranger (`tenant` is None) sees samples with public labels. A tenant also sees its own samples and, if it
+    `sees_models`, those of no tenant.
+    """
+
+    def __init__(self, tenant: str | None = None, *, sees_models: bool = False, sees_all: bool = False) -> None:
+        self._tenant, self._sees_models, self.sees_all = tenant, sees_models, sees_all
+
+    def sees(self, labels: Mapping[str, str]) -> bool:
+        """Return whether a sample with these labels is shown."""
+        if self.sees_all:
+            return True
+        if "tenant" in labels:
+            return labels["tenant"] == self._tenant
+        return self._sees_models or labels.keys() <= PUBLIC_LABELS
+
+
+EVERYTHING = Audience(sees_all=True)
+
+
+class VisibleMetrics:
+    """Those of some metrics that a client sees. A metric without any such sample is left out."""
+
+    def __init__(self, metrics: Iterable[Metric], audience: Audience) -> None:
+        self._metrics, self._audience = metrics, audience
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, with the samples that are shown."""
+        for metric in self._metrics:
+            if self._audience.sees_all:
+                yield metric
+            elif samples := [sample for sample in metric.samples if self._audience.sees(sample.labels)]:
+                visible = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+                visible.samples = samples
+                yield visible
 
 
 class Metrics(Observer):
@@ -42,97 +87,88 @@ class Metrics(Observer):
             for spec in METRICS if spec.kind == "histogram"
         }  # fmt: skip
         self.grammars = 0  # how many requests wait in this gateway until their grammar is compiled
-        self._results_writable, self._results_waiting = False, 0
         self._had: dict[str, None] = {}
-
-    def rejected(self) -> None:
-        """A request was refused as overload."""
-        self._count("unfuse_requests_rejected_total")
 
     @override
     def submitted(self, context: RequestContext) -> None:
-        self._count("unfuse_requests_submitted_total")
-        self._count("requests_submitted_total")
+        self.count("unfuse_requests_submitted_total")
+        self.count("requests_submitted_total")
         if tokens := context.derived.prompt_tokens:
-            self._count("unfuse_tokens_total", self._shown(context.model), "prompt", by=tokens)
-            self._count("unfuse_tokens_total", self._shown(context.model), "cached", by=0)
+            self.count("unfuse_tokens_total", self._shown(context.model), "prompt", by=tokens)
+            self.count("unfuse_tokens_total", self._shown(context.model), "cached", by=0)
 
     @override
     def ended(self, context: RequestContext) -> None:
         match context.status:
             case "completed":
-                self._count("unfuse_requests_completed_total")
-                self._count("requests_completed_total")
+                self.count("unfuse_requests_completed_total")
+                self.count("requests_completed_total")
                 self._observe_stages(context)
             case "cancelled":
-                self._count("unfuse_requests_cancelled_total")
+                self.count("unfuse_requests_cancelled_total")
             case "failed" | "expired":
-                self._count("unfuse_requests_failed_total")
-                self._count("requests_failed_total")
+                self.count("unfuse_requests_failed_total")
+                self.count("requests_failed_total")
         if spared := context.spared:
-            self._count("unfuse_tokens_total", self._shown(context.model), "cached", by=CHUNK * spared)
+            self.count("unfuse_tokens_total", self._shown(context.model), "cached", by=CHUNK * spared)
 
     @override
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
         self._observe("unfuse_time_to_first_token_seconds", seconds, self._shown(model))
-        self._count("unfuse_tokens_total", self._shown(model), "completion", by=pieces)
+        self.count("unfuse_tokens_total", self._shown(model), "completion", by=pieces)
 
     @override
     def grew(self, model: str, pieces: int, seconds: float | None) -> None:
-        self._count("unfuse_tokens_total", self._shown(model), "completion", by=pieces)
+        self.count("unfuse_tokens_total", self._shown(model), "completion", by=pieces)
         for _ in range(pieces if seconds is not None else 0):
             self._observe("unfuse_inter_token_seconds", (seconds or 0.0) / pieces, self._shown(model))
 
     @override
     def retracted(self, times: int) -> None:
-        self._count("unfuse_retractions_total", by=times)
+        self.count("unfuse_retractions_total", by=times)
 
     @override
     def swapped(self, holds: str, seconds: float) -> None:
-        self._count("unfuse_swaps_total", self._shown(holds))
-        self._count("unfuse_loading_seconds_total", self._shown(holds), by=seconds)
+        self.count("unfuse_swaps_total", self._shown(holds))
+        self.count("unfuse_loading_seconds_total", self._shown(holds), by=seconds)
 
     @override
     def leaked(self, role: str, memory: Memory, nbytes: int) -> None:
-        self._count("unfuse_leaked_bytes_total", role, memory, by=nbytes)
+        self.count("unfuse_leaked_bytes_total", role, memory, by=nbytes)
 
     @override
     def dispatched(self, pool: str) -> None:
-        self._count("unfuse_tasks_dispatched_total", *pool_labels(pool))
+        self.count("unfuse_tasks_dispatched_total", *pool_labels(pool))
 
     @override
     def lease_expired(self, pool: str) -> None:
-        self._count("unfuse_lease_expired_total", *pool_labels(pool))
+        self.count("unfuse_lease_expired_total", *pool_labels(pool))
 
     @override
     def moved(self, engine: str, moved: Moved) -> None:
         for name, count in msgspec.structs.asdict(moved).items():
-            self._count(f"unfuse_transfer_{name}_total", engine if engine in PREFERENCE else "other", by=count)
+            self.count(f"unfuse_transfer_{name}_total", engine if engine in PREFERENCE else "other", by=count)
 
     @override
     def told(self, outcome: str) -> None:
-        self._count("unfuse_webhooks_total", outcome)
+        self.count("unfuse_webhooks_total", outcome)
 
     @override
     def looked_up(self, hits: int, misses: int) -> None:
-        self._count("unfuse_cache_hits_total", by=hits)
-        self._count("unfuse_cache_misses_total", by=misses)
+        self.count("unfuse_cache_hits_total", by=hits)
+        self.count("unfuse_cache_misses_total", by=misses)
 
     @override
     def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         for device, used in seconds.items():
-            self._count("unfuse_lost_device_seconds_total", self._shown(context.model), device, by=used)
+            self.count("unfuse_lost_device_seconds_total", self._shown(context.model), device, by=used)
 
     def charged(self, model: str, tenant: str, seconds: Mapping[str, float], prices: Prices) -> None:
         """Add the seconds of each device that a tenant has used, and what they cost, if anything has a price."""
         for device, used in seconds.items():
-            self._count("unfuse_device_seconds_total", model, tenant, device, by=used)
+            self.count("unfuse_device_seconds_total", model, tenant, device, by=used)
         if (money := prices.money(seconds)) is not None:
-            self._count("unfuse_money_total", model, tenant, by=money)
-
-    def results(self, writable: bool, waiting: int) -> None:
-        """Set whether results can be stored now, and how many tasks wait for that."""
-        self._results_writable, self._results_waiting = writable, waiting
+            self.count("unfuse_money_total", model, tenant, by=money)
 
     async def page(
         self,
@@ -142,14 +178,18 @@ class Metrics(Observer):
         roles: Mapping[str, tuple[str, str]] | None = None,
         asleep: Collection[str] = (),
         audience: Audience = EVERYTHING,
+        results: tuple[bool, int] = (False, 0),
     ) -> bytes:
         """All metrics in Prometheus' text format, with statistics of these pools.
 
-        `roles` are the role and the component of workers by declared pool, of which some are `asleep`. The page has
-        the samples that the `audience` sees.
+        `roles` are the role and the component of workers by declared pool, of which some are `asleep`. `results` says
+        whether results can be stored now, and how many tasks wait for that. The page has the samples that the
+        `audience` sees.
         """
         stats = await queue.stats([*pools, *(pool for pool in self._had if pool not in pools)])
-        self._remember(pools)
+        self._had |= dict.fromkeys(pool for pool in pools if outcome_of(pool))
+        for pool in list(self._had)[:-REMEMBERED]:
+            del self._had[pool]
         scrape = Scrape(
             workers=members,
             all_pools=stats.pools,
@@ -159,13 +199,13 @@ class Metrics(Observer):
             requests=stats.active,
             store=self._store,
             cached_bytes=await queue.cached_bytes(),
-            results_writable=self._results_writable,
-            results_waiting=self._results_waiting,
+            results_writable=results[0],
+            results_waiting=results[1],
             grammars=self.grammars,
         )
         for info in scrape.infos:
             for memory in get_args(Memory):  # 0 until there is a leak, so that an alert sees the first one
-                self._count("unfuse_leaked_bytes_total", info.role, memory, by=0)
+                self.count("unfuse_leaked_bytes_total", info.role, memory, by=0)
         return generate_latest(VisibleMetrics(self._collect(scrape), audience))
 
     def _collect(self, scrape: Scrape) -> Iterator[Metric]:
@@ -178,12 +218,6 @@ class Metrics(Observer):
             for labels, value in spec.read(scrape):
                 gauge.add_metric(labels, value)
             yield gauge
-
-    def _remember(self, pools: Sequence[str]) -> None:
-        """Look at these again, also when their last worker is gone."""
-        self._had |= dict.fromkeys(pool for pool in pools if outcome_of(pool))
-        for pool in list(self._had)[:-REMEMBERED]:
-            del self._had[pool]
 
     def _observe_stages(self, context: RequestContext) -> None:
         model = self._shown(context.model)
@@ -198,7 +232,8 @@ class Metrics(Observer):
                 self._observe("unfuse_step_latency_seconds", timings.run_s / timings.steps, *labels)
                 self._observe("unfuse_batch_size", timings.batch, *labels)
 
-    def _count(self, name: str, *labels: str, by: float = 1) -> None:
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
+        """Add to a counter with these values of its labels."""
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(by)
 

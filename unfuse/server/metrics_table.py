@@ -18,8 +18,8 @@ from unfuse.core.text import TextLoad
 from unfuse.queues.base import Member, PoolStats
 from unfuse.stages.specs import DECODE, PREFILL
 
+#: Names of labels, or their values in that order.
 Labels = tuple[str, ...]
-"""Names of labels, or their values in that order."""
 
 Samples = Iterable[tuple[Labels, float]]
 
@@ -136,10 +136,6 @@ def _summed(samples: Samples) -> Samples:
     return totals.items()
 
 
-def _mean(shares: Iterable[float]) -> float:
-    return fmean([*shares] or [0.0])
-
-
 def _kv_blocks(scrape: Scrape) -> Samples:
     return _summed(
         ((info.role, state), blocks)
@@ -222,7 +218,8 @@ METRICS = (
     _gauge(
         "unfuse_worker_busy_ratio",
         "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones",
-        _of_pools(lambda scrape, pool: _mean(one.info.status.utilization for one in scrape.members[pool])), *POOL,
+        _of_pools(lambda scrape, pool: fmean([one.info.status.utilization for one in scrape.members[pool]] or [0.0])),
+        *POOL,
     ),
     _gauge(
         "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",

@@ -16,11 +16,10 @@ from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import LAST_FRAME, TEXT, UPLOAD, VIDEO
 from unfuse.core.model_names import MAX_NAME, is_name, name_of, without_source
 from unfuse.edge.refusal import Refusal
-from unfuse.server.answers import MODEL, REMOVED, one, several
 from unfuse.server.auth import Caller, Known, admin_only
 from unfuse.server.body import read_json
-from unfuse.server.fields import ADD, MAX_SOURCE
 from unfuse.server.gateway import Gateway, Served
+from unfuse.server.openapi_schemas import ADD, MAX_SOURCE, MODEL, REMOVED, one, several
 
 router = APIRouter(prefix="/models", tags=["models"])
 

@@ -16,11 +16,10 @@ from unfuse.core.event import Event
 from unfuse.core.request import MODERATION_BLOCKED, RequestStatus
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Filter
-from unfuse.server import sse
-from unfuse.server.answers import HAPPENED, REQUEST, one, several
 from unfuse.server.auth import Known
-from unfuse.server.files import file_response
 from unfuse.server.gateway import Served
+from unfuse.server.openapi_schemas import HAPPENED, REQUEST, one, several
+from unfuse.server.responses import file_response, sse_event, sse_response
 
 router = APIRouter(prefix="/requests", tags=["requests"])
 
@@ -83,13 +82,13 @@ async def events(
 ) -> StreamingResponse:
     """The events of a request after `Last-Event-ID`, until its end, as server-sent events."""
     await gateway.load(id, caller.sees)
-    return sse.stream(written(gateway.queue.watch(id, last_event_id)))
+    return sse_response(written(gateway.queue.watch(id, last_event_id)))
 
 
 async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Events in the format of server-sent events."""
     async for event in happening:
-        yield sse.event(event, event.type, str(event.seq))
+        yield sse_event(event, event.type, str(event.seq))
 
 
 def listed(found: list[dict[str, object]], limit: int) -> dict[str, object]:

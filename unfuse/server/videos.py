@@ -17,16 +17,15 @@ from unfuse.core.media import LAST_FRAME, VIDEO
 from unfuse.core.request import Record
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Filter
-from unfuse.server.accept import Call, respond_async
-from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body
-from unfuse.server.fields import CREATE
-from unfuse.server.files import file_response
+from unfuse.server.calls import Call, respond_async
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.live import Live
+from unfuse.server.openapi_schemas import CREATE, DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
+from unfuse.server.request_objects import video_object
 from unfuse.server.requests import listed
-from unfuse.server.view import video_object
+from unfuse.server.responses import file_response
 
 router = APIRouter(prefix="/videos", tags=["videos"])
 

@@ -22,13 +22,12 @@ from unfuse import __version__
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError, UsageError
 from unfuse.core.request import Record, RequestContext, Webhook
 from unfuse.core.supervisor import Supervisor
-from unfuse.edge.path_like import is_path_like
+from unfuse.edge.keys import is_path_like
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.links import WEBHOOK_LASTS_S, Links
-from unfuse.server.prices import FREE, Prices
-from unfuse.server.targets import Targets, host_of
-from unfuse.server.view import request_object
+from unfuse.server.outbound_http import OutboundHttp, host_of
+from unfuse.server.request_objects import FREE, Prices, request_object
 
 REVIEW_S = 10.0  # seconds between two looks for what other gateways left untold
 MOST = 1024  # How many requests one gateway tells of, or waits for, at one time. Others are found by a later look.
@@ -44,9 +43,9 @@ class Webhooks(Observer):
 
     def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
         self._prices = prices
-        self.targets = Targets(targets, needs=" and --webhook-secret")
+        self.http = OutboundHttp(targets, needs=" and --webhook-secret")
         self._signers = [_signer(secret) for secret in secrets]
-        if self.targets and not self._signers:
+        if self.http and not self._signers:
             raise UsageError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
         self._told: dict[str, asyncio.Task[None]] = {}
         self._background = Supervisor()
@@ -55,7 +54,7 @@ class Webhooks(Observer):
 
     def start(self, scheduler: Scheduler, links: Links) -> None:
         """Start delivering webhooks that are due, and those of requests that end here. `links` signs their links."""
-        if self.targets:
+        if self.http:
             self._scheduler, self._notices, self._links = scheduler, scheduler.notices, links
             scheduler.observers.add(self)
             self._background.forever("looking for webhooks that have not heard", self._review)
@@ -63,7 +62,7 @@ class Webhooks(Observer):
     async def close(self) -> None:
         """End it. What is not told yet others tell, or this one when it begins again."""
         await self._background.close()
-        await self.targets.close()
+        await self.http.close()
 
     def ended(self, context: RequestContext) -> None:
         """Have the webhook of a request that is over told."""
@@ -91,8 +90,8 @@ class Webhooks(Observer):
         """Call it once, and record what came of it."""
         reason, status = "", 0
         try:
-            self.targets.require(webhook.url)
-            status = await self.targets.call(webhook.url, *await self._message(context, webhook))
+            self.http.require(webhook.url)
+            status = await self.http.call(webhook.url, *await self._message(context, webhook))
         except (InvalidParameter, TransientError) as error:
             reason = str(error)
         told = {"request": context.id, "host": host_of(webhook.url), "attempt": webhook.attempts}

@@ -6,9 +6,11 @@ A value comes from the first that has one: flag, environment (`UNFUSE_GROUP__FIE
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,36 +19,72 @@ import msgspec
 from unfuse.core.errors import UsageError
 from unfuse.core.registry import nearest
 from unfuse.service.groups import Settings
-from unfuse.service.size import Size, seconds_in
 
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
-
-
-PARSED: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}
-"""What reads numbers that are written with a unit, by that unit."""
 
 ADMIN_KEYS = "make an admin's key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
 GUIDANCE_HALVES = (
     "leave it out: both halves of guidance share a forward in batched pools (--batching batched), and in exact ones "
     "where that changes no byte"
 )
-
-GONE = {
-    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
-    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
-    "serve.admin_key": ADMIN_KEYS,
-    "compute.guidance_halves": GUIDANCE_HALVES,
-}
-"""Prefixes of settings' former names, and what replaces them."""
-
 LAYOUTS = (
     "`python -m bench.layouts MODEL`, in a clone of the repository, measures what each layout gives; "
     "`unfuse serve --workers all=2` takes one"
 )
+COUNTS = "write how many workers there are of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
+ONE_MODEL = "write --max-loaded-models 1 for one model at a time, or all"
+REMOVED: Mapping[str, str] = {
+    "--admin-key": ADMIN_KEYS,
+    "--guidance-halves": GUIDANCE_HALVES,
+    "--layouts": LAYOUTS,
+    "--no-workers": "write --workers none",
+    **dict.fromkeys(("--encoders", "--denoisers", "--decoders"), COUNTS),
+    "--hold": ONE_MODEL,
+    "--workers true": "write --workers split",
+    "--workers false": "write --workers none",
+    "--workers swap": "write --workers all=1 --max-loaded-models 1, with as many workers as there are devices",
+    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
+    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
+    "serve.admin_key": ADMIN_KEYS,
+    "compute.guidance_halves": GUIDANCE_HALVES,
+    **dict.fromkeys(("serve.encoders", "serve.denoisers", "serve.decoders"), COUNTS),
+    "worker.hold": ONE_MODEL,
+}
+"""What replaces a removed flag, a flag's removed value, or the settings whose names begin so."""
 
-GONE_FLAGS = {"--admin-key": ADMIN_KEYS, "--guidance-halves": GUIDANCE_HALVES, "--layouts": LAYOUTS}
-"""Former flags, and what replaces them."""
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+class Size(int):
+    """A number of bytes that prints with a unit, for output only. Settings, and what is made of them, have ints."""
+
+    @staticmethod
+    def parse(text: str) -> int:
+        """A number of bytes: a number, "2GiB", "512MB"; a bare prefix ("2G") is binary. Raises ValueError."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+        if not match or match[2] not in _UNITS:
+            raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
+        return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def seconds_in(text: str) -> float:
+    """Parse a time: a number of seconds, or "90min", "24h", "7d". Raises ValueError when it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in _SECONDS:
+        raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, min, h or d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+PARSERS: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}  # of numbers with that unit
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -128,7 +166,8 @@ def load(
                 place = settings.setdefault(group, {}) if group else settings
                 place[key] = _convert(field, values[name], origins[name])
                 break
-    settings.setdefault("data_dir", _data_dir(environment))
+    home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
+    settings.setdefault("data_dir", str(Path(home, "unfuse")))
     settings.setdefault("run_dir", _run_dir(environment))
     return Loaded(_at_home(msgspec.convert(settings, Settings)), origins)
 
@@ -182,7 +221,7 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _instead(name: str, written: str, known: Iterable[str]) -> str:
-    for beginning, new in GONE.items():
+    for beginning, new in REMOVED.items():
         if name.startswith(beginning):
             return f" any more; {new}"
     close = nearest(written, known, 0.5)
@@ -190,24 +229,21 @@ def _instead(name: str, written: str, known: Iterable[str]) -> str:
 
 
 def _convert(field: Field, value: Any, origin: str) -> Any:
-    if isinstance(field.default, str) and isinstance(value, bool):
-        value = str(value).lower()
+    if replacement := REMOVED.get(f"{field.flag} {value}".lower()):
+        raise UsageError(f"{field.name} {value!r} (from {origin}) is removed: {replacement}")
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    kind = get_args(field.type)[0]
+    if get_origin(kind) is Literal:
+        value = str(value)  # a file may have the number
     try:
-        parse = PARSED.get(field.unit)
+        parse = PARSERS.get(field.unit)
         given = parse(value) if parse and isinstance(value, str) else value
         return msgspec.convert(given, field.type, strict=not isinstance(given, str))
     except (ValueError, msgspec.ValidationError) as error:
         shown = "" if field.secret else f" {value!r}"
-        kind = get_args(field.type)[0]
         reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
         raise UsageError(f"{field.name}{shown} (from {origin}): {reason}") from error
-
-
-def _data_dir(environment: Mapping[str, str]) -> str:
-    home = environment.get("XDG_DATA_HOME") or str(Path(environment.get("HOME", "~"), ".local", "share"))
-    return str(Path(home) / "unfuse")
 
 
 def _run_dir(environment: Mapping[str, str]) -> str:

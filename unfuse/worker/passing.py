@@ -21,7 +21,6 @@ MOST = 64  # inputs that pass at one time
 LOOK_AGAIN_S = 0.01  # seconds between two looks for room
 UNWANTED, ENDED = "it is not wanted any more", "the compute process ended"
 
-
 Input = tuple[Claim, str]  # of a task, by the id of its object
 
 

@@ -13,8 +13,7 @@ from unfuse.core.growth import Grown
 from unfuse.core.messages import Keep, Progress
 from unfuse.stores.results import ResultStore, part_name, parts_of
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.outputs import store_portions
-from unfuse.worker.turn import Job
+from unfuse.worker.job import Job, store_portions
 
 #: Least seconds between two progress messages of one task. Each message covers all steps since the last.
 PROGRESS_INTERVAL_S = 0.1

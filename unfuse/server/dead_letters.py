@@ -1,0 +1,95 @@
+"""Dead letters: requests that failed in a way that somebody should look at, with the evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+
+from unfuse.core.errors import NotFound, UnknownModel
+from unfuse.core.request import Allowance
+from unfuse.edge.refusal import Refusal
+from unfuse.queues.base import Damage, Filter
+from unfuse.server.auth import Known
+from unfuse.server.gateway import Served
+from unfuse.server.openapi_schemas import DAMAGE, FORGOTTEN, REQUEST, one, several
+from unfuse.server.requests import listed
+
+router = APIRouter(prefix="/dead", tags=["dead"])
+
+
+@router.get("", responses=several({"anyOf": [REQUEST, DAMAGE]}))
+async def page(
+    request: Request,
+    gateway: Served,
+    caller: Known,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: str | None = None,
+) -> dict[str, object]:
+    """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
+    found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
+    views = await gateway.views(request, found, evidence=True)
+    damaged = await gateway.queue.damaged() if caller.admin and not after else ()
+    return _with_damage(listed(views, limit), damaged)
+
+
+def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, object]:
+    """The first page, with unreadable records before it: only admins see them, since their tenant is unknown."""
+    entries = [
+        {
+            "id": entry.id,
+            "object": "damaged",
+            "kind": entry.kind,
+            "error": {"code": "damaged", "message": f"this {entry.kind} cannot be read: {entry.reason}"},
+        }
+        for entry in damaged
+    ]
+    return page | {"data": [*entries, *page["data"]]}
+
+
+@router.get("/{id}", responses=one(REQUEST))
+async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+    """One dead request, with the evidence."""
+    record = await gateway.load(id, caller.sees)
+    if not record.context.dead:
+        raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
+    return await gateway.view(request, record, evidence=True)
+
+
+@router.delete("/{id}", responses=FORGOTTEN)
+async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
+    """Delete a dead request with its files, or, as an admin, an unreadable record of the queue."""
+    if caller.admin and any(entry.id == id for entry in await gateway.queue.damaged()):
+        await gateway.queue.discard(id)
+    elif (await gateway.load(id, caller.sees)).context.dead:
+        await gateway.delete(id)
+    else:
+        raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
+    return {"id": id, "object": "request", "deleted": True}
+
+
+@router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
+async def retry(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+    """Ask for the same again, as a new request with the same seed; the old one is no longer a dead letter.
+
+    The new one's id follows from the old one's: whoever repeats a call that was cut off asks for nothing twice.
+    """
+    old = await gateway.load(id, caller.sees)
+    if not old.context.dead:
+        message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
+        raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
+    if not caller.may_use(asked := old.context.asked or old.context.model):
+        raise UnknownModel(f"no model {asked!r} is served to this key", "model")
+    await gateway.model(asked, caller.models)  # one that is not served now would wait for ever
+    own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
+    fresh = gateway.scheduler.retried_as(old.context, own)
+    for name in old.context.derived.attachments:
+        data = await to_thread.run_sync(gateway.results.attached, id, name)
+        await to_thread.run_sync(gateway.results.attach, fresh, name, data)
+    with gateway.refusals_logged(old.context.tenant, old.context.model):
+        record = await gateway.scheduler.retry(id, fresh, own)
+    gateway.release(old.context)
+    return await gateway.view(request, record)

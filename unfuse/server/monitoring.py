@@ -1,0 +1,196 @@
+"""Routes that tell how the server is: health, readiness, version, metrics; and, to admins, workers and pools.
+
+The first four answer without a key, and then tell less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from http import HTTPStatus
+from operator import or_
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends
+from msgspec.structs import asdict
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from unfuse import __version__
+from unfuse.core.errors import TransientError
+from unfuse.core.messages import Sharing
+from unfuse.edge.refusal import Refusal, envelope
+from unfuse.queues.base import Member
+from unfuse.server.auth import Caller, Visitor, admin_only, reader_of
+from unfuse.server.gateway import Gateway, Served
+from unfuse.server.metrics import Audience
+from unfuse.server.openapi_schemas import POOL, READY, WORKER, several
+
+router = APIRouter(tags=["health"])
+workers_router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
+
+WITHHELD = "the server is not ready: send a key of this server to see why"
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """The gateway answers."""
+    return {"status": "ok"}
+
+
+@router.get("/ready", responses=READY)
+async def ready(gateway: Served, visitor: Visitor) -> JSONResponse:
+    """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
+
+    Models that were added while it ran do not count: those that still load are named as loading, and those that cannot
+    be served as failed, with the reason. 503 too while the queue cannot work, while results cannot be kept, and while
+    the server is shutting down. Unreachable parts of a queue that works without them are named. Without a key, where
+    keys are configured, the answer has no names and no reason.
+    """
+    if gateway.scheduler.draining:
+        raise Refusal(503, "not_ready", "the server is shutting down", headers={"retry-after": "5"})
+    try:
+        answer = await _readiness(gateway)
+    except Refusal as error:
+        if visitor:
+            raise
+        raise Refusal(503, "not_ready", WITHHELD, headers={"retry-after": "2"}) from error
+    if visitor:
+        return answer
+    if answer.status_code == HTTPStatus.OK:
+        return JSONResponse({"ready": True})
+    return _not_ready({"ready": False}, WITHHELD)
+
+
+async def _readiness(gateway: Gateway) -> JSONResponse:
+    """Return the whole answer of /ready. Raises Refusal (503) if the queue or the result store cannot work."""
+    try:
+        await gateway.queue.check()
+    except TransientError as error:
+        raise Refusal(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
+    kept, waiting = await gateway.unwritten()
+    if not kept:
+        message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
+        raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
+    registry, shown = gateway.scheduler.registry, gateway.names.shown
+    served, lacking = await gateway.models(), await registry.missing()
+    missing = {shown(model): pools for model, pools in lacking.items() if model not in registry.admitted}
+    changes = {shown(model): registry.changed_file(*pools) for model, pools in lacking.items()}
+    failed = {name: one.failed for name, one in gateway.failed().items()}
+    failed |= {model: str(changed) for model, changed in changes.items() if changed and model not in missing}
+    if served and not missing:
+        loading = sorted(model for model, changed in changes.items() if not changed)
+        told = {"away": [*gateway.queue.away()], "loading": loading, "failed": failed}
+        named = {key: value for key, value in told.items() if value}
+        return JSONResponse({"ready": True, "models": sorted(served), **named})
+    reasons = [
+        f"{model}: {changes[model]}" if changes[model] else f"{model} lacks a worker for {', '.join(pools)}"
+        for model, pools in missing.items()
+    ]
+    body = {"ready": False, "missing": missing} | ({"failed": failed} if failed else {})
+    return _not_ready(body, "; ".join(reasons) or "no model is served yet: start a worker")
+
+
+def _not_ready(body: dict[str, object], message: str) -> JSONResponse:
+    return JSONResponse(body | envelope(Refusal(503, "not_ready", message)), 503, {"retry-after": "2"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of unfuse."""
+    return {"version": __version__}
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(gateway: Served, reader: Annotated[Caller | None, Depends(reader_of)]) -> Response:
+    """Numbers for Prometheus.
+
+    All of them with a key that has `admin=yes` or `read=yes`, with --open-metrics, and where no keys are configured.
+    Without a key only those that name no tenant, money or model. With any other key those of no other tenant.
+    """
+    registry = gateway.scheduler.registry
+    results = await gateway.unwritten()
+    workers, models = await registry.workers(), await gateway.models()
+    roles = {
+        card.pools()[stage.name]: (stage.role, stage.components[0])
+        for card in models.values() for stage in card.pipeline.stages
+    }  # fmt: skip
+    pools = sorted(registry.pools(models))
+    audience = Audience(sees_all=gateway.open_metrics)
+    if reader:
+        sees_all = gateway.open_metrics or reader.admin or reader.only_reads
+        audience = Audience(reader.tenant, sees_models=reader.models is None, sees_all=sees_all)
+    page = await gateway.metrics.page(gateway.queue, workers, pools, roles, registry.asleep(), audience, results)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+@workers_router.get("/workers", responses=several(WORKER, paged=False))
+async def workers(gateway: Served) -> dict[str, object]:
+    """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
+    shown = gateway.names.shown
+    now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.registry.workers()}
+    members = await gateway.queue.workers()
+    return {"object": "list", "data": [_worker(member, member.info.id in healthy, now, shown) for member in members]}
+
+
+def _worker(member: Member, healthy: bool, now: float, shown: Callable[[str], str]) -> dict[str, object]:
+    """The answer's entry for one worker."""
+    info, status = member.info, member.info.status
+    return {
+        "id": info.id,
+        "object": "worker",
+        "node": info.node,
+        "role": info.role,
+        "device": info.device,
+        "pools": info.pools,
+        "outcome": info.outcome,
+        "slots": info.slots,
+        "pid": info.pid,
+        "room": info.room,
+        "used": status.arena_used,
+        "high_water": status.arena_high_water,
+        "unwritten": status.waiting_for_results,
+        "engines": info.engines,
+        "holds": (shown(status.loaded) if status.loaded else None) if info.sets else "all",
+        "leased": member.leased,
+        "models": sorted(shown(card.name) for card in member.cards),
+        "fragmentation": round(status.arena_fragmentation, 3),
+        "ranks": [{key: round(seconds, 3) for key, seconds in asdict(rank).items()} for rank in status.ranks],
+        "changed": {pool: str(file) for pool, file in info.changed.items()},
+        "healthy": healthy,
+        "seen_s": round(max(0.0, now - member.seen), 3),
+    }
+
+
+@workers_router.get("/pools", responses=several(POOL, paged=False))
+async def pools(gateway: Served) -> dict[str, object]:
+    """Pools of the served models: the models that share each, its healthy workers, and the tasks that wait in it.
+
+    `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait of the first few
+    in line. `shares` says how requests share forwards exactly: the largest batch that was found to change no byte of
+    any, and for sizes that change some, the function that is to blame.
+    """
+    members = await gateway.scheduler.registry.workers()
+    models = gateway.scheduler.registry.pools(await gateway.models())
+    stats = await gateway.queue.stats(sorted(models))
+    data = []
+    for pool, names in models.items():
+        inside = [member for member in members if pool in member.info.pools]
+        found = [member.info.status.batch_invariance.get(pool, Sharing()) for member in inside]
+        data.append(
+            {
+                "id": pool,
+                "object": "pool",
+                "state": gateway.scheduler.registry.state(pool),
+                "reason": str(gateway.scheduler.registry.changed_file(pool) or "") or None,
+                "models": names,
+                "workers": [member.info.id for member in inside],
+                "slots": sum(member.info.slots for member in inside),
+                "leased": sum(member.leased for member in inside),
+                "waiting": stats.pools[pool].waiting,
+                "oldest_s": round(stats.pools[pool].oldest_s, 3),
+                "shares": msgspec.to_builtins(reduce(or_, found, Sharing()), str_keys=True),
+            }
+        )
+    return {"object": "list", "data": data}

@@ -1,0 +1,222 @@
+"""A request as clients see it, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec.structs import asdict
+
+from unfuse.core.errors import UsageError
+from unfuse.core.media import seconds_of
+from unfuse.core.plan import PlannedStage
+from unfuse.core.registry import nearest
+from unfuse.core.request import UNKNOWN_DEVICE, Record, RequestContext, ResultFile, Running
+from unfuse.core.usage import billed_seconds
+
+#: Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda.
+KINDS = ("cpu", "cuda", "xpu", "mps")
+
+_PRICE = re.compile(r"([a-z]+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)/h")
+
+
+class Prices:
+    """Prices by kind of device, each `KIND=AMOUNT/h`, in whatever currency. Raises ConfigError."""
+
+    def __init__(self, given: Sequence[str] = ()) -> None:
+        self._by_kind: dict[str, float] = {}
+        for entry in given:
+            if not (found := _PRICE.fullmatch(entry)):
+                raise UsageError(f"--price {entry}: write KIND=AMOUNT/h, like cuda=1.20/h")
+            if found[1] not in KINDS:
+                close = nearest(found[1], KINDS, 0.5)
+                hint = f"did you mean {close}?" if close else f"there are {', '.join(KINDS)}"
+                raise UsageError(f"--price {entry}: there are no devices of the kind {found[1]}; {hint}")
+            self._by_kind[found[1]] = float(found[2])
+
+    def unseen(self, devices: Sequence[str]) -> list[str]:
+        """The kinds that have a price, and of which none of these devices is."""
+        return sorted(self._by_kind.keys() - {device.partition(":")[0] for device in devices})
+
+    def money(self, spent: Mapping[str, float]) -> float | None:
+        """What so many seconds of each device cost; what has no price costs nothing. None if nothing has."""
+        if not self._by_kind:
+            return None
+        return sum(self._by_kind.get(kind_of(device), 0.0) * seconds / 3600 for device, seconds in spent.items())
+
+
+FREE = Prices()  # no prices
+
+
+def kind_of(device: str) -> str:
+    """The kind of a device by the name that its worker reports; one that reports none has no kind."""
+    kind = device.partition(":")[0]
+    return kind if kind in (*KINDS, UNKNOWN_DEVICE) else "cuda"
+
+
+def request_object(
+    record: Record,
+    base_url: str,
+    eta: float | None = None,
+    *,
+    evidence: bool = False,
+    prices: Prices = FREE,
+    sign: Callable[[str], str] = str,
+    wall: float = math.inf,
+) -> dict[str, object]:
+    """Return the request object. Times are Unix seconds, `eta` is seconds from now, which is `wall`.
+
+    Links to results are `base_url` followed by their path as returned by `sign`.
+
+    Its error comes with the stage and the `evidence` (a log's last lines) where one request is asked for by its id, and
+    for dead ones; lists leave that out.
+    """
+    context, error = record.context, record.context.error
+    current = record.running[-1] if record.running else None
+    running = {run.stage: run for run in record.running}
+    step, steps = _steps(record)
+    started_at = context.started_at
+    if started_at is None:
+        started_at = min((run.since for run in record.running), default=None)
+    return {
+        "id": context.id,
+        "object": "request",
+        "model": context.asked or context.model,
+        "medium": context.medium.name,
+        "prompt": context.params.get("prompt"),
+        "params": {
+            **{name: value for name, value in context.params.items() if name != "prompt"},
+            **context.derived.values(),
+        },
+        "tenant": context.tenant,
+        "priority": context.priority,
+        "status": record.status,
+        "state": record.status,
+        "stage": current.stage if current else None,
+        "step": step,
+        "steps": steps,
+        "progress": progress(record),
+        "queue_position": record.position,
+        "eta_s": _rounded(eta),
+        "seed": context.params.get("seed"),
+        "cost": _cost(record, prices, wall),
+        "created_at": round(context.created_at, 3),
+        "started_at": _rounded(started_at),
+        "completed_at": _rounded(context.completed_at),
+        "attempts": _attempts(record),
+        "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
+        "result": [_result(file, base_url + sign(result_path(context, file.index))) for file in context.result],
+        "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
+        "hint": context.hint or None,
+        "metadata": context.metadata,
+        "webhook": context.webhook
+        and {name: getattr(context.webhook, name) for name in ("url", "state", "attempts", "reason")},
+    }
+
+
+def video_object(record: Record) -> dict[str, object]:
+    """The request as a video of OpenAI's shape, which has four statuses: one that was ended without result failed."""
+    context, params, status = record.context, record.context.params, record.status
+    frames, fps = params["num_frames"], params["fps"]
+    error = context.error and {"code": context.error.code, "message": context.error.message}
+    if status == "cancelled" and error is None:
+        error = {"code": "cancelled", "message": "the request was cancelled"}
+    return {
+        "id": context.id,
+        "object": "video",
+        "created_at": int(context.created_at),
+        "completed_at": None if context.completed_at is None else int(context.completed_at),
+        "model": context.asked or context.model,
+        "status": "failed" if status in ("cancelled", "expired") else status,
+        "progress": progress(record),
+        "prompt": params["prompt"],
+        "seconds": seconds_of(float(frames or 0), float(fps or 1)),
+        "size": size_of(context),
+        "error": error,
+        **{name: params[name] for name in ("num_frames", "fps", "seed", "output_format")},
+        "metadata": context.metadata,
+        **({"hint": context.hint} if context.hint else {}),
+    }
+
+
+def size_of(context: RequestContext) -> str:
+    """Width and height in pixels, as they are asked for."""
+    return f"{context.params['width']}x{context.params['height']}"
+
+
+def result_path(context: RequestContext, index: int) -> str:
+    """Return the path of one result of a request."""
+    return f"/v1/requests/{context.id}/result/{index}"
+
+
+def progress(record: Record) -> int:
+    """Percent of the predicted seconds that are behind it; 100 only at the end.
+
+    It never falls: predictions are those of when it was accepted, and what an attempt reached counts for the next ones.
+    """
+    context = record.context
+    if context.status == "completed":
+        return 100
+    parts = {name: 1.0 if state.status == "done" else state.reached for name, state in context.stages.items()}
+    for run in record.running:
+        parts[run.stage] = max(parts[run.stage], run.step / run.steps if run.steps else 0.0)
+    costs = {stage.name: stage.cost or 1.0 for stage in context.plan.stages}
+    behind = sum(costs[name] * part for name, part in parts.items())
+    return min(99, int(100 * behind / sum(costs.values())))
+
+
+def _result(file: ResultFile, url: str) -> dict[str, object]:
+    flagged = {"flagged": True} if file.flagged else {}
+    return {"url": url, "content_type": file.content_type, "bytes": file.bytes} | flagged
+
+
+def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
+    """Seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
+    used = billed_seconds(record.context, record.running, wall)
+    return {
+        "predicted_s": round(record.context.cost, 3),
+        "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
+        "money": _rounded(prices.money(used), 6),
+    }
+
+
+def _rounded(number: float | None, digits: int = 3) -> float | None:
+    return None if number is None else round(number, digits)
+
+
+def _steps(record: Record) -> tuple[int, int]:
+    """The steps of the stage that runs; of a request of which none does, those of the stage that has most."""
+    if record.running:
+        return record.running[-1].step, record.running[-1].steps
+    known = [(state.step, state.steps) for state in record.context.stages.values()]
+    return max(known, key=lambda pair: pair[1], default=(0, 0))
+
+
+def _attempts(record: Record) -> int:
+    """How often the stage was begun that was begun most often.
+
+    An attempt that was handed back before it began does not count. One whose lease ended with its scheduler does.
+    """
+    attempts = {name: state.attempt if state.status == "done" else 0 for name, state in record.context.stages.items()}
+    attempts |= {run.stage: run.attempt for run in record.running}
+    return max(
+        (max(state.begun, attempts[name] - state.unbegun) for name, state in record.context.stages.items()), default=0
+    )
+
+
+def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) -> dict[str, object]:
+    state = context.stages[planned.name]
+    return {
+        "name": planned.name,
+        "pool": planned.pool,
+        "status": "leased" if run else state.status,
+        "worker": run.worker if run else state.worker,
+        "attempt": run.attempt if run else state.attempt,
+        "cached": state.status == "done" and not state.attempt,
+        **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
+        **{
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in asdict(run.timings if run else state.timings).items()
+        },
+    }
