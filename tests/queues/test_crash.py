@@ -17,7 +17,7 @@ from tests.queues.disk import Disk, failing_disk
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import TERMINAL_EVENTS, Event, RequestContext, StageState
+from unfuse.core.request import TERMINAL_EVENTS, Event, GenerationRequest, RequestContext, StageState
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter, QueueBackend
 from unfuse.queues.journal import Journal, Row
@@ -35,6 +35,7 @@ from unfuse.testing.queue_samples import (
     leased,
     passing,
     request,
+    request_context,
     task,
     wanted,
 )
@@ -295,7 +296,7 @@ class TestSqlite:
 
 
 def _context(name: str) -> RequestContext:
-    return RequestContext(name, "model", {"prompt": "x" * 20_000}, ExecutionPlan(()), {})
+    return request_context(GenerationRequest(name, "model", {"prompt": "x" * 20_000}), ExecutionPlan(()))
 
 
 class TestRedisAndValkey:

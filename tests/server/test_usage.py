@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unfuse.core.text import Answer, Piece, Reading
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.chat import reasoning_tokens
 
 QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]

@@ -8,7 +8,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
+from unfuse.core.growth import Grown
 from unfuse.core.request import Event, RequestContext
 from unfuse.core.task import Task
 from unfuse.queues.base import SCHEMA, Declaration
@@ -72,15 +73,6 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
     since: float = 0.0
 
 
-class Pieces(msgspec.Struct, frozen=True):
-    """Pieces of a stage of the request `id`, from number `first` on, as they were recorded at one time."""
-
-    id: str
-    stage: str
-    first: int
-    pieces: tuple[bytes, ...]
-
-
 class Row(msgspec.Struct, frozen=True):
     """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
 
@@ -111,7 +103,8 @@ class Journal:
             _refuse_remote(path)
             _refuse_foreign(path)
             with ExitStack() as opened:
-                opened.enter_context(_locked(path))
+                lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+                _lock(path, opened.enter_context(os.fdopen(lock, "r+b", 0)))
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
@@ -126,7 +119,7 @@ class Journal:
             raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Pieces] = ()) -> None:
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Grown] = ()) -> None:
         """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
         That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
@@ -135,7 +128,7 @@ class Journal:
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
         grown = [
-            (one.id, one.stage, one.first, one.first + len(one.pieces), msgspec.msgpack.encode(one.pieces))
+            (*one.claim.key, one.offset, one.offset + len(one.pieces), msgspec.msgpack.encode(one.pieces))
             for one in pieces
         ]
         with self._disk_may_be_full():
@@ -153,14 +146,14 @@ class Journal:
     def row(self, number: int) -> Row | None:
         """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
         found = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
-        return self._decoder.decode(cast("bytes", found[0][0])) if found else None
+        return self._decoder.decode(cast(bytes, found[0][0])) if found else None
 
     def pieces(self, id: str, stage: str, after: int, limit: int) -> list[bytes]:
         """The pieces of a stage from number `after` on, up to `limit`; to be called in the thread that writes."""
         found: list[bytes] = []
         asked = {"id": id, "stage": stage, "after": after, "limit": limit}
         for first, body in self._file.execute(FIND_PIECES, asked):
-            found += msgspec.msgpack.decode(cast("bytes", body), type=list[bytes])[max(0, after - cast("int", first)) :]
+            found += msgspec.msgpack.decode(cast(bytes, body), type=list[bytes])[max(0, after - cast(int, first)) :]
         return found[:limit]
 
     def secret(self, name: str, proposed: str) -> str:
@@ -203,16 +196,16 @@ class Journal:
             self.start = self._begin()
         for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
             try:
-                self.rows.append((cast("int", number), self._decoder.decode(cast("bytes", body))))
+                self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self.damaged[str(id)] = cast("int", number), str(error)
+                self.damaged[str(id)] = cast(int, number), str(error)
         for name, body in self._file.execute("SELECT name, body FROM declarations"):
             try:
-                self.declared[str(name)] = msgspec.msgpack.decode(cast("bytes", body), type=Declaration)
+                self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=Declaration)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 log.error("a declaration cannot be read, and is left out", name=name, reason=str(error))
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
-            self.appended.setdefault(str(id), {})[str(stage)] = cast("int", count)
+            self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
 
     def _begin(self) -> int:
         """Check and prepare the file; returns how often it was opened before."""
@@ -232,30 +225,21 @@ class Journal:
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")
-        return cast("int", start)
+        return cast(int, start)
 
 
-def _locked(path: Path) -> FileIO:
-    """Lock the file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
-    lock = path.with_name(f"{path.name}.lock")
-    file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+def _lock(path: Path, file: FileIO) -> None:
+    """Lock this file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        with file:
-            holder = file.read().decode()
         raise InUse(
-            f"the queue cannot be kept in {path}: process {holder} has it: end that one, or give this one another "
-            "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue that is "
-            "--queue redis://HOST:PORT/DATABASE"
+            f"the queue cannot be kept in {path}: process {file.read().decode()} has it: end that one, or give this "
+            "one another folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue "
+            "that is --queue redis://HOST:PORT/DATABASE"
         ) from error
-    try:
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
-    except OSError:
-        file.close()  # the next try in this process must not meet our own lock
-        raise
-    return file
+    file.truncate(0)
+    file.write(str(os.getpid()).encode())
 
 
 def _check_ours(file: apsw.Connection) -> None:
@@ -281,12 +265,10 @@ def _refuse_foreign(path: Path) -> None:
         begins = file.read(len(MAGIC))
     if begins not in (b"", MAGIC):
         raise UsageError("it is not a database, it holds something else: give this one a file of its own")
-    with suppress(apsw.Error):  # a torn database may still be repaired from its journal, when it is opened
-        look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-        try:
-            _check_ours(look)
-        finally:
-            look.close()
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    # a torn database may still be repaired from its journal, when it is opened
+    with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as look:
+        _check_ours(look)
 
 
 def _refuse_remote(path: Path) -> None:
@@ -310,7 +292,7 @@ class _Batch:
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)
-    pieces: dict[int, list[Pieces]] = field(default_factory=dict)
+    pieces: dict[int, list[Grown]] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -356,7 +338,7 @@ class Writer:
             batch.entries[entry.number] = entry
             batch.durable |= durable
 
-    def append(self, entry: Entry, pieces: Pieces) -> None:
+    def append(self, entry: Entry, pieces: Grown) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""
         if batch := self._upcoming():
             batch.pieces.setdefault(entry.number, []).append(pieces)
