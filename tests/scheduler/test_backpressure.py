@@ -20,9 +20,8 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Member
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.backpressure import AHEAD, Backpressure, ordinal
+from unfuse.scheduler.backpressure import AHEAD, Backpressure, InFlight, ordinal
 from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time

@@ -9,7 +9,7 @@ from tools.asking import asking
 from unfuse.core.errors import Overloaded
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 

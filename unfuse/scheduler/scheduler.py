@@ -32,19 +32,16 @@ from unfuse.core.request import (
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
-from unfuse.scheduler import lifecycle, waking
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler import lifecycle
+from unfuse.scheduler.admission import Arenas, Order, place
+from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.growing import Growing
-from unfuse.scheduler.in_flight import InFlight
-from unfuse.scheduler.notices import Notices
 from unfuse.scheduler.observer import Observer
-from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
-from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.swaps import Swaps
-from unfuse.scheduler.transitions import Transitions
+from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 from unfuse.scheduler.upkeep import Upkeep
 
 UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
@@ -80,20 +77,16 @@ class Scheduler:
         self._limits = limits or Limits()
         self.clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._arenas, self.in_flight = Costs(costs, self.clock), arenas or Arenas(), InFlight()
-        self.registry = Registry(queue, lease_ttl, cards)
-        self.registry.may_sleep, self.registry.wake_limit = asleep or {}, wake_limit
-        self._costs.workers = self.registry.known
-        self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
+        self._arenas, self.in_flight = arenas or Arenas(), InFlight()
+        self.registry = Registry(queue, lease_ttl, cards, asleep or {}, wake_limit)
+        self._costs = Costs(costs, self.clock, self.registry.known)
         self._background = Supervisor()
         self.observers = Observers[Observer](self._background)
         self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
-        self._single_flight = SingleFlight(self._transitions, self._cache, self._background)
-        self.upkeep = Upkeep(
-            self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
-        )
-        self.notices = Notices(self._transitions)
+        self._cache = EncoderCache(self._transitions, cache_bytes, self._background)
+        self.upkeep = Upkeep(self._transitions, self._costs, self.in_flight, self._cache, lease_ttl, self._background)
+        self.webhook_deliveries = WebhookDeliveries(self._transitions)
         self.swaps = Swaps(queue, self.registry, self.clock, self.observers)
         self.growing = Growing(queue, self.clock, self.observers)
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
@@ -196,7 +189,7 @@ class Scheduler:
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
         context = replace(context, order=order)
-        leaders = await self._single_flight.leaders(context, hits)
+        leaders = await self._cache.leaders(context, hits)
         admitted = lifecycle.admitted(context, self.clock.wall(), hits, leaders)
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
@@ -211,7 +204,7 @@ class Scheduler:
         if record.context == admitted.context:
             self.observers.tell(Observer.submitted, record.context)
             self.observers.tell(Observer.looked_up, len(hits) + len(leaders), misses - len(leaders))
-            self._single_flight.submitted(record.context)
+            self._cache.submitted(record.context)
             record = await self._transitions.settled(record)
             self.upkeep.arm(record.context, now)
         return record
@@ -382,7 +375,7 @@ class Scheduler:
     def awaited(self, record: Record) -> tuple[Awaiting, float | None]:
         """What a request waits for beside its turn, and the predicted seconds until then; None if for nothing."""
         context = record.context
-        until = waking.until_awake(context, self._costs.woken, self.clock.wall())
+        until = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())
         if until is not None or context.over or record.running:
             return "waking", until
         left = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}

@@ -38,7 +38,7 @@ from unfuse.launch.forks import Forks, InheritedForks
 from unfuse.launch.local import LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import Front, create_app
