@@ -178,4 +178,4 @@ async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
     await queue.drop("t")
     await queue.forget(3e9)
 
-    assert (len(queue._requests), len(queue._index), queue._index.over_before(3e9)) == (0, 0, [])
+    assert (queue._requests, queue._index._under, queue._index.over_before(3e9)) == ({}, {}, [])

@@ -478,7 +478,7 @@ class TestADiskThatIsFull:
             disk.full = True
             ending = done(record, lease, status="completed")
             assert "full" in str(await raised(TransientError, queue.commit(ending)))
-            with patch.object(queue, "_may_change"):
+            with patch.object(queue, "_check_writable"):
                 await raised(TransientError, queue.submit(request("d"), [], [], LIMITS))
 
             async def listed(**which: Any) -> list[tuple[str, str]]:

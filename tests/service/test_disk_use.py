@@ -16,7 +16,8 @@ from unfuse.service import service
 from unfuse.service.disk import disk_use
 from unfuse.service.settings import load
 from unfuse.stores.results import DiskResults, open_results
-from unfuse.testing import LIMITS, ManualClock, change, request, task
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import LIMITS, change, request, task
 
 
 def by_what(settings: dict[str, Any], **environment: str) -> dict[str, dict[str, Any]]:

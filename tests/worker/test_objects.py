@@ -328,7 +328,7 @@ async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
     async with node("near", folders(), Places("", durable=f"disk:{tmp_path}")) as near:
         ref = made(near)
         near.made(Done(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
-        await near.durable.wait_until_written()
+        await near.wait_until_copied()
         assert len(list(files(tmp_path))) == (kind == "denoise")
         near.store.delete(ref)
         assert near.holding() == ({"req_a"} if kind == "denoise" else set())

@@ -297,7 +297,7 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def spared(self) -> int:
-        """How many portions others had made, so that its own stages went on from there: see `StageSpec.goes_on`."""
+        """How many prefix blocks others had made, so that its own stages began behind them: see `StageSpec.goes_on`."""
         ended = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
         return sum(state.timings.resumed for state in ended)
 

@@ -126,9 +126,6 @@ class Index:
         self._under: dict[Heading, tuple[Heading, list[Entry]]] = {}
         self._over: list[Entry] = []
 
-    def __len__(self) -> int:
-        return len(self._under)
-
     def put(self, entry: Entry, status: RequestStatus) -> None:
         """Index an entry by its present context, and by the status that is shown for it."""
         context, entry.status = entry.context, status

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from math import ceil
 
 import msgspec
@@ -66,7 +66,8 @@ class _Waiter:
 class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     """A queue of one process and one event loop; it ends with them.
 
-    A backend that also keeps the state elsewhere overrides `_changed`, `_kept`, `_may_change` and `_may_read`.
+    A backend that also stores the state elsewhere overrides `_on_change`, `_wait_until_stored`, `_check_writable` and
+    `_check_readable`, which do nothing here.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -94,17 +95,17 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """A new, empty queue: memory has no address."""
         return cls(clock or SystemClock())
 
-    def _changed(self, entry: Entry) -> None:
-        """Called with each request that has changed, but for its progress."""
+    def _on_change(self, entry: Entry) -> None:
+        """Called with each request that has changed, except for its progress."""
 
-    async def _kept(self, entry: Entry, durable: bool = False) -> None:
-        """Return when a request is kept as it is now."""
+    async def _wait_until_stored(self, entry: Entry, durable: bool = False) -> None:
+        """Return when a request is stored as it is now; with `durable`, so that it survives a loss of power."""
 
-    def _may_change(self) -> None:
+    def _check_writable(self) -> None:
         """Raise TransientError if nothing can be changed now."""
 
-    def _may_read(self) -> None:
-        """Raise TransientError if what is in memory will never be kept."""
+    def _check_readable(self) -> None:
+        """Raise TransientError if what is in memory will never be stored."""
 
     @override
     async def now(self) -> float:
@@ -112,13 +113,13 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def check(self) -> None:
-        self._may_change()
+        self._check_writable()
 
     @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        self._may_change()
+        self._check_writable()
         check_storable(context, *tasks, *events)
         entry = self._requests.get(context.id) or self._index.repeated(context)
         if entry is None:
@@ -130,7 +131,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             entry = self._requests[context.id] = Entry(context, self._arrival())
             self._apply(entry, tasks, events)
             self._account(entry, None)
-        return await self._when_kept(entry)
+        return await self._stored_record(entry)
 
     def _require_allowance(self, tenant: str, may: Allowance) -> int:
         """Return when the tenant has all of its rate again if a request is accepted now, in microseconds.
@@ -166,14 +167,14 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Returns before the leases are kept: after a crash, a task may be leased a second time."""
-        self._may_change()
+        """Returns before the leases are stored: after a crash, a task may be leased a second time."""
+        self._check_writable()
         until = self._clock.now() + wait
         while True:
             leases = self._claim(worker, wanted, ttl)
             self._wake()
             if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
-                self._may_read()
+                self._check_readable()
                 return leases
             await self._wait(worker, wanted, until)
 
@@ -244,12 +245,12 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
         if claims:
-            self._may_change()
+            self._check_writable()
         return self._leases.renew(claims, self._clock.now() + ttl)
 
     @override
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
-        self._may_change()
+        self._check_writable()
         check_storable(*events)
         leased = self._leases.held(claim)
         if leased is None:
@@ -263,28 +264,25 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
-        new = self._append(grown)
-        for one in filter(None, new):
-            self._pieces[one.claim.request][one.claim.stage] += one.pieces
-        return [one is not None for one in new]
-
-    def _append(self, grown: Sequence[Grown]) -> builtins.list[Grown | None]:
-        """Count what outputs have grown by. Returns of each what is new of it, None if its lease is not held."""
+        self._check_writable()
         check_growth(grown)
-        new: builtins.list[Grown | None] = []
-        for one in grown:
-            request, stage = one.claim.key
-            recorded = self._requests[request].appended.get(stage, 0) if self._leases.held(one.claim) else None
-            if recorded is not None:
-                check_gap(one, recorded)
-                one = Grown(one.claim, recorded, one.pieces[recorded - one.offset :])
-            new.append(None if recorded is None else one)
-        for one in filter(None, new):
-            entry, claim, count = self._requests[one.claim.request], one.claim, one.offset + len(one.pieces)
-            if one.pieces:
-                entry.appended[claim.stage] = count
+        held = [self._leases.held(one.claim) is not None for one in grown]
+        outputs = [(one, self._requests[one.claim.request]) for one in compress(grown, held)]
+        for one, entry in outputs:
+            check_gap(one, entry.appended.get(one.claim.stage, 0))
+        for one, entry in outputs:
+            claim, recorded = one.claim, entry.appended.get(one.claim.stage, 0)
+            if new := one.pieces[recorded - one.offset :]:
+                self._store_pieces(entry, Grown(claim, recorded, new))
+                count = entry.appended[claim.stage] = recorded + len(new)
                 self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
-        return new
+        for _, entry in outputs:  # also of a repeat, of which the first may not be stored yet
+            await self._wait_until_stored(entry)
+        return held
+
+    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
+        """Store new pieces of an output. To be called before their event is published."""
+        self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
 
     @override
     async def appended(
@@ -295,18 +293,18 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def commit(self, change: Change) -> Record:
-        self._may_change()
-        return await self._when_kept(self._commit(change))
+        self._check_writable()
+        return await self._stored_record(self._commit(change))
 
     @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, builtins.list[Lease]]:
-        self._may_change()
+        self._check_writable()
         entry = self._commit(change)
         leases = self._claim(worker, wanted, ttl)
         try:
-            return await self._when_kept(entry), leases
+            return await self._stored_record(entry), leases
         except BaseException:  # nobody learns of these leases
             for lease in leases:
                 self._hand_back(lease.claim)
@@ -335,15 +333,15 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def hand_back(self, claim: Claim) -> bool:
-        self._may_change()
+        self._check_writable()
         entry = self._hand_back(claim)
         if entry is not None:
-            await self._kept(entry)
+            await self._wait_until_stored(entry)
         return entry is not None
 
     @override
     async def turn_down(self, claim: Claim) -> int:
-        self._may_change()
+        self._check_writable()
         leased = self._leases.held(claim)
         if leased is None:
             raise _lost(claim)
@@ -369,7 +367,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def expired(self, ttl: float) -> builtins.list[Lease]:
-        self._may_change()
+        self._check_writable()
         return self._leases.expired(self._clock.now(), ttl)
 
     @override
@@ -393,14 +391,14 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        self._may_read()
+        self._check_readable()
         return [id for id in requests if (entry := self._requests.get(id)) is None or entry.context.over]
 
     @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:
-        self._may_read()
+        self._check_readable()
         if isinstance(after, str):
             behind = self._entry(after)
             if which.tenant not in (None, behind.context.caller.tenant):
@@ -428,8 +426,8 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._pieces.pop(request, None)
         self._index.remove(entry)
         entry.history.end()
-        self._changed(entry)
-        await self._kept(entry)
+        self._on_change(entry)
+        await self._wait_until_stored(entry)
 
     @override
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
@@ -443,7 +441,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def workers(self) -> Sequence[Member]:
-        self._may_read()
+        self._check_readable()
         leased = self._leases.by_worker()
         return [msgspec.structs.replace(member, leased=leased[name]) for name, member in self._members.items()]
 
@@ -477,7 +475,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     def _entry(self, request: str) -> Entry:
         """The stored request. Raises NotFound."""
-        self._may_read()
+        self._check_readable()
         entry = self._requests.get(request)
         if entry is None:
             raise _unknown(request)
@@ -493,11 +491,11 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         position = min((self._pools.position(one) for one in queued), default=None)
         return Record(entry.context, (), position, entry.number)
 
-    async def _when_kept(self, entry: Entry) -> Record:
-        """Wait until a request that was changed is kept, and return its record as it is now."""
+    async def _stored_record(self, entry: Entry) -> Record:
+        """Wait until a request that was changed is stored, and return its record as it is now."""
         self._wake()
         record = self._record(entry)
-        await self._kept(entry, durable=True)
+        await self._wait_until_stored(entry, durable=True)
         return record
 
     def _apply(self, entry: Entry, tasks: Sequence[Task], events: Sequence[Event]) -> None:
@@ -543,7 +541,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     def _note_change(self, entry: Entry) -> None:
         self._update_index(entry)
-        self._changed(entry)
+        self._on_change(entry)
 
     def _update_index(self, entry: Entry) -> None:
         context = entry.context

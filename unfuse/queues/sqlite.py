@@ -25,7 +25,7 @@ from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry, History
-from unfuse.queues.journal import Journal, Pieces, Row, StoredTask, Writer
+from unfuse.queues.journal import Journal, Row, StoredTask, Writer
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.tasks import QueuedTask
 
@@ -80,21 +80,21 @@ class SqliteQueue(MemoryQueue):
         return cls(expanded(path).absolute(), clock or SystemClock())
 
     @override
-    def _changed(self, entry: Entry) -> None:
+    def _on_change(self, entry: Entry) -> None:
         self._writer.note(entry)
 
     @override
-    async def _kept(self, entry: Entry, durable: bool = False) -> None:
+    async def _wait_until_stored(self, entry: Entry, durable: bool = False) -> None:
         if durable:
             self._writer.note(entry, durable=True)
         await self._writer.wait_until_written(entry)
 
     @override
-    def _may_change(self) -> None:
+    def _check_writable(self) -> None:
         self._writer.check()
 
     @override
-    def _may_read(self) -> None:
+    def _check_readable(self) -> None:
         self._writer.check_file()
 
     @override
@@ -104,17 +104,9 @@ class SqliteQueue(MemoryQueue):
         return renewal
 
     @override
-    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
         """Memory has only the number of pieces; the file has the pieces."""
-        self._writer.check()
-        new = self._append(grown)
-        entries = [self._entry(one.claim.request) for one in new if one]
-        for entry, one in zip(entries, filter(None, new), strict=True):
-            if one.pieces:
-                self._writer.append(entry, Pieces(entry.context.id, one.claim.stage, one.offset, one.pieces))
-        for entry in entries:  # also of a repeat, of which the first may not be written yet
-            await self._writer.wait_until_written(entry)
-        return [one is not None for one in new]
+        self._writer.append(entry, grown)
 
     @override
     async def appended(
@@ -141,15 +133,15 @@ class SqliteQueue(MemoryQueue):
         if request in self._journal.damaged:
             raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
         record = await super().load(request)
-        await self._kept(self._requests[request])
+        await self._wait_until_stored(self._requests[request])
         return record
 
     @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Leaves out a request whose end cannot be kept now."""
+        """Leaves out a request whose end cannot be stored now."""
         found = await super().over([request for request in requests if request not in self._journal.damaged])
         over = [(request, self._requests.get(request)) for request in found]
-        return [request for request, entry in over if entry is None or await self._can_be_kept(entry)]
+        return [request for request, entry in over if entry is None or await self._is_stored(entry)]
 
     @override
     async def list(
@@ -158,12 +150,12 @@ class SqliteQueue(MemoryQueue):
         records = await super().list(which, after=after, limit=limit, oldest_first=oldest_first)
         listed = builtins.list[Record]()
         for record, entry in [(record, self._requests[record.context.id]) for record in records]:
-            found = record if await self._can_be_kept(entry) else await self._last_kept(entry, which)
+            found = record if await self._is_stored(entry) else await self._last_stored(entry, which)
             listed += [found] if found else []
         return listed
 
-    async def _can_be_kept(self, entry: Entry) -> bool:
-        """Return True when an entry is kept as it is now, False if that is impossible until there is room."""
+    async def _is_stored(self, entry: Entry) -> bool:
+        """Return True when a request is stored as it is now, False if that is impossible until there is room."""
         if not self._writer.is_blocked(entry):  # else the next attempt to write would be waited for, entry by entry
             with suppress(TransientError):
                 await self._writer.wait_until_written(entry)
@@ -171,8 +163,8 @@ class SqliteQueue(MemoryQueue):
         self._writer.check_file()
         return False
 
-    async def _last_kept(self, entry: Entry, which: Filter) -> Record | None:
-        """The record of an entry as it was kept last; None if it was not, or if the filter does not select that."""
+    async def _last_stored(self, entry: Entry, which: Filter) -> Record | None:
+        """The record of a request as it was stored last; None if it was not, or the filter does not select that."""
         row = await self._in_file("read", self._journal.row, entry.number)
         if row is None:
             return None
@@ -198,7 +190,7 @@ class SqliteQueue(MemoryQueue):
 
     @override
     async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
-        self._may_change()
+        self._check_writable()
         async with self._declaring:
             known = self._declared.get(by)
             if known != declaration and not (new and known and known.is_current):
@@ -207,7 +199,7 @@ class SqliteQueue(MemoryQueue):
 
     @override
     async def secret(self, name: str, proposed: str) -> str:
-        self._may_read()
+        self._check_readable()
         return await self._in_file("written", self._journal.secret, name, proposed)
 
     @override

@@ -32,9 +32,28 @@ TRUSTED = 3  # how many comparisons have to find no difference before batches of
 
 CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
 
-MOST = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
+MOST_VERDICTS = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
 
 Key = tuple[Hashable, ...]
+
+UNKNOWN = "a function that cannot be seen"
+
+LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
+
+GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
+
+SAMPLES = 5  # how many forwards of a size are remembered, the latest
+
+CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
+
+RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
+"""A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
+times the square of how many forwards of it are remembered: soon at first, and once it is known for a fortieth of the
+time. It loses what its tasks take longer than in the best size, and counts for at least this share of a forward: what
+is level needs no haste.
+"""
+
+MAX_KEYS = 256
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -91,7 +110,7 @@ class Exactness:
         after = Verdict(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
-        if len(self._verdicts) > MOST:
+        if len(self._verdicts) > MOST_VERDICTS:
             del self._verdicts[next(iter(self._verdicts))]
         if blame:
             log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
@@ -122,13 +141,10 @@ class Exactness:
                 kept.pop(name, None)
                 kept[name] = verdict
                 fresh = self._file.with_suffix(".new")
-                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST:])))
+                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST_VERDICTS:])))
                 os.replace(fresh, self._file)
         except OSError as error:
             log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
-
-
-UNKNOWN = "a function that cannot be seen"
 
 
 def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
@@ -148,18 +164,19 @@ def _equal(one: Any, other: Any) -> bool:
     """Whether two results, errors among them, are the same bit for bit."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, Exception):
-        return str(one) == str(other)
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, msgspec.Struct) and not isinstance(one, Media):
-        return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
-    if hasattr(one, "untyped_storage"):
+    if hasattr(one, "untyped_storage"):  # a tensor of torch
         return bool(one.shape == other.shape and one.dtype == other.dtype and _bytes(one) == _bytes(other))
+    match one:
+        case Exception():
+            return str(one) == str(other)
+        case np.ndarray():
+            return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+        case dict():
+            return one.keys() == other.keys() and all(map(_equal, one.values(), map(other.get, one)))
+        case tuple() | list():
+            return len(one) == len(other) and all(map(_equal, one, other))
+        case msgspec.Struct() if not isinstance(one, Media):
+            return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
     return bool(one == other)
 
 
@@ -168,24 +185,6 @@ def _bytes(tensor: Any) -> bytes:
 
     flat = tensor.detach().cpu().contiguous().view(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
-
-
-LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
-
-GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
-
-SAMPLES = 5  # how many forwards of a size are remembered, the latest
-
-CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
-
-RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
-"""A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
-times the square of how many forwards of it are remembered: soon at first, and once it is known for a fortieth of the
-time. It loses what its tasks take longer than in the best size, and counts for at least this share of a forward: what
-is level needs no haste.
-"""
-
-MAX_KEYS = 256
 
 
 @dataclass
@@ -278,11 +277,6 @@ class BatchSizes:
         return found
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device, or the host, had not enough memory."""
-    return rule_of(error) is MEMORY
-
-
 class Batches:
     """Picks up to `most` tasks for a forward (0: as is usual), and computes it.
 
@@ -336,7 +330,11 @@ class Batches:
         waited = self._ranks.exchange_s
         size = len(batch) if how == "together" else 1
         try:
-            made = self._together(stage, states) if how == "together" else [self._alone(stage, one) for one in states]
+            made = (
+                self._step(stage.step, states)
+                if how == "together"
+                else [self._step(stage.step_alone, one) for one in states]
+            )
         except Exception as error:  # an error of one task must not end the process
             return self._fallen_apart(batch, error, how)
         seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
@@ -367,23 +365,20 @@ class Batches:
         if known | found != known:
             self.sharing[pool] = known | found
 
-    def _together(self, stage: Stage, states: list[Any]) -> list[Any]:
+    def _step(self, compute: Callable[[Any], Any], states: Any) -> Any:
+        """Make a step on every rank."""
         with self._ranks.together():
-            return stage.step(states)
-
-    def _alone(self, stage: Stage, state: Any) -> Any:
-        with self._ranks.together():
-            return stage.step_alone(state)
+            return compute(states)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step that each task has made alone once more, together, and remember whether that differs."""
         stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
         try:
-            together = self._together(stage, states)
+            together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
             blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
         except Exception as error:  # what they have alone counts
-            if out_of_memory(error):
+            if rule_of(error) is MEMORY:
                 self.sizes.too_large(key, len(batch))
                 return
             blame = f"{type(error).__name__}: {error}"
@@ -393,7 +388,7 @@ class Batches:
     def _fallen_apart(self, batch: list[Job], error: Exception, how: How) -> list[tuple[Job, Any]]:
         if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
             return [(batch[0], error)]
-        if len(batch) > 1 and out_of_memory(error):
+        if len(batch) > 1 and rule_of(error) is MEMORY:
             self.sizes.too_large(batch[0].key, len(batch))
         else:
             for job in batch:

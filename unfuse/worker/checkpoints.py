@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
@@ -93,36 +94,27 @@ class SavedStates:
         self._objects, self._link = objects, link
         self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
         self._known: dict[Claim, ObjectRef | None] = {}
-        self._portions: dict[Claim, set[asyncio.Future[None]]] = {}
+        self._unshared = Counter[Claim]()  # portions that are on their way, by task
+        self._shared = asyncio.Condition()
         self._lock = asyncio.Lock()
 
     def begin(self, lease: Lease) -> None:
         """A task begins, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def record(self, saved: Saved | Keep) -> None:
-        """Have a task's state recorded, or a portion, which others find from then on."""
-        if isinstance(saved, Saved):
-            await self._save(saved)
-        else:
-            await self._share(saved)
-
-    async def _share(self, kept: Keep) -> None:
-        """Have a portion recorded, and hold it for others."""
-        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pending = self._portions.setdefault(kept.claim, set())
-        pending.add(recorded)
+    async def share(self, kept: Keep) -> None:
+        """Have a portion recorded, which others find from then on, and hold it for them."""
+        self._unshared[kept.claim] += 1
         try:
             answer = await self._link.call(kept)
             if isinstance(answer, Accepted):
                 self._objects.share(kept.key, kept.output)
         finally:
-            recorded.set_result(None)
-            pending.discard(recorded)
-            if not pending:
-                self._portions.pop(kept.claim, None)
+            async with self._shared:
+                self._unshared -= Counter([kept.claim])
+                self._shared.notify_all()
 
-    async def _save(self, saved: Saved) -> None:
+    async def save(self, saved: Saved) -> None:
         """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
 
         One that cannot be copied, as when the disk is full, replaces none that is.
@@ -147,8 +139,8 @@ class SavedStates:
 
     async def wait_until_shared(self, claim: Claim) -> None:
         """Wait until every portion of a task so far is recorded."""
-        while pending := self._portions.get(claim):
-            await asyncio.wait(pending)
+        async with self._shared:
+            await self._shared.wait_for(lambda: claim not in self._unshared)
 
     async def end(self, claim: Claim, done: bool) -> None:
         """A task has ended here. If it is not `done`, its checkpoint stays, so that another worker can resume it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from unfuse.core.plan import prefix_key
 from unfuse.core.pool import declared
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors
+from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore
 from unfuse.stores.tensors import numpy_over, torch_over
@@ -31,16 +31,7 @@ from unfuse.worker.ranks import TaskStart
 
 log = structlog.get_logger(__name__)
 
-
-@dataclass(frozen=True)
-class Portion:
-    """What a step completed for other tasks, not stored yet: its key, its digest if that is not among the task's own
-    `prefixes`, and its tensors, which share no memory with the task's state.
-    """
-
-    key: str
-    digest: str
-    tensors: Tensors
+ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
 
 
 @dataclass(eq=False)
@@ -56,7 +47,7 @@ class Job:
     lease: Lease
     stage: Stage
     key: tuple[Hashable, ...]
-    inputs: list[HeldTensors]
+    opened: ExitStack  # its inputs, and its output if others may read it meanwhile, until that is sealed
     state: Any
     get_s: float
     run_s: float
@@ -76,7 +67,7 @@ class Job:
     previews: list[int] = field(default_factory=list)
     grown: int = 0  # the number of the next piece of its output
     part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
-    portions: list[Portion] = field(default_factory=list)  # those that its last step completed
+    prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)  # see `read_prefix_blocks`
     output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
 
     def growth(self) -> Grown | None:
@@ -201,12 +192,14 @@ class Intake:
 
     def begin(self, run: Run) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
-        task, inputs, prefix = run.lease.task, list[HeldTensors](), list[HeldTensors]()
+        task, opened, prefix = run.lease.task, ExitStack(), list[HeldTensors]()
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
-            for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
+            inputs = [
+                opened.enter_context(self._store.get(ref, as_torch=self._as_torch(run.lease), reader=task.request))
+                for ref in task.inputs
+            ]
             collected, received = self._came(run.lease)
             tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
             stage = self._stages[declared(task.planned.pool)]
@@ -217,16 +210,17 @@ class Intake:
                 tuple(map(dict, prefix)), received, bool(task.planned.extends) and not _is_narrowed(run.lease),
                 task.derived,
             )  # fmt: skip
-            return self._job(run, stage, given, inputs, get_s=time.monotonic() - began)
+            return self._job(run, stage, given, opened, get_s=time.monotonic() - began)
         except BaseException as error:
-            close(inputs)
+            opened.close()
             if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
                 self.forget(run.lease.claim)
             raise
         finally:
-            close(prefix)
+            for held in prefix:
+                held.close()
 
-    def _job(self, run: Run, stage: Stage, given: StageInput, inputs: list[HeldTensors], get_s: float) -> Job:
+    def _job(self, run: Run, stage: Stage, given: StageInput, opened: ExitStack, get_s: float) -> Job:
         """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
         began = time.monotonic()
         stage.verify(given)
@@ -240,7 +234,7 @@ class Intake:
             raise
         started_s = time.monotonic() - began
         return Job(
-            run.lease, stage, key, inputs, state, get_s, run_s=started_s, share_s=started_s,
+            run.lease, stage, key, opened, state, get_s, run_s=started_s, share_s=started_s,
             resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
         )  # fmt: skip
 
@@ -285,23 +279,12 @@ def _is_narrowed(lease: Lease) -> bool:
     return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
-def close(inputs: list[HeldTensors], output: Unsealed | None = None) -> None:
-    """Let go of inputs, and of an output that is not sealed."""
-    for held in inputs:
-        held.close()
-    if output:
-        output.abort()
-
-
 def start_of(run: Run, begun: Job | Exception) -> TaskStart:
     """Whether this process can begin a task."""
     if isinstance(begun, Job):
         return begun.resumed
     claim = run.lease.claim
     return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
-
-
-ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
 
 
 def announce(
@@ -320,6 +303,7 @@ def announce(
             outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.several
         )
     if job.output:
+        job.opened.callback(job.output.abort)
         job.stage.write_to(job.state, job.output)
         tell(Announced(job.claim, job.output.ref))
 
@@ -341,44 +325,39 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
     )
 
 
-def completed(job: Job) -> list[Portion]:
-    """Return copies of the portions that the last step completed, for tasks that begin alike.
+def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
+    """Return the prefix blocks that the last step completed, each with its key, its digest and copies of its tensors.
 
-    The state may change afterwards. A portion that cannot be had is left out, with those behind it.
+    The digest is empty if the key is one of the task's own `prefixes`. The state may change afterwards. A block that
+    cannot be read is left out, with those behind it.
     """
-    task, found = job.lease.task, list[Portion]()
+    task, found = job.lease.task, list[tuple[str, str, Tensors]]()
     try:
-        for number in job.stage.kept(job.state):
-            if number < len(task.planned.prefixes):
-                key, digest = task.planned.prefixes[number], ""
+        for block in job.stage.prefix_blocks(job.state):
+            if block.number < len(task.planned.prefixes):
+                found.append((task.planned.prefixes[block.number], "", block.read()))
             elif task.planned.extends:
-                digest = job.stage.digest(job.state, number)
-                key = prefix_key(task.planned.extends, digest)
-            else:
-                break
-            found.append(Portion(key, digest, job.stage.portion(job.state, number)))
+                found.append((prefix_key(task.planned.extends, block.digest), block.digest, block.read()))
     except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
         log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
     return found
 
 
-def store_portions(store: TensorStore, job: Job) -> Iterator[Keep]:
-    """Store the portions that the last step completed. One that cannot be stored is left out, with those behind it."""
-    task, portions = job.lease.task, job.portions
-    job.portions = []
-    for portion in portions:
+def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[Keep]:
+    """Store what `read_prefix_blocks` has read. A block that cannot be stored is left out, with those behind it."""
+    task, blocks = job.lease.task, job.prefix_blocks
+    job.prefix_blocks = []
+    for key, digest, tensors in blocks:
         try:
-            ref = store.put(portion.tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+            ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
         except Exception as error:  # as above
             log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
             return
-        yield Keep(job.claim, portion.key, ref, portion.digest)
+        yield Keep(job.claim, key, ref, digest)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
     """Store files, from the index of the task's picture on. Raises ResultsUnavailable where they cannot be now."""
     task = job.lease.task
-    first = task.params.get("index") or 0
-    if not isinstance(first, int):
-        raise PermanentError(f"stage {task.stage} was given the picture index {first!r}")
+    first = 0 if task.params.get("index") is None else need(task.params, "index", int)
     return tuple(results.put(task.request, at, one.content_type, one.data) for at, one in enumerate(media, first))

@@ -19,9 +19,8 @@ from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
-from unfuse.weights.composed import split_name, with_components
 from unfuse.weights.hub import Brought
-from unfuse.weights.source import is_local, resolve_source
+from unfuse.weights.source import is_local, resolve_source, split_name, with_components
 from unfuse.wire.address import Trust
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.loaded_models import Models, Sets, States, states_of
@@ -104,9 +103,17 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
                    for name, source, dtype in asked)  # fmt: skip
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
-    sources = _composed(chosen or welcome.models, options.component_sources)
-    states = local_states(sources)
-    cards, models = fetch_models(sources, choice)
+    sources = chosen or welcome.models
+    if components := options.component_sources:
+        if len(sources) > 1:
+            raise UsageError("--component-source is for one model: name it by --model")
+        name, source, dtype = sources[0]
+        sources = ((name, with_components(split_name(source)[0], components), dtype),)
+    folders = [resolve_source(source or name) for name, source, _ in sources if is_local(source or name)]
+    states = dict(chain.from_iterable(states_of(folder).items() for folder in folders))
+    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in sources]
+    cards = tuple(card for card, _, _ in found)
+    models = tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
     device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
     spreads = own_spreads(parallel, choice.roles)
@@ -154,15 +161,6 @@ def _source_here(name: str, offered: str) -> str:
     return name if is_by_name else offered
 
 
-def _composed(models: Models, components: Mapping[str, str]) -> Models:
-    """Models of which these components come from elsewhere. Raises UsageError for components of several models."""
-    if not components:
-        return models
-    if len(models) > 1:
-        raise UsageError("--component-source is for one model: name it by --model")
-    return tuple((name, with_components(split_name(source)[0], components), dtype) for name, source, dtype in models)
-
-
 def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
     """Raise ConfigError for stages that need the result store, where that is another machine's folder."""
     needing = sorted({stage.role for stage in stages if stage.needs_results})
@@ -194,19 +192,6 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
         replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
         for rank, device in enumerate(served.devices)
     ]
-
-
-def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
-    """Download the components of the chosen stages where needed. Returns the models' cards, and models with folders."""
-    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in models]
-    return tuple(card for card, _, _ in found), tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
-
-
-def local_states(models: Models) -> States:
-    """Return the states of the files of local models, by path. Raises ConfigError."""
-    sources = [source or name for name, source, _ in models]
-    folders = [resolve_source(source) for source in sources if is_local(source)]
-    return dict(chain.from_iterable(states_of(folder).items() for folder in folders))
 
 
 def _tell(brought: Brought) -> None:

@@ -326,8 +326,10 @@ class Worker:
                 log.debug("task began", **about(message.claim))
             case Progress():
                 self._progress.add(message)
-            case Saved() | Keep():
-                self._background.once("recording what a task has so far", partial(self._saved_states.record, message))
+            case Saved():
+                self._background.once("recording what a task has so far", partial(self._saved_states.save, message))
+            case Keep():
+                self._background.once("recording what a task has so far", partial(self._saved_states.share, message))
             case Announced():
                 self._holding.placed(message.claim)
                 self._background.once("announcing an output", partial(self._announce, message))
@@ -507,7 +509,7 @@ class Worker:
         objects, heard = self._objects, -1
         await objects.copy_all(inputs)
         await self._idle.wait()
-        await objects.durable.wait_until_written()
+        await objects.wait_until_copied()
         await objects.copy_all(())
         while objects.needed() and heard != self._link.heard and not self._scheduler_stops:
             heard = self._link.heard
