@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
@@ -127,7 +127,7 @@ class Scheduler:
         shared_by = self._cache.shared_by(caller.tenant, delivery.cache)
         plan = compile_plan(card.pipeline, pools, params, samples, shared_by, prefixes, request.derived)
         id = request.id or self.queue.placed(request_ids(), caller)
-        request = msgspec.structs.replace(request, id=id)
+        request = replace(request, id=id)
         return await self._submit(RequestContext(request, caller, delivery, plan, {}))
 
     async def reuse(
@@ -139,10 +139,10 @@ class Scheduler:
         A repeat (same tenant and idempotency key) gets the first record.
         """
         metadata = delivery.metadata | {"reuse_of": source.id}
-        delivery = msgspec.structs.replace(delivery, metadata=metadata)
+        delivery = replace(delivery, metadata=metadata)
         context = RequestContext(request, caller, delivery, source.plan, {})
         change = lifecycle.reused(context, source.result, self.clock.wall())
-        limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(caller.allowance, concurrent=0))
+        limits = replace(UNLIMITED, tenant=replace(caller.allowance, concurrent=0))
         record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
             self.observers.tell(Observer.submitted, record.context)
@@ -155,7 +155,6 @@ class Scheduler:
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
         id = id or self.retried_as(old, allowance)
-        replace = msgspec.structs.replace
         metadata = old.delivery.metadata | {"retry_of": request}
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
@@ -177,7 +176,7 @@ class Scheduler:
     async def _submit(self, context: RequestContext) -> Record:
         if self.draining:
             raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
-        replace, timeout = msgspec.structs.replace, context.delivery.timeout
+        timeout = context.delivery.timeout
         now = 0.0 if timeout is None else await self.queue.now()
         context = self._costs.priced(context)
         limit_s = context.request.time_limit_s if self._costs.known(context) else None
@@ -295,12 +294,12 @@ class Scheduler:
         """The lease with what its task need not make: an earlier attempt's checkpoint, a prefix that others made."""
         task = lease.task
         if task.planned.prefixes:
-            lease = msgspec.structs.replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
+            lease = replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
         if task.attempt == 1:
             return lease
         with suppress(NotFound, Damaged):
             state = (await self.queue.load(task.request)).context.stages[task.stage]
-            return msgspec.structs.replace(lease, checkpoint=state.checkpoint)
+            return replace(lease, checkpoint=state.checkpoint)
         return lease
 
     async def fail(self, failed: Failed, worker: str) -> Record:
@@ -310,7 +309,7 @@ class Scheduler:
             return await self._handed_back(failed, worker)
         queue_now = await self.queue.now()
         message, evidence = without_paths(failed.message), without_paths(failed.evidence)
-        told = msgspec.structs.replace(failed, message=message, evidence=evidence)
+        told = replace(failed, message=message, evidence=evidence)
         if failed.error:
             await self.registry.workers()  # refresh the registry
 
