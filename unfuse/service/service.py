@@ -36,7 +36,7 @@ from unfuse.launch.base import Launcher
 from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import Front, create_app
