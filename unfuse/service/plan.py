@@ -18,7 +18,7 @@ from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.spread import SHARD, fewer, own_spreads, parse_parallel, refuse
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.forks import Forks, InheritedForks
+from unfuse.launch.local import Forks, InheritedForks
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.encoders import shared_of
 from unfuse.planning.layout import Layouts, Means, layouts

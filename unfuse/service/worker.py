@@ -22,8 +22,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Refused, Welcome, WorkerInfo
 from unfuse.core.spread import AUTO
 from unfuse.core.time_budget import first
-from unfuse.launch.forks import Forks
-from unfuse.launch.local import HURRY, LocalLauncher
+from unfuse.launch.local import HURRY, Forks, LocalLauncher
 from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
 from unfuse.planning.placement import CPU, Wanted, devices_of, only_cpu

@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,17 @@ from unfuse.language.detokenize import Ending, Words
 from unfuse.language.grammars import BehindReasoning, GrammarMatcher, Grammars
 from unfuse.language.paged_kv import KvSequence, NoBlocks
 from unfuse.language.sampling import Sampled, Sampling, sample
-from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need, next_states
+from unfuse.stages.base import (
+    Media,
+    OpenOutput,
+    PrefixBlock,
+    Receiving,
+    StageInput,
+    StageOutput,
+    Tensors,
+    need,
+    next_states,
+)
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader, KvWriter
 from unfuse.stages.sequences import Growing, PromptStage, Sequences
 
@@ -52,6 +63,12 @@ class Prefilling(Growing):
 
     before: int = 0
     handed: KvWriter = field(kw_only=True)
+
+    @property
+    def blocks(self) -> list[PrefixBlock]:
+        """The chunks that the last step completed."""
+        numbers = range(self.before // CHUNK, self.done // CHUNK)
+        return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in numbers]
 
 
 class Prefill(PromptStage[Prefilling]):
@@ -91,12 +108,8 @@ class Prefill(PromptStage[Prefilling]):
         return replace(state, done=result, before=state.done)
 
     @override
-    def kept(self, state: Prefilling) -> Sequence[int]:
-        return range(state.before // CHUNK, state.done // CHUNK)
-
-    @override
-    def portion(self, state: Prefilling, number: int) -> Tensors:
-        return state.handed.portion(number)
+    def prefix_blocks(self, state: Prefilling) -> Sequence[PrefixBlock]:
+        return state.blocks
 
     @override
     def progress(self, state: Prefilling) -> tuple[int, int]:
@@ -130,6 +143,11 @@ class Recomputed(Prefilling):
     """
 
     digests: tuple[str, ...] = ()
+
+    @property
+    @override
+    def blocks(self) -> list[PrefixBlock]:
+        return [replace(block, digest=self.digests[block.number]) for block in super().blocks]
 
     @property
     def complete(self) -> bool:
@@ -363,18 +381,8 @@ class Decode(PromptStage[Writing]):
         )  # fmt: skip
 
     @override
-    def kept(self, state: Writing) -> Sequence[int]:
-        return range(state.again.before // CHUNK, state.again.done // CHUNK) if state.again else ()
-
-    @override
-    def portion(self, state: Writing, number: int) -> Tensors:
-        assert state.again
-        return state.again.handed.portion(number)
-
-    @override
-    def digest(self, state: Writing, number: int) -> str:
-        assert state.again
-        return state.again.digests[number]
+    def prefix_blocks(self, state: Writing) -> Sequence[PrefixBlock]:
+        return state.again.blocks if state.again else ()
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:

@@ -153,10 +153,10 @@ class Sequences:
         return sequence
 
     def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put others' portions in place while there are such, and room. Returns the tokens there are, up to `most`."""
+        """Put others' prefix blocks in place while there is room. Returns the tokens there are, up to `most`."""
         layout = self.layout(CHUNK)
-        for portion in prefix:
-            both, start = portion.get("kv"), sequence.length
+        for block in prefix:
+            both, start = block.get("kv"), sequence.length
             shape = layout.layers, 2, layout.heads, CHUNK, layout.width
             if both is None or both.shape != shape or start + CHUNK > most:
                 break
