@@ -1,9 +1,9 @@
 """A process that has imported what compute needs, and forks compute processes: each begins at once, and shares memory.
 
-A launcher starts `python -m unfuse.worker.fork_server FD FOLDER...`, with the folders of the models, and one end of a
-SOCK_SEQPACKET pair, whose other end its workers hold, all the same: so no stranger has a way in. It ends when nobody
-holds that any more. It has one thread, touches no GPU, and opens nothing that it does not need; its children close
-whatever they inherit from it, so that none keeps another's lifeline open.
+`python -m unfuse.worker.fork_server FD FOLDER...`, with the folders of the models, is started by a launcher with one
+end of a SOCK_SEQPACKET pair, whose other end its workers hold, all the same: so no stranger has a way in. It ends when
+nobody holds that any more. It has one thread, touches no GPU, and opens nothing that it does not need; its children
+close whatever they inherit from it, so that none keeps another's lifeline open.
 """
 
 from __future__ import annotations
