@@ -19,10 +19,9 @@ from tests.scheduler.test_scheduler import done, take
 from tools.asking import asking
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.messages import Announced, Done, Failed
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Record, RequestContext, ResultFile, Timings
+from unfuse.core.request import TERMINAL_EVENTS, Event, Record, RequestContext, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import draft

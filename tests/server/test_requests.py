@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.server.served import IDLE, PICTURES, Served, picture, serve
+from unfuse.core.card import Vocabulary
 from unfuse.core.errors import TransientError
-from unfuse.core.event import Event
-from unfuse.core.vocabulary import Vocabulary
+from unfuse.core.request import Event
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.waking import USUAL_S
 from unfuse.server.requests import written

@@ -15,13 +15,12 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import agree, open_engine
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.session import SESSION_MOVES, Session, Transfers
-from unfuse.transfer.sinks import ArenaSink, Window
+from unfuse.transfer.session import SESSION_MOVES, ArenaSink, Session, Transfers, Window
 
 QUICK = TransferOptions(secret=SECRET, threads=1, heartbeat_s=0.2, bootstrap_s=60, attempts=4)
 

@@ -9,8 +9,16 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unfuse.core.messages import Stopped
-from unfuse.core.request import UNKNOWN_DEVICE, RequestContext, Running, StageState, Timings, Unreported
-from unfuse.core.usage import believable, newest
+from unfuse.core.request import (
+    UNKNOWN_DEVICE,
+    RequestContext,
+    Running,
+    StageState,
+    Timings,
+    Unreported,
+    believable,
+    newest,
+)
 
 MOST_UNREPORTED = 16  # attempts of one stage whose workers are still expected to report; older ones stay as they are
 

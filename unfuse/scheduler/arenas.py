@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import ExecutionPlan, PlannedStage
-from unfuse.core.pool import declared
+from unfuse.core.plan import ExecutionPlan, PlannedStage, declared
 from unfuse.queues.base import Member
 
 BLOCK = 4096  # arenas are cut in pages

@@ -11,7 +11,7 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, WorkerInfo
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.queues.base import Member, Offer, Wanted
 from unfuse.scheduler.in_flight import InFlight

@@ -21,8 +21,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import ExecutionPlan
-from unfuse.core.pool import declared
+from unfuse.core.plan import ExecutionPlan, declared
 from unfuse.core.request import Record, RequestContext, Waking
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.time_model import TimeModel

@@ -9,12 +9,21 @@ from typing import Any, Literal
 import msgspec
 
 from unfuse.core.errors import IllegalMove
-from unfuse.core.event import Event, EventType
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params
-from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
+from unfuse.core.request import (
+    REQUEST_MOVES,
+    Change,
+    ErrorInfo,
+    Event,
+    EventType,
+    RequestContext,
+    RequestStatus,
+    Running,
+    StageState,
+    believable,
+)
 from unfuse.core.task import TASK_MOVES, Claim, Task, TaskStatus
-from unfuse.core.usage import believable
 from unfuse.scheduler import accounting
 
 Charge = Literal["failures", "crashes", "recomputes"]

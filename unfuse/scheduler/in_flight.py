@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from typing_extensions import override
 
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared
 from unfuse.core.request import RequestContext
 from unfuse.scheduler.observer import Observer
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from unfuse.core.errors import LeaseLost
-from unfuse.core.event import Event
 from unfuse.core.messages import REFUSED, Announced, Done, Failed, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage
@@ -22,14 +21,16 @@ from unfuse.core.request import (
     MODERATION_BLOCKED,
     Change,
     ErrorInfo,
+    Event,
     RequestContext,
     ResultFile,
     Running,
     StageState,
     Timings,
+    believable,
+    newest,
 )
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.core.usage import believable, newest
 from unfuse.queues.base import EXACT
 from unfuse.scheduler import accounting, waking
 from unfuse.scheduler.draft import Draft

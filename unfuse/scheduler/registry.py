@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import ChangedFile, WorkerInfo
-from unfuse.core.plan import Choice, roles_of
-from unfuse.core.pool import declared
+from unfuse.core.plan import Choice, declared, roles_of
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration, Member, WorkerRegistry
 

@@ -13,11 +13,10 @@ from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
-from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
-from unfuse.core.observers import Observers
+from unfuse.core.parameters import nth_seed
+from unfuse.core.paths import without_paths
 from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
-from unfuse.core.redact import without_paths
 from unfuse.core.request import (
     Allowance,
     Awaiting,
@@ -29,7 +28,7 @@ from unfuse.core.request import (
     RequestContext,
     request_ids,
 )
-from unfuse.core.supervisor import Supervisor
+from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
 from unfuse.scheduler import lifecycle, waking

@@ -14,11 +14,10 @@ import msgspec
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound
-from unfuse.core.observers import Observers
-from unfuse.core.pool import declared
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.plan import declared
+from unfuse.core.request import Change, Record, RequestContext, billed_seconds, increase, lost_seconds
+from unfuse.core.supervisor import Observers
 from unfuse.core.task import Task
-from unfuse.core.usage import billed_seconds, increase, lost_seconds
 from unfuse.queues.base import Filter, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer

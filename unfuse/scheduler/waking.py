@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared
 from unfuse.core.request import RequestContext, StageState, Waking
 
 USUAL_S = 300.0  # seconds that waking a pool is said to take before it was seen: the chart's `coldStartSeconds`

@@ -29,8 +29,7 @@ from unfuse.client import Client
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError, UsageError
 from unfuse.core.messages import Borrow, Lent, Refused, ToScheduler, ToWorker, WorkerInfo
 from unfuse.core.plan import Choice, roles_of
-from unfuse.core.supervisor import Supervisor
-from unfuse.core.time_budget import first
+from unfuse.core.supervisor import Supervisor, first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys as ApiKeys
 from unfuse.launch.base import Launcher

@@ -22,8 +22,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError
 from unfuse.core.messages import Borrow, ChangedFile, Lent, Refused
 from unfuse.core.parameters import scales
-from unfuse.core.plan import Choice
-from unfuse.core.pool import declared, manned
+from unfuse.core.plan import Choice, declared, manned
 from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stages.specs import ADAPTED
