@@ -18,7 +18,7 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import RequestContext, StageState
+from unfuse.core.request import GenerationRequest, RequestContext, StageState
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter, QueueBackend
 from unfuse.queues.journal import Journal, Row
@@ -36,6 +36,7 @@ from unfuse.testing.queue_samples import (
     leased,
     passing,
     request,
+    request_context,
     task,
     wanted,
 )
@@ -296,7 +297,7 @@ class TestSqlite:
 
 
 def _context(name: str) -> RequestContext:
-    return RequestContext(name, "model", {"prompt": "x" * 20_000}, ExecutionPlan(()), {})
+    return request_context(GenerationRequest(name, "model", {"prompt": "x" * 20_000}), ExecutionPlan(()))
 
 
 class TestRedisAndValkey:

@@ -32,7 +32,7 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import StageState
+from unfuse.core.request import Delivery, StageState
 from unfuse.queues import journal
 from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
 from unfuse.queues.journal import StoredTask
@@ -115,9 +115,9 @@ async def test_a_rule_of_the_port_after_a_restart(rule: Rule, clock: ManualClock
 class TestARestart:
     async def test_keeps_every_field_of_context_and_task(self, queue: SqliteQueue, clock: ManualClock) -> None:
         stages = {"s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3)}
-        context = request("a", tenant="ü", fingerprint="f", deadline=1.5, metadata={"k": "v"}, created_at=0.1)
+        own = {"tenant": "ü", "fingerprint": "f", "deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1}
         params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
-        context = msgspec.structs.replace(context, stages=stages, params=params)
+        context = request("a", params=params, stages=stages, **own)
         sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, near="n", affinity="a")
         await queue.submit(context, [sent], [], LIMITS)
         queue = await again(queue, clock)
@@ -265,7 +265,7 @@ class TestARestart:
         params = {"prompt": "a red circle on white" * 50}
         for batch in range(10):
             names = [f"{batch}-{number}" for number in range(100)]
-            contexts = [msgspec.structs.replace(request(name), params=params) for name in names]
+            contexts = [request(name, params=params) for name in names]
             await asyncio.gather(*(queue.submit(context, [task(context.id)], [], LIMITS) for context in contexts))
             over = [change(await queue.load(name), status="completed", completed_at=1.0) for name in names]
             await asyncio.gather(*(queue.commit(one) for one in over))
@@ -503,7 +503,8 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)
-            await raised(TransientError, queue.commit(change(record, metadata={"k": "v" * 50_000})))
+            large = Delivery(metadata={"k": "v" * 50_000})
+            await raised(TransientError, queue.commit(change(record, delivery=large)))
             await queue.close()
             (disk / "filler").unlink()
             queue = SqliteQueue(disk / "queue.db", clock)
@@ -532,7 +533,8 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)
-            refusal = await raised(TransientError, queue.commit(change(record, metadata={"k": "v" * 50_000})))
+            large = Delivery(metadata={"k": "v" * 50_000})
+            refusal = await raised(TransientError, queue.commit(change(record, delivery=large)))
             assert "full" in str(refusal)
             (disk / "filler").unlink()
             while True:
@@ -540,7 +542,7 @@ class TestADiskThatIsFull:
                     await queue.check()
                     break
                 await asyncio.sleep(0.01)
-            assert (await queue.load("a")).context.metadata == {"k": "v" * 50_000}
+            assert (await queue.load("a")).context.delivery.metadata == {"k": "v" * 50_000}
             await queue.close()
 
 

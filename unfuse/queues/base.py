@@ -16,7 +16,7 @@ from __future__ import annotations
 import builtins
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Timings, Who
+from unfuse.core.request import Allowance, Caller, Change, Record, RequestContext, RequestStatus, Timings
 from unfuse.core.task import SLOTS, Claim, Lease, Task
 
 
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 #: The number of the format in which queues are stored. A queue of another number is refused, and not changed.
-SCHEMA = 3
+SCHEMA = 4
 
 MOST_RETURNS = 3  # a worker that has turned a task down this often does not get it again
 MAX_CACHED = 512  # the most encoder outputs that are cached; few, because workers name each with every heartbeat
@@ -58,6 +58,12 @@ Heading = tuple[str | None, str, object]
 #: Fields of a context that are indexed only within a tenant; and fields of which only this value is indexed.
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
 LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
+
+#: The fields of a context that a filter may name, and how to read each.
+INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
+    **{name: attrgetter(name) for name in LISTED_VALUES},
+    **{name: attrgetter(f"caller.{name}") for name in ("tenant", *TENANT_FIELDS)},
+}
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -372,7 +378,7 @@ class RequestStore(ABC):
     ) -> builtins.list[bytes]:
         """The recorded pieces of a stage from number `after` on, up to `limit`. Raises NotFound."""
 
-    def placed(self, ids: Iterator[str], who: Who) -> str:
+    def placed(self, ids: Iterator[str], caller: Caller) -> str:
         """Return one of these endless new ids, whose request is stored with the others of its key or limited tenant."""
         return next(ids)
 
@@ -491,9 +497,14 @@ class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
 
 EXACT = 2**53  # every backend stores integers up to this one exactly
 
+NUMBERS = (int, float, float | None)
 _NUMBERS = {
-    kind: attrgetter(*(one.name for one in msgspec.structs.fields(kind) if one.type in (int, float, float | None)))
-    for kind in (RequestContext, Task, Event)
+    kind: attrgetter(*nested, *(one.name for one in msgspec.structs.fields(kind) if one.type in NUMBERS))
+    for kind, nested in (
+        (RequestContext, ("delivery.priority", "request.time_limit_s")),
+        (Task, ("planned.room",)),
+        (Event, ()),
+    )
 }
 
 
@@ -509,8 +520,8 @@ def check_storable(*parts: RequestContext | Task | Event) -> None:
 def check_numbers(*parts: RequestContext | Task | Event) -> None:
     """Raise ProtocolError for NaN, or a number beyond EXACT: what encoding does not refuse."""
     for part in parts:
-        planned = (part.planned.room, *part.planned.needs.values()) if isinstance(part, Task) else ()
-        for number in (*_NUMBERS[type(part)](part), *planned):
+        needs = part.planned.needs.values() if isinstance(part, Task) else ()
+        for number in (*_NUMBERS[type(part)](part), *needs):
             if not -EXACT <= (number or 0) <= EXACT:
                 raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
 

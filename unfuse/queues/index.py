@@ -16,7 +16,7 @@ from typing_extensions import override
 from unfuse.core.event import Event
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import RequestContext, RequestStatus
-from unfuse.queues.base import LISTED_VALUES, MAX_CACHED, TENANT_FIELDS, EncoderIndex, Filter, Heading
+from unfuse.queues.base import INDEXED_FIELDS, LISTED_VALUES, MAX_CACHED, TENANT_FIELDS, EncoderIndex, Filter, Heading
 from unfuse.queues.tasks import QueuedTask
 
 MAX_EVENTS = 512  # events kept of one request
@@ -106,8 +106,10 @@ class Entry:
 
     def fits(self, which: Filter) -> bool:
         """Whether the filter selects this request."""
-        asked = which.asked().items()
-        return all(getattr(self if name == "status" else self.context, name) == value for name, value in asked)
+        return all(
+            (self.status if name == "status" else INDEXED_FIELDS[name](self.context)) == value
+            for name, value in which.asked().items()
+        )
 
 
 _number = attrgetter("number")
@@ -148,8 +150,8 @@ class Index:
 
     def repeated(self, context: RequestContext) -> Entry | None:
         """The stored request of the same tenant and idempotency key, if any."""
-        key = context.idempotency_key
-        return next(self.find(Filter(tenant=context.tenant, idempotency_key=key)), None) if key else None
+        key = context.caller.idempotency_key
+        return next(self.find(Filter(tenant=context.caller.tenant, idempotency_key=key)), None) if key else None
 
     def over_before(self, time: float) -> list[Entry]:
         """The requests that ended before this Unix time, in the order of their ends."""
@@ -180,11 +182,11 @@ class Index:
 def _headings(context: RequestContext, status: RequestStatus) -> tuple[Heading, ...]:
     """Every value of `Filter.heading` that must find this request."""
     fields: list[tuple[str, object]] = [("", ""), ("status", status)]
-    fields += [(name, value) for name, value in LISTED_VALUES.items() if getattr(context, name) == value]
-    own = [(name, value) for name in TENANT_FIELDS if (value := getattr(context, name))]
+    fields += [(name, value) for name, value in LISTED_VALUES.items() if INDEXED_FIELDS[name](context) == value]
+    own = [(name, value) for name in TENANT_FIELDS if (value := INDEXED_FIELDS[name](context))]
     return (
         *((None, name, value) for name, value in fields),
-        *((context.tenant, name, value) for name, value in [*fields, *own]),
+        *((context.caller.tenant, name, value) for name, value in [*fields, *own]),
     )
 
 

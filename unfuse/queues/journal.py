@@ -8,7 +8,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -20,6 +20,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
 from unfuse.core.event import Event
+from unfuse.core.growth import Grown
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
 from unfuse.queues.base import SCHEMA, Declaration
@@ -73,15 +74,6 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
     since: float = 0.0
 
 
-class Pieces(msgspec.Struct, frozen=True):
-    """Pieces of a stage of the request `id`, from number `first` on, as they were recorded at one time."""
-
-    id: str
-    stage: str
-    first: int
-    pieces: tuple[bytes, ...]
-
-
 class Row(msgspec.Struct, frozen=True):
     """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
 
@@ -112,7 +104,8 @@ class Journal:
             _refuse_remote(path)
             _refuse_foreign(path)
             with ExitStack() as opened:
-                opened.enter_context(_locked(path))
+                lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+                _lock(path, opened.enter_context(os.fdopen(lock, "r+b", 0)))
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
@@ -127,7 +120,7 @@ class Journal:
             raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Pieces] = ()) -> None:
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Grown] = ()) -> None:
         """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
         That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
@@ -136,7 +129,7 @@ class Journal:
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
         grown = [
-            (one.id, one.stage, one.first, one.first + len(one.pieces), msgspec.msgpack.encode(one.pieces))
+            (*one.claim.key, one.offset, one.offset + len(one.pieces), msgspec.msgpack.encode(one.pieces))
             for one in pieces
         ]
         with self._disk_may_be_full():
@@ -236,27 +229,18 @@ class Journal:
         return cast(int, start)
 
 
-def _locked(path: Path) -> FileIO:
-    """Lock the file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
-    lock = path.with_name(f"{path.name}.lock")
-    file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+def _lock(path: Path, file: FileIO) -> None:
+    """Lock this file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        with file:
-            holder = file.read().decode()
         raise InUse(
-            f"the queue cannot be kept in {path}: process {holder} has it: end that one, or give this one another "
-            "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue that is "
-            "--queue redis://HOST:PORT/DATABASE"
+            f"the queue cannot be kept in {path}: process {file.read().decode()} has it: end that one, or give this "
+            "one another folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue "
+            "that is --queue redis://HOST:PORT/DATABASE"
         ) from error
-    try:
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
-    except OSError:
-        file.close()  # the next try in this process must not meet our own lock
-        raise
-    return file
+    file.truncate(0)
+    file.write(str(os.getpid()).encode())
 
 
 def _check_ours(file: apsw.Connection) -> None:
@@ -282,12 +266,10 @@ def _refuse_foreign(path: Path) -> None:
         begins = file.read(len(MAGIC))
     if begins not in (b"", MAGIC):
         raise UsageError("it is not a database, it holds something else: give this one a file of its own")
-    with suppress(apsw.Error):  # a torn database may still be repaired from its journal, when it is opened
-        look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-        try:
-            _check_ours(look)
-        finally:
-            look.close()
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    # a torn database may still be repaired from its journal, when it is opened
+    with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as look:
+        _check_ours(look)
 
 
 def _refuse_remote(path: Path) -> None:
@@ -311,7 +293,7 @@ class _Batch:
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)
-    pieces: dict[int, list[Pieces]] = field(default_factory=dict)
+    pieces: dict[int, list[Grown]] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -357,7 +339,7 @@ class Writer:
             batch.entries[entry.number] = entry
             batch.durable |= durable
 
-    def append(self, entry: Entry, pieces: Pieces) -> None:
+    def append(self, entry: Entry, pieces: Grown) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""
         if batch := self._upcoming():
             batch.pieces.setdefault(entry.number, []).append(pieces)

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from math import ceil
 
 import msgspec
@@ -123,10 +123,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         check_storable(context, *tasks, *events)
         entry = self._requests.get(context.id) or self._index.repeated(context)
         if entry is None:
-            whole_at = self._require_allowance(context.tenant, limits.tenant)
+            whole_at = self._require_allowance(context.caller.tenant, limits.tenant)
             self._require_room(context, tasks, limits)
             if limits.tenant.rate:
-                self._rate_whole_at[context.tenant] = whole_at
+                self._rate_whole_at[context.caller.tenant] = whole_at
             self._arrivals = max(self._arrivals, int(self._clock.wall() * 1e6))
             entry = self._requests[context.id] = Entry(context, self._arrival())
             self._apply(entry, tasks, events)
@@ -264,28 +264,25 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
-        new = self._append(grown)
-        for one in filter(None, new):
-            self._pieces[one.claim.request][one.claim.stage] += one.pieces
-        return [one is not None for one in new]
-
-    def _append(self, grown: Sequence[Grown]) -> builtins.list[Grown | None]:
-        """Count what outputs have grown by. Returns of each what is new of it, None if its lease is not held."""
+        self._check_writable()
         check_growth(grown)
-        new: builtins.list[Grown | None] = []
-        for one in grown:
-            request, stage = one.claim.key
-            recorded = self._requests[request].appended.get(stage, 0) if self._leases.held(one.claim) else None
-            if recorded is not None:
-                check_gap(one, recorded)
-                one = Grown(one.claim, recorded, one.pieces[recorded - one.offset :])
-            new.append(None if recorded is None else one)
-        for one in filter(None, new):
-            entry, claim, count = self._requests[one.claim.request], one.claim, one.offset + len(one.pieces)
-            if one.pieces:
-                entry.appended[claim.stage] = count
+        held = [self._leases.held(one.claim) is not None for one in grown]
+        outputs = [(one, self._requests[one.claim.request]) for one in compress(grown, held)]
+        for one, entry in outputs:
+            check_gap(one, entry.appended.get(one.claim.stage, 0))
+        for one, entry in outputs:
+            claim, recorded = one.claim, entry.appended.get(one.claim.stage, 0)
+            if new := one.pieces[recorded - one.offset :]:
+                self._store_pieces(entry, Grown(claim, recorded, new))
+                count = entry.appended[claim.stage] = recorded + len(new)
                 self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
-        return new
+        for _, entry in outputs:  # also of a repeat, of which the first may not be stored yet
+            await self._wait_until_stored(entry)
+        return held
+
+    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
+        """Store new pieces of an output. To be called before their event is published."""
+        self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
 
     @override
     async def appended(
@@ -404,7 +401,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._check_readable()
         if isinstance(after, str):
             behind = self._entry(after)
-            if which.tenant not in (None, behind.context.tenant):
+            if which.tenant not in (None, behind.context.caller.tenant):
                 raise _unknown(after)
             after = behind.number
         return [self._record(entry) for entry in islice(self._index.find(which, after, oldest_first), limit)]

@@ -23,7 +23,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import SCHEMA, Damage, Member, check_numbers, remaining_of
+from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, Damage, Member, check_numbers, remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 #: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
@@ -156,18 +156,22 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
     """
     check_numbers(context, *push, *events)
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
-    names = (
-        "version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at",
-        "unheard",
-    )  # fmt: skip
-    facts = {name: getattr(context, name) for name in names}
-    stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
-    stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
     left = remaining_of(context)
-    stored["left"] = raw(msgspec.msgpack.encode(left))
-    fields = [part for item in stored.items() for part in item]
-    facts |= {"id": context.id, "fields": fields, "left": left}
-    return facts | {"push": [task_fields(task) for task in push], "events": events}
+    facts: dict[str, Any] = {name: getattr(context, name) for name in ("version", "status", "cost", "completed_at")}
+    facts |= {name: read(context) for name, read in INDEXED_FIELDS.items() if name != "video"}
+    stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
+    stored |= {
+        "context": raw(encode(context)),
+        "done": raw(msgspec.msgpack.encode(done)),
+        "left": raw(msgspec.msgpack.encode(left)),
+    }
+    return facts | {
+        "id": context.id,
+        "left": left,
+        "fields": [part for item in stored.items() for part in item],
+        "push": [task_fields(task) for task in push],
+        "events": events,
+    }
 
 
 def change_fields(change: Change) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from unfuse.core.errors import KeyUnavailable, NotFound, TransientError, UnfuseE
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, Who
+from unfuse.core.request import Allowance, Caller, Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
 from unfuse.queues.remote_waiters import Background
@@ -340,12 +340,12 @@ class ShardedQueue(QueueBackend):
         return self.home(request) in self._answering.present()
 
     @override
-    def placed(self, ids: Iterator[str], who: Who) -> str:
-        together = self._together(who.tenant, who.idempotency_key)
-        if who.allowance == Allowance() and not who.idempotency_key:
+    def placed(self, ids: Iterator[str], caller: Caller) -> str:
+        together = self._together(caller.tenant, caller.idempotency_key)
+        if caller.allowance == Allowance() and not caller.idempotency_key:
             present = self._answering.present()
             return next(id for id in ids if self.home(id) in present)
-        home = together[who.allowance == Allowance()]
+        home = together[caller.allowance == Allowance()]
         return next(id for id in ids if self.home(id) == home)
 
     def _together(self, tenant: str, key: str) -> tuple[int, int]:
@@ -461,7 +461,7 @@ class ShardedQueue(QueueBackend):
         """
         try:
             record = await self.load(request)
-            owner, number = record.context.tenant, record.number
+            owner, number = record.context.caller.tenant, record.number
         except TransientError:
             if request not in self._listed:
                 raise
@@ -474,7 +474,7 @@ class ShardedQueue(QueueBackend):
         """Remember the last request of a page, behind which the next one begins."""
         for record in listed[-2:]:  # a page may be read with one record more than it shows
             self._listed.pop(record.context.id, None)
-            self._listed[record.context.id] = record.context.tenant, record.number
+            self._listed[record.context.id] = record.context.caller.tenant, record.number
         while len(self._listed) > MOST_LISTED:
             del self._listed[next(iter(self._listed))]
 

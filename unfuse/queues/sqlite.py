@@ -25,7 +25,7 @@ from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry, History
-from unfuse.queues.journal import Journal, Pieces, Row, StoredTask, Writer
+from unfuse.queues.journal import Journal, Row, StoredTask, Writer
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.tasks import QueuedTask
 
@@ -104,17 +104,9 @@ class SqliteQueue(MemoryQueue):
         return renewal
 
     @override
-    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
         """Memory has only the number of pieces; the file has the pieces."""
-        self._writer.check()
-        new = self._append(grown)
-        entries = [self._entry(one.claim.request) for one in new if one]
-        for entry, one in zip(entries, filter(None, new), strict=True):
-            if one.pieces:
-                self._writer.append(entry, Pieces(entry.context.id, one.claim.stage, one.offset, one.pieces))
-        for entry in entries:  # also of a repeat, of which the first may not be written yet
-            await self._writer.wait_until_written(entry)
-        return [one is not None for one in new]
+        self._writer.append(entry, grown)
 
     @override
     async def appended(

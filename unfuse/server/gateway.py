@@ -171,13 +171,14 @@ class Gateway(Observer):
 
     @override
     def submitted(self, context: RequestContext) -> None:
-        log.info("accepted", request=context.id, model=context.model, tenant=context.tenant)
+        log.info("accepted", request=context.id, model=context.request.model, tenant=context.caller.tenant)
 
     @override
     def ended(self, context: RequestContext) -> None:
         """Log a request that this scheduler ended, whichever accepted it, count what it cost, delete its uploads."""
         self.billed(context, billed_seconds(context))
-        told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
+        told: dict[str, object] = {"model": context.request.model, "tenant": context.caller.tenant}
+        told |= {"status": context.status, "dead": context.dead}
         if context.error:
             told |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
@@ -188,8 +189,8 @@ class Gateway(Observer):
     def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         """Count what a request has used, of a tenant that has no key any more as of `other`."""
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
-        tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.charged(self.names.shown(context.model), tenant, seconds, self._prices)
+        tenant = context.caller.tenant if context.caller.tenant in known else "other"
+        self.metrics.charged(self.names.shown(context.request.model), tenant, seconds, self._prices)
 
     @contextmanager
     def refusals_logged(self, tenant: str, model: object) -> Iterator[None]:
@@ -241,7 +242,7 @@ class Gateway(Observer):
         """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""
         with suppress(NotFound):
             record = await self.queue.load(request)
-            if tenant in (None, record.context.tenant):
+            if tenant in (None, record.context.caller.tenant):
                 return record
         raise NotFound(f"no request {request} is known (any more)")
 

@@ -208,7 +208,9 @@ class Crews(Joining):
         served = {*await self._scheduler.registry.cards(), *(name for crew in self._crews for name in crew.models)}
         waiting = Counter[str]()
         async for page in self._pages():
-            waiting.update(record.context.model for record in page if record.context.model not in served)
+            waiting.update(
+                record.context.request.model for record in page if record.context.request.model not in served
+            )
         for model, count in waiting.items():
             message = "requests wait for a model that is not served: start the server with it, add it, or cancel them"
             log.warning(message, model=model, requests=count)
@@ -328,7 +330,7 @@ class Crews(Joining):
     async def _unfinished(self, models: Collection[str]) -> list[str]:
         """Requests of these models that are not over: those of a page of the list that has any."""
         async for page in self._pages():
-            if found := [record.context.id for record in page if record.context.model in models]:
+            if found := [record.context.id for record in page if record.context.request.model in models]:
                 return found
         return []
 

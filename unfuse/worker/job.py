@@ -31,16 +31,7 @@ from unfuse.worker.ranks import TaskStart
 
 log = structlog.get_logger(__name__)
 
-
-@dataclass(frozen=True)
-class Portion:
-    """What a step completed for other tasks, not stored yet: its key, its digest if that is not among the task's own
-    `prefixes`, and its tensors, which share no memory with the task's state.
-    """
-
-    key: str
-    digest: str
-    tensors: Tensors
+ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
 
 
 @dataclass(eq=False)
@@ -76,7 +67,7 @@ class Job:
     previews: list[int] = field(default_factory=list)
     grown: int = 0  # the number of the next piece of its output
     part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
-    portions: list[Portion] = field(default_factory=list)  # those that its last step completed
+    prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)  # see `read_prefix_blocks`
     output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
 
     def growth(self) -> Grown | None:
@@ -296,9 +287,6 @@ def start_of(run: Run, begun: Job | Exception) -> TaskStart:
     return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
 
 
-ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
-
-
 def announce(
     store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[Announced], object] | None
 ) -> None:
@@ -337,38 +325,35 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
     )
 
 
-def completed(job: Job) -> list[Portion]:
-    """Return copies of the portions that the last step completed, for tasks that begin alike.
+def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
+    """Return the prefix blocks that the last step completed, each with its key, its digest and copies of its tensors.
 
-    The state may change afterwards. A portion that cannot be had is left out, with those behind it.
+    The digest is empty if the key is one of the task's own `prefixes`. The state may change afterwards. A block that
+    cannot be read is left out, with those behind it.
     """
-    task, found = job.lease.task, list[Portion]()
+    task, found = job.lease.task, list[tuple[str, str, Tensors]]()
     try:
-        for number in job.stage.kept(job.state):
-            if number < len(task.planned.prefixes):
-                key, digest = task.planned.prefixes[number], ""
+        for block in job.stage.prefix_blocks(job.state):
+            if block.number < len(task.planned.prefixes):
+                found.append((task.planned.prefixes[block.number], "", block.read()))
             elif task.planned.extends:
-                digest = job.stage.digest(job.state, number)
-                key = prefix_key(task.planned.extends, digest)
-            else:
-                break
-            found.append(Portion(key, digest, job.stage.portion(job.state, number)))
+                found.append((prefix_key(task.planned.extends, block.digest), block.digest, block.read()))
     except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
         log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
     return found
 
 
-def store_portions(store: TensorStore, job: Job) -> Iterator[Keep]:
-    """Store the portions that the last step completed. One that cannot be stored is left out, with those behind it."""
-    task, portions = job.lease.task, job.portions
-    job.portions = []
-    for portion in portions:
+def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[Keep]:
+    """Store what `read_prefix_blocks` has read. A block that cannot be stored is left out, with those behind it."""
+    task, blocks = job.lease.task, job.prefix_blocks
+    job.prefix_blocks = []
+    for key, digest, tensors in blocks:
         try:
-            ref = store.put(portion.tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+            ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
         except Exception as error:  # as above
             log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
             return
-        yield Keep(job.claim, portion.key, ref, portion.digest)
+        yield Keep(job.claim, key, ref, digest)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:

@@ -26,7 +26,7 @@ from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, Exactness
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.compute_messages import Leak, LeaksFound, about, failure
-from unfuse.worker.job import Intake, Job, announce, completed, put, start_of, write
+from unfuse.worker.job import Intake, Job, announce, put, read_prefix_blocks, start_of, write
 from unfuse.worker.ranks import Ranks, StatusReporter
 from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
 
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from unfuse.stages.base import HasTexts, Stage
 
 log = structlog.get_logger(__name__)
+
+PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
+
+UNUSED = Timings()
 
 
 class ComputeLeakCheck:
@@ -82,11 +86,6 @@ class ComputeLeakCheck:
         for ref in self._store.held():
             found[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
         return found
-
-
-PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
-
-UNUSED = Timings()
 
 
 @dataclass(eq=False)
@@ -313,7 +312,7 @@ class StepLoop:
                 raise made
             job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.exact_batch_key(job.stage, job.state)
-            job.portions = completed(job) if self._ranks.leads else []
+            job.prefix_blocks = read_prefix_blocks(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False
