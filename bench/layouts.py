@@ -43,7 +43,9 @@ def rates(model: str, threads: int, asked: dict[str, Any], at_once: int, rounds:
     logs, planned = Logs(), plan(options(load(flags)))
     logs.open_log()
     found = {}
-    for layout in planned.layouts.whole if planned.layouts else ():
+    for layout in planned.layouts.found if planned.layouts else ():
+        if layout.refusal or layout.workers.rpartition("=")[0] != "all":
+            continue
         with own_pools(load({**flags, "serve.workers": layout.workers}), logs) as client:
             found[layout.workers] = rate(client, asked, at_once, rounds)
     return found

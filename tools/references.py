@@ -17,7 +17,7 @@ from unfuse.core.registry import resolve
 from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.core.retries import RULES
 from unfuse.models import FAMILIES
-from unfuse.models.defaults import call_defaults
+from unfuse.models.declared import call_defaults
 from unfuse.scheduler.draft import CODES
 from unfuse.server.errors import refusal_of
 from unfuse.server.metrics_table import METRICS as METRIC_SPECS, MetricSpec

@@ -55,7 +55,7 @@ def page() -> str:
 
 def row(field: Field) -> str:
     """A setting's line of its table."""
-    value = Size(field.default) if field.in_bytes else field.written(field.default)
+    value = Size(field.default) if field.unit == "byte" else field.written(field.default)
     flag = f"`{field.flag}`" if field.name in OFFERED else ""
     cells = [f"`{field.variable}`", flag, f"`{value}`" if str(value) else "", field.description.replace("|", "\\|")]
     return "| " + " | ".join(cells) + " |\n"

@@ -35,8 +35,8 @@ from unfuse.models.base import Runtime
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
+from unfuse.stages.language_model import Sight
 from unfuse.stages.media import Video
-from unfuse.stages.sight import Sight
 
 MOST = 12
 WORDS = "the quick brown fox jumps over a lazy dog and what is the capital of France "

@@ -165,7 +165,7 @@ def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
 def test_a_refusal_does_not_promise_what_would_not_help() -> None:
     small = (Device(CPU, GIB), Device("cuda:0", GIB))
     assert "is enough alone: it takes more memory" in refusal(NEEDS, wanted(), small)
-    float32 = {role: tuple(part.full for part in parts) for role, parts in NEEDS.items()}
+    float32 = {role: tuple(part.stored_as("float32") for part in parts) for role, parts in NEEDS.items()}
     assert "it would fit with --dtype bfloat16" in refusal(float32, wanted(), (Device(CPU, 40 * GIB),))
     assert "it would fit with --arena 64MiB" in refusal(NEEDS, wanted(arena=2 * GIB), (Device(CPU, 40 * GIB),))
     assert "it would fit with one worker for each role" in refusal(NEEDS, wanted(denoiser=2), (Device(CPU, 40 * GIB),))
@@ -254,7 +254,8 @@ def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
     assert placed[1].takes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
     with pytest.raises(ConfigError, match="do not fit"):
         place(NEEDS, want, gpus(13, 13, 13, 13))
-    assert (shared.full.shared, replace(shared, dtype="float32").half.shared) == (32 * GIB, 8 * GIB)
+    halved = replace(shared, dtype="float32").stored_as("bfloat16")
+    assert (shared.stored_as("float32").shared, halved.shared) == (32 * GIB, 8 * GIB)
     mapped = replace(shared, mapped=True)
     assert [mapped.of_rank(Spread.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
 

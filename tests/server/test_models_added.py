@@ -30,7 +30,7 @@ from unfuse.service.options import options, plan
 from unfuse.service.service import Service
 from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
-from unfuse.weights.composed import with_components
+from unfuse.weights.source import with_components
 from unfuse.worker.registration import _source_here, decide_served
 
 SHAPES = Path(unfuse.models.__file__).parent / "shapes"

@@ -11,7 +11,7 @@ import pytest
 from unfuse.core.derived import Derived
 from unfuse.core.reading import Reading
 from unfuse.core.text import Answer
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.said import GrowingMessage, whole
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

@@ -43,7 +43,7 @@ def _value(field: Field, settings: Settings) -> Any:
     value: Any = settings
     for part in field.name.split("."):
         value = getattr(value, part)
-    if field.in_bytes:
+    if field.unit == "byte":
         return Size(value)
     if field.secret and value:
         return HIDDEN

@@ -62,7 +62,7 @@ PLACING = (
 def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
-    shown = Size(field.default) if field.in_bytes else field.default
+    shown = Size(field.default) if field.unit == "byte" else field.default
     usual = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
     flag = field.flag
     if isinstance(field.default, bool):
@@ -79,7 +79,7 @@ def _metavar(field: Field) -> str | None:
         return "TEXT (repeatable)"
     if field.unit == "second":
         return "TIME"
-    return "SIZE" if field.in_bytes else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
+    return "SIZE" if field.unit == "byte" else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
 
 
 def parameter_of(name: str) -> Parameter:

@@ -15,7 +15,7 @@ from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, PLACING, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.launch.forks import Forks, InheritedForks
+from unfuse.launch.local import Forks, InheritedForks
 from unfuse.planning.machine import devices
 from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings

@@ -78,12 +78,6 @@ class Layouts(msgspec.Struct, frozen=True):
         return next(able, None) or next(split, self.found[0])
 
     @property
-    def whole(self) -> list[Layout]:
-        """Those that can be in which every worker has all stages."""
-        whole = (layout for layout in self.found if layout.workers.rpartition("=")[0] == ALL)
-        return [layout for layout in whole if not layout.refusal]
-
-    @property
     def why(self) -> str:
         """One line: what was chosen, and why."""
         workers = self.chosen.workers

@@ -45,19 +45,12 @@ class Part(msgspec.Struct, frozen=True):
     once: bool = False
     parted: bool = False
 
-    @property
-    def half(self) -> Part:
-        """The same component in bfloat16; for a VAE only if `--dtype` names it."""
-        plain = self.dtype == "float32" and not self.component.startswith("vae")
-        return self._in("bfloat16", 1 / 2) if plain else self
-
-    @property
-    def full(self) -> Part:
-        """The same in float32."""
-        wide = self.dtype == "float32"
-        return self if wide else self._in("float32", 2)
-
-    def _in(self, dtype: str, factor: float) -> Part:
+    def stored_as(self, dtype: str) -> Part:
+        """The same component in float32 or bfloat16. Of a VAE, and of what is not float32, there is no bfloat16."""
+        has_half = self.dtype == "float32" and not self.component.startswith("vae")
+        if self.dtype == dtype or not (has_half or dtype == "float32"):
+            return self
+        factor = 2 if dtype == "float32" else 1 / 2
         sizes = {"bytes": int(self.bytes * factor), "shared": int(self.shared * factor)}
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
@@ -343,7 +336,8 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     if counts != numbers:
         yield "one worker for each role", needs, replace(wanted, counts=counts)
     yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
-    yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
+    halved = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
+    yield "--dtype bfloat16", halved, wanted
     roles = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
     spreads = parse_parallel(wanted.compute.parallel)
     parted = {role for role, spread in spreads.items() if {*PARTING} & {*spread.degrees}}
@@ -358,7 +352,7 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     for role in roles:
         whose = roles_of(role)
         moved = {
-            name: tuple(part.full for part in parts) if whose is None or name in whose else parts
+            name: tuple(part.stored_as("float32") for part in parts) if whose is None or name in whose else parts
             for name, parts in needs.items()
         }
         yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})

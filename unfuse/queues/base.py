@@ -59,11 +59,11 @@ Heading = tuple[str | None, str, object]
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
 LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
 
+#: The fields of a context that a filter may name, and how to read each.
 INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
     **{name: attrgetter(name) for name in LISTED_VALUES},
     **{name: attrgetter(f"caller.{name}") for name in ("tenant", *TENANT_FIELDS)},
 }
-"""The fields of a context that a filter may name, and how to read each."""
 
 
 class Filter(msgspec.Struct, frozen=True):

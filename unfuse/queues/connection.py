@@ -130,17 +130,16 @@ def parse_address(url: str) -> list[Address]:
             raise ValueError
     except (ValueError, AttributeError):
         raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
+    host, port = hosts[0]
+    first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     found = []
     for shard in range(shards):
-        host, port = hosts[0]
-        netloc = places[shard % len(places)]
-        if kind:
-            netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        server = parts._replace(scheme=scheme, netloc=f"{user}{at}{netloc}", path=path, query="").geturl()
-        service = places[shard % len(places)] if services else ""
-        here = ", ".join(str(one) for one in range(shard % len(places), shards, len(places)))
-        one = Address(server, f"{{{prefix}}}", "", replicas, hosts, kind, service)
+        place = places[shard % len(places)]
+        netloc = f"{user}{at}{first if kind else place}"
+        server = parts._replace(scheme=scheme, netloc=netloc, path=path, query="").geturl()
+        one = Address(server, f"{{{prefix}}}", "", replicas, hosts, kind, place if services else "")
         if shards > 1:
+            here = ", ".join(str(one) for one in range(shard % len(places), shards, len(places)))
             beside = msgspec.structs.replace(one, part=f"shards {here} of {shards}")
             part = f"shard {shard} of {shards}"
             one = msgspec.structs.replace(one, tag=f"{{{prefix}:{shard}}}", part=part, beside=beside)

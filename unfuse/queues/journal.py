@@ -8,7 +8,7 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -104,7 +104,8 @@ class Journal:
             _refuse_remote(path)
             _refuse_foreign(path)
             with ExitStack() as opened:
-                opened.enter_context(_locked(path))
+                lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+                _lock(path, opened.enter_context(os.fdopen(lock, "r+b", 0)))
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
@@ -228,27 +229,18 @@ class Journal:
         return cast(int, start)
 
 
-def _locked(path: Path) -> FileIO:
-    """Lock the file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
-    lock = path.with_name(f"{path.name}.lock")
-    file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+def _lock(path: Path, file: FileIO) -> None:
+    """Lock this file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        with file:
-            holder = file.read().decode()
         raise InUse(
-            f"the queue cannot be kept in {path}: process {holder} has it: end that one, or give this one another "
-            "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue that is "
-            "--queue redis://HOST:PORT/DATABASE"
+            f"the queue cannot be kept in {path}: process {file.read().decode()} has it: end that one, or give this "
+            "one another folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue "
+            "that is --queue redis://HOST:PORT/DATABASE"
         ) from error
-    try:
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
-    except OSError:
-        file.close()  # the next try in this process must not meet our own lock
-        raise
-    return file
+    file.truncate(0)
+    file.write(str(os.getpid()).encode())
 
 
 def _check_ours(file: apsw.Connection) -> None:
@@ -274,12 +266,10 @@ def _refuse_foreign(path: Path) -> None:
         begins = file.read(len(MAGIC))
     if begins not in (b"", MAGIC):
         raise UsageError("it is not a database, it holds something else: give this one a file of its own")
-    with suppress(apsw.Error):  # a torn database may still be repaired from its journal, when it is opened
-        look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-        try:
-            _check_ours(look)
-        finally:
-            look.close()
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    # a torn database may still be repaired from its journal, when it is opened
+    with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as look:
+        _check_ours(look)
 
 
 def _refuse_remote(path: Path) -> None:

@@ -78,9 +78,7 @@ class RedisQueue(QueueBackend):
         self._calls = connection.Calls(self._execute, self._background)
         self._unreadable = Unreadable()
         self._known = KnownRecords(clock or SystemClock())
-        self._waiting = RemoteWaiters(
-            self._call, self._background, clock or SystemClock(), self._unreadable, self._known
-        )
+        self._waiting = RemoteWaiters(self._call, self._read_leases, self._background, clock or SystemClock())
         self._subscription = connection.Subscription(self._redis, self._tag, self._waiting)
         self._closed = False
         self._latest = 0.0
@@ -164,10 +162,21 @@ class RedisQueue(QueueBackend):
     ) -> tuple[Record, list[Lease]]:
         asking = Waiter(worker, wanted, ttl, patient=False)
         record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
-        leases = asking.leases(claims, float(now), self._unreadable)
         kept = self._known.keep(script.record(record, change.context))
+        return kept, self._read_leases(asking, claims, now, wall)
+
+    def _read_leases(
+        self, waiter: Waiter, claims: list[tuple[bytes, bytes, int]], now: bytes, wall: bytes
+    ) -> builtins.list[Lease]:
+        """The leases that the script made for a waiter, each with the next one of its tokens."""
+        tokens = (waiter.tokens[at : at + 16] for at in range(0, len(waiter.tokens), 16))
+        leases = []
+        for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
+            task = self._unreadable.read("task", f"of {waiter.worker}", script.task, stored, attempt)
+            if task:
+                leases.append(Lease(task, waiter.worker, token, float(now) + waiter.ttl, appended=appended))
         self._known.leased(leases, float(wall))
-        return kept, leases
+        return leases
 
     @override
     async def hand_back(self, claim: Claim) -> bool:

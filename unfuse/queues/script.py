@@ -156,15 +156,22 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
     """
     check_numbers(context, *push, *events)
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
+    left = remaining_of(context)
     facts: dict[str, Any] = {name: getattr(context, name) for name in ("version", "status", "cost", "completed_at")}
     facts |= {name: read(context) for name, read in INDEXED_FIELDS.items() if name != "video"}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
-    stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
-    left = remaining_of(context)
-    stored["left"] = raw(msgspec.msgpack.encode(left))
-    fields = [part for item in stored.items() for part in item]
-    facts |= {"id": context.id, "fields": fields, "left": left}
-    return facts | {"push": [task_fields(task) for task in push], "events": events}
+    stored |= {
+        "context": raw(encode(context)),
+        "done": raw(msgspec.msgpack.encode(done)),
+        "left": raw(msgspec.msgpack.encode(left)),
+    }
+    return facts | {
+        "id": context.id,
+        "left": left,
+        "fields": [part for item in stored.items() for part in item],
+        "push": [task_fields(task) for task in push],
+        "events": events,
+    }
 
 
 def change_fields(change: Change) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from unfuse.core.pixels import size_of
 from unfuse.core.request import Allowance, Caller, Delivery, GenerationRequest, Record, RequestContext, request_ids
 from unfuse.core.words import PromptTokens
 from unfuse.edge.refusal import Refusal, envelope
-from unfuse.language.grammar import digest
+from unfuse.language.grammars import grammar_digest
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Principal
 from unfuse.server.body import read_pictures
@@ -209,7 +209,7 @@ class Call:
         derived = replace_struct(prompt.derived, expected_tokens=expected_tokens(params))
         if prompt.grammars:
             files[GRAMMAR] = await gateway.grammar_checker.choose(prompt.grammars, prompt.grammar_param)
-            derived = replace_struct(derived, grammar=digest(files[GRAMMAR]))
+            derived = replace_struct(derived, grammar=grammar_digest(files[GRAMMAR]))
         if "lora" in params:
             derived = replace_struct(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
         if pictures:

@@ -29,7 +29,7 @@ from unfuse.core.vision import Shown, places_of
 from unfuse.core.words import PromptTokens, read_bad_words
 from unfuse.edge.refusal import BrokenOff
 from unfuse.language.answer_reader import ReasoningReader
-from unfuse.language.grammar import packed as pack_grammar
+from unfuse.language.grammars import pack_grammar
 from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools, grammar_of, read_tools

@@ -7,8 +7,7 @@ from typing import Any
 
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
-from unfuse.language.answer_reader import AnswerReader
-from unfuse.language.tool_calls import Part
+from unfuse.language.answer_reader import AnswerReader, Part
 
 
 class GrowingMessage:

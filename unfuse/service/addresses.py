@@ -144,8 +144,7 @@ def from_elsewhere(address: str) -> str:
 log = structlog.get_logger(__name__)
 
 
-LIBRARIES = {"mooncake": "mooncake", "nixl": "nixl"}
-"""The libraries of engines that are installed by an extra of the engine's name."""
+EXTRAS = ("mooncake", "nixl")  # engines whose library has their name, as the extra has that installs it
 
 
 def require_engines(names: Iterable[str]) -> None:
@@ -153,7 +152,7 @@ def require_engines(names: Iterable[str]) -> None:
     for name in names:
         if name not in BACKENDS and ":" not in name:
             resolve(BACKENDS, name, "transfer engine")
-        if find_spec(LIBRARIES.get(name, __package__)) is None:
+        if name in EXTRAS and find_spec(name) is None:
             raise ConfigError(f"the transfer engine {name} needs its library: pip install 'unfuse[{name}]'")
 
 

@@ -15,19 +15,16 @@ from unfuse.scheduler.order import Order
 from unfuse.transfer.base import TransferSettings
 
 
-def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:
-    """A field's description for `--help`, its `flag` (default: its name), and whether it is a `secret`, never shown."""
-    return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
-
-
-def says_seconds(text: str) -> Meta:
-    """The description of a time, which may be written with a unit. The field's name ends in _s, its flag does not."""
-    return Meta(description=text, extra={"flag": "--retention", "unit": "second"}, gt=0)
+def says(text: str, *, flag: str = "", unit: str = "", secret: bool = False, **limits: Any) -> Meta:
+    """A field's description for `--help`, its `flag` (default: its name), the `unit` that its number may be written
+    with (byte or second), and whether it is a `secret`, never shown.
+    """
+    return Meta(description=text, extra={"flag": flag, "unit": unit, "secret": secret}, **limits)
 
 
 def says_bytes(text: str, *, flag: str = "") -> Meta:
     """The description of a number of bytes, which may be written with a unit."""
-    return Meta(description=text, extra={"flag": flag, "unit": "byte"}, ge=0, le=2**63 - 1)
+    return says(text, flag=flag, unit="byte", ge=0, le=2**63 - 1)
 
 
 class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -169,9 +166,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
     ] = 256 << 20
-    retention_s: Annotated[
-        float, says_seconds("How long a request and its results are kept once over, like 90min, 24h or 7d.")
-    ] = 86400.0
+    retention_s: Annotated[float, says(
+        "How long a request and its results are kept once over, like 90min, 24h or 7d.",
+        flag="--retention", unit="second", gt=0,
+    )] = 86400.0  # fmt: skip
     results_limit: Annotated[
         int, says_bytes("Bytes of results above which the oldest requests that are over go earlier; 0 sets no limit.")
     ] = 0

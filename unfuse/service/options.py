@@ -40,10 +40,10 @@ from unfuse.service.plan import (
 from unfuse.service.settings import Loaded
 from unfuse.stages import specs
 from unfuse.weights.adapters import Loras, require_peft
-from unfuse.weights.composed import parse_component_sources
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.quantised import library
+from unfuse.weights.source import parse_component_sources
 from unfuse.wire.address import Trust
 from unfuse.worker.checkpoints import Policy
 from unfuse.worker.registration import pools_of

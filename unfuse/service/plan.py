@@ -18,7 +18,7 @@ from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.spread import SHARD, fewer, own_spreads, parse_parallel, refuse
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.forks import Forks, InheritedForks
+from unfuse.launch.local import Forks, InheritedForks
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.encoders import shared_of
 from unfuse.planning.layout import Layouts, Means, layouts
@@ -41,10 +41,9 @@ from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.settings import FIELDS, Size
 from unfuse.stages.specs import PREFILL
-from unfuse.weights.composed import with_components
-from unfuse.weights.dtypes import choose_dtypes, parse_dtypes
-from unfuse.weights.folder import STORED, ModelFolder
+from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
 from unfuse.weights.gguf_model import files_of
+from unfuse.weights.source import with_components
 
 
 class Component(msgspec.Struct, frozen=True):

@@ -34,8 +34,7 @@ from unfuse.core.time_budget import first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys as ApiKeys
 from unfuse.launch.base import Launcher
-from unfuse.launch.forks import Forks, InheritedForks
-from unfuse.launch.local import LocalLauncher
+from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
 from unfuse.scheduler.arenas import Arenas

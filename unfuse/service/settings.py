@@ -102,11 +102,6 @@ class Field(msgspec.Struct, frozen=True):
     """Whether its value must not be shown."""
 
     @property
-    def in_bytes(self) -> bool:
-        """Whether it is a number of bytes."""
-        return self.unit == "byte"
-
-    @property
     def variable(self) -> str:
         """Its environment variable."""
         return PREFIX + self.name.upper().replace(".", "__")
@@ -136,6 +131,9 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
 FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}
 
 
+_Given = tuple[Any, str]  # a value that is set somewhere, and where
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """Settings, and the origin of each value by dotted name."""
 
@@ -150,25 +148,21 @@ def load(
 
     Raises UsageError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    sources = (
-        (FLAG, given, {name: FIELDS[name].flag for name in given}),
-        (ENVIRONMENT, *_from_environment(environment)),
-        (FILE, *_from_file(config)),
-    )
+    home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
+    given: dict[str, _Given] = {
+        "data_dir": (str(Path(home, "unfuse")), DEFAULT),
+        "run_dir": (_run_dir(environment), DEFAULT),
+        **_from_file(config),
+        **_from_environment(environment),
+        **{name: (value, f"{FLAG} {FIELDS[name].flag}") for name, value in (flags or {}).items() if value is not None},
+    }
     settings: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, DEFAULT)
-    for name, field in FIELDS.items():
-        for origin, values, labels in sources:
-            if name in values:
-                origins[name] = f"{origin} {labels[name]}"
-                group, _, key = name.rpartition(".")
-                place = settings.setdefault(group, {}) if group else settings
-                place[key] = _convert(field, values[name], origins[name])
-                break
-    home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
-    settings.setdefault("data_dir", str(Path(home, "unfuse")))
-    settings.setdefault("run_dir", _run_dir(environment))
+    for name, (value, origin) in given.items():
+        origins[name] = origin
+        group, _, key = name.rpartition(".")
+        place = settings.setdefault(group, {}) if group else settings
+        place[key] = _convert(FIELDS[name], value, origin)
     return Loaded(_at_home(msgspec.convert(settings, Settings)), origins)
 
 
@@ -192,19 +186,19 @@ def _at_home(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, data_dir=data_dir, run_dir=run_dir, serve=serve)
 
 
-def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
     known = {field.variable: name for name, field in FIELDS.items()}
     found = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
     for variable in found:
         if variable not in known:
             name = variable.removeprefix(PREFIX).lower().replace("__", ".")
             raise UsageError(f"environment variable {variable} is not a setting{_instead(name, variable, known)}")
-    return {known[v]: text for v, text in found.items()}, {known[v]: v for v in found}
+    return {known[variable]: (text, f"{ENVIRONMENT} {variable}") for variable, text in found.items()}
 
 
-def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_file(path: Path | None) -> dict[str, _Given]:
     if path is None:
-        return {}, {}
+        return {}
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
@@ -217,7 +211,7 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     for name in flat:
         if name not in FIELDS:
             raise UsageError(f"{path}: {name} is not a setting{_instead(name, name, FIELDS)}")
-    return flat, dict.fromkeys(flat, str(path))
+    return {name: (value, f"{FILE} {path}") for name, value in flat.items()}
 
 
 def _instead(name: str, written: str, known: Iterable[str]) -> str:

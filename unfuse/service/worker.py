@@ -22,8 +22,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Refused, Welcome, WorkerInfo
 from unfuse.core.spread import AUTO
 from unfuse.core.time_budget import first
-from unfuse.launch.forks import Forks
-from unfuse.launch.local import HURRY, LocalLauncher
+from unfuse.launch.local import HURRY, Forks, LocalLauncher
 from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
 from unfuse.planning.placement import CPU, Wanted, devices_of, only_cpu
@@ -45,9 +44,8 @@ from unfuse.service.settings import FIELDS
 from unfuse.service.stopping import AT_ONCE_S, Stoppable, end_after
 from unfuse.stores.results import sees
 from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
-from unfuse.weights.composed import parse_component_sources
 from unfuse.weights.fingerprints import FINGERPRINTS
-from unfuse.weights.source import is_local, resolve_source
+from unfuse.weights.source import is_local, parse_component_sources, resolve_source
 from unfuse.wire.address import Trust, host_towards, unix_path
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys

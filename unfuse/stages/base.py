@@ -18,6 +18,7 @@ from unfuse.core.text import TextLoad
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 Tensors = Mapping[str, "Tensor | None"]
 Outline = Sequence[tuple[str, str, tuple[int, ...]]]
 
@@ -366,3 +367,17 @@ def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole:
         found = f"{tensor.dtype} of {tuple(tensor.shape)}"
         raise PermanentError(f"input {name} must be {'integer' if whole else 'floating point'} of {sides}, not {found}")
     return tensor
+
+
+NEGATIVE = "negative_"  # prefix of what was made from the negative prompt; the value is None without guidance
+TOWARDS, AWAY = "towards", "away"  # the halves of guidance: what is predicted for the prompt, and for its negative
+
+
+def guidance_scale(params: Params) -> float:
+    """How much further than the negative prompt's a prediction goes. Raises PermanentError without a scale."""
+    return need(params, "guidance_scale", float)
+
+
+def applies(scale: float) -> bool:
+    """Whether there is a second half at that scale: above 1, as diffusers has it."""
+    return scale > 1.0

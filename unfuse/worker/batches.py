@@ -32,9 +32,28 @@ TRUSTED = 3  # how many comparisons have to find no difference before batches of
 
 CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
 
-MOST = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
+MOST_VERDICTS = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
 
 Key = tuple[Hashable, ...]
+
+UNKNOWN = "a function that cannot be seen"
+
+LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
+
+GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
+
+SAMPLES = 5  # how many forwards of a size are remembered, the latest
+
+CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
+
+RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
+"""A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
+times the square of how many forwards of it are remembered: soon at first, and once it is known for a fortieth of the
+time. It loses what its tasks take longer than in the best size, and counts for at least this share of a forward: what
+is level needs no haste.
+"""
+
+MAX_KEYS = 256
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -91,7 +110,7 @@ class Exactness:
         after = Verdict(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
-        if len(self._verdicts) > MOST:
+        if len(self._verdicts) > MOST_VERDICTS:
             del self._verdicts[next(iter(self._verdicts))]
         if blame:
             log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
@@ -122,13 +141,10 @@ class Exactness:
                 kept.pop(name, None)
                 kept[name] = verdict
                 fresh = self._file.with_suffix(".new")
-                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST:])))
+                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST_VERDICTS:])))
                 os.replace(fresh, self._file)
         except OSError as error:
             log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
-
-
-UNKNOWN = "a function that cannot be seen"
 
 
 def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
@@ -169,24 +185,6 @@ def _bytes(tensor: Any) -> bytes:
 
     flat = tensor.detach().cpu().contiguous().view(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
-
-
-LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
-
-GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
-
-SAMPLES = 5  # how many forwards of a size are remembered, the latest
-
-CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
-
-RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
-"""A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
-times the square of how many forwards of it are remembered: soon at first, and once it is known for a fortieth of the
-time. It loses what its tasks take longer than in the best size, and counts for at least this share of a forward: what
-is level needs no haste.
-"""
-
-MAX_KEYS = 256
 
 
 @dataclass

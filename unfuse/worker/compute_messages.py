@@ -40,6 +40,10 @@ How = Literal["together", "alone", "compared"]
 EXACTNESS = "exactness.json"  # the file, in the data folder, with what batches were found exact
 KEPT_LORAS = "loras"  # the folder, in the data folder, with adapters that came from another machine
 
+EVIDENCE_CHARS = 4000
+
+ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
+
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
@@ -311,11 +315,6 @@ class ParentChannel:
     def close(self) -> None:
         """Close the socket: the compute process ends."""
         self._writer.close()
-
-
-EVIDENCE_CHARS = 4000
-
-ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
 def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> Failed:

@@ -38,6 +38,12 @@ UNKNOWN = 256
 ANSWER_BYTES = 4096
 """The most bytes of an answer of the fork server."""
 
+LOG_CHARS = 4000  # the number of last characters of a process's standard error that are kept as evidence
+
+MAX_LINE = 1 << 16  # the most bytes of a line of its standard error; a longer one is cut
+
+LOG_END_S = 1.0  # seconds to wait for the rest of a dead process's standard error, which its own children may hold open
+
 
 class ForkedProcess:
     """A forked process, as `asyncio.subprocess.Process` has one that was started here.
@@ -145,21 +151,12 @@ async def _readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-LOG_CHARS = 4000  # the number of last characters of a process's standard error that are kept as evidence
-
-MAX_LINE = 1 << 16  # the most bytes of a line of its standard error; a longer one is cut
-
-LOG_END_S = 1.0  # seconds to wait for the rest of a dead process's standard error, which its own children may hold open
-
-
 class ComputeProcess:
     """A compute process; `start` may be called again when it has died."""
 
     def __init__(self, load: messages.Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
         self.load, self._background, self._fork_server = load, background, fork_server
         self._child: asyncio.subprocess.Process | ForkedProcess | None = None
-        self._channel: messages.ParentChannel | None = None
-        self._logging: asyncio.Task[None] | None = None
         self._halted_s = 0.0
         self.load_s = 0.0  # seconds that it took to load
         self.killed_for = ""  # why it was killed, if it was killed on purpose
@@ -172,8 +169,6 @@ class ComputeProcess:
 
     async def start(self, rendezvous: str = "") -> messages.Ready:
         """Start the process and have it load, in a task of its own; ranks meet in that file. Raises ConfigError."""
-        if self._channel:
-            self._channel.close()
         if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
         log.info("importing")
@@ -203,13 +198,10 @@ class ComputeProcess:
 
     async def send(self, message: messages.ToCompute) -> None:
         """Send a message. Raises nothing if the process is gone: `receive` notices it."""
-        if self._channel:
-            await self._channel.send(message)
+        await self._channel.send(message)
 
     async def receive(self) -> messages.FromCompute:
         """The next message. Raises EOFError if the process is gone, ProtocolError for what is not a message."""
-        if not self._channel:
-            raise EOFError
         return await self._channel.receive()
 
     def kill(self, reason: str) -> None:
@@ -219,14 +211,14 @@ class ComputeProcess:
             self._child.kill()
 
     async def close(self) -> None:
-        """Close the channel and kill the process."""
-        if self._channel:
-            self._channel.close()
-        if self._child and self._child.returncode is None:
+        """Close the channel and kill the process, if it was started."""
+        if not self._child:
+            return
+        self._channel.close()
+        if self._child.returncode is None:
             self._child.kill()
             await self.last_words()
-        if self._logging:
-            self._logging.cancel()
+        self._logging.cancel()
 
     def excess(self, limit: int) -> str:
         """The reason to kill it if its own memory exceeds `limit` bytes (0: any), else ""."""
@@ -248,11 +240,9 @@ class ComputeProcess:
 
     async def last_words(self) -> str:
         """Wait for its end, and say how it ended; `log` has the end of its standard error then."""
-        if not self._child:
-            return "never started"
+        assert self._child
         code = await self._child.wait()
-        if self._logging:
-            await asyncio.wait({self._logging}, timeout=LOG_END_S)
+        await asyncio.wait({self._logging}, timeout=LOG_END_S)
         if self.killed_for or code == UNKNOWN:
             return self.killed_for or "it ended, and how is not known"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

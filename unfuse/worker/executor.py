@@ -13,7 +13,6 @@ from contextlib import suppress
 from logging import ERROR, INFO
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from typing_extensions import override
@@ -54,10 +53,19 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.passing import ENDED, Passing
 
-if TYPE_CHECKING:
-    pass
-
 log = structlog.get_logger(__name__)
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+OVER_S = 15.0  # seconds over which utilization is a mean; what lies longer back counts ever less
+
+RESTART_S = 1.0  # seconds before a restart that failed is tried again
+
+SWAPPED = "another set of weights is loaded in its place"
+
+TRIED = 3  # so many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again
+
+WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
 
 class ComputePairs(Pairs):
@@ -114,11 +122,6 @@ class ComputePairs(Pairs):
             self.heard(PairDone(message.pair, error="no compute process runs"))
 
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-
-OVER_S = 15.0  # seconds over which utilization is a mean; what lies longer back counts ever less
-
-
 class BusyShare:
     """The share of the last seconds in which there were tasks to compute."""
 
@@ -145,14 +148,6 @@ def resident(pids: Iterable[int]) -> int:
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     return total
 
-
-RESTART_S = 1.0  # seconds before a restart that failed is tried again
-
-SWAPPED = "another set of weights is loaded in its place"
-
-TRIED = 3  # so many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again
-
-WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
 Report = Callable[
     [Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed], Awaitable[None]

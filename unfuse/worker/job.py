@@ -31,6 +31,8 @@ from unfuse.worker.ranks import TaskStart
 
 log = structlog.get_logger(__name__)
 
+ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
+
 
 @dataclass(eq=False)
 class Job:
@@ -283,9 +285,6 @@ def start_of(run: Run, begun: Job | Exception) -> TaskStart:
         return begun.resumed
     claim = run.lease.claim
     return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
-
-
-ROOM_S = 2.0  # seconds an output waits for room in a full arena; readers may free some, and nothing runs here meanwhile
 
 
 def announce(

@@ -21,6 +21,16 @@ WAIT_S = 20.0  # seconds that an Ask waits at the scheduler for tasks
 
 WITHDRAW = Ask(0, 0, 0.0)  # an Ask for nothing: it replaces an Ask that waits at the scheduler
 
+ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a silent scheduler counts as gone
+
+BEAT_S = 3.0  # seconds after which a heartbeat without an answer counts as missed
+
+MISSES = 2  # the number of missed heartbeats in a row after which the scheduler counts as gone
+
+RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers failed: the first, and the longest
+
+TICK_S = 1.0
+
 
 class Holding:
     """The leases of a worker with so many `slots`, and such `resources`, for all tasks together.
@@ -80,15 +90,6 @@ class Holding:
             taken.update(task.planned.needs)
         amounts = {name: max(0, amount - taken[name]) for name, amount in self.resources.items()}
         return Ask(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)
-
-
-ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a silent scheduler counts as gone
-
-BEAT_S = 3.0  # seconds after which a heartbeat without an answer counts as missed
-
-MISSES = 2  # the number of missed heartbeats in a row after which the scheduler counts as gone
-
-RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers failed: the first, and the longest
 
 
 class Link:
@@ -192,9 +193,6 @@ class Link:
             await asyncio.sleep(min(RETRY_S * rounds, RETRY_MOST_S))
         following = self._addresses.index(left) + 1
         self._dealer = Dealer(self._addresses[following % len(self._addresses)], self._trust)
-
-
-TICK_S = 1.0
 
 
 async def free_when_orphaned(

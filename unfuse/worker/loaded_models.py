@@ -41,6 +41,12 @@ Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); once fetched
 Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none where everything is loaded at all times
 States = Mapping[Path, FileState]
 
+PAUSE_S = 0.05  # seconds between two looks whether a swap can begin
+
+KEPT_BYTES = 32 << 30  # how much a machine keeps; what was used longest ago goes first
+
+LEFT_S = 3600.0  # after so long what nobody has written to is what a process left that was killed
+
 
 class LoadedModel(NamedTuple):
     """A registered model: its declared `pools` by stage, and its `files` with the pools loaded from them.
@@ -201,9 +207,6 @@ def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
     return frozenset(pool for stage, pool in model.pools.items() if pools.get(stage) != pool)
 
 
-PAUSE_S = 0.05  # seconds between two looks whether a swap can begin
-
-
 class Swapping:
     """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
 
@@ -269,11 +272,6 @@ def _read_ahead(models: Models, cards: Sequence[ModelCard], pools: Collection[st
             for path in files_of(resolve_source(folders[model])).weights(component):
                 with path.open("rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-KEPT_BYTES = 32 << 30  # how much a machine keeps; what was used longest ago goes first
-
-LEFT_S = 3600.0  # after so long what nobody has written to is what a process left that was killed
 
 
 class Borrowing:

@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 MOST_COPIED = 256 << 20  # bytes of an object that a worker copies when it stops
 
+MOST_LINES = 32  # leaks that are logged by name at a time
+
 
 class Objects:
     """A worker's tensor store, with the transfers to and from it. For one event loop; slow calls run in threads.
@@ -252,9 +254,6 @@ class Objects:
 
 def _unfinished(extent: Extent) -> str:
     return f"an unfinished object {extent.id} of {extent.request}"
-
-
-MOST_LINES = 32  # leaks that are logged by name at a time
 
 
 class WorkerLeakCheck:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TaskStart = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
 
+REPORT_S = 0.25  # the least seconds between two reports of a busy process
+
 
 class Exchange(Protocol):
     """All ranks, so many, of which this process is number `rank`. It has waited for them for so many seconds."""
@@ -98,9 +100,6 @@ def _common(starts: Sequence[TaskStart]) -> TaskStart:
         if found := next((start for start in starts if isinstance(start, kind)), None):
             return found
     return starts[0] if len({*starts}) == 1 else -1
-
-
-REPORT_S = 0.25  # the least seconds between two reports of a busy process
 
 
 class StatusReporter:

@@ -19,9 +19,8 @@ from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
-from unfuse.weights.composed import split_name, with_components
 from unfuse.weights.hub import Brought
-from unfuse.weights.source import is_local, resolve_source
+from unfuse.weights.source import is_local, resolve_source, split_name, with_components
 from unfuse.wire.address import Trust
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.loaded_models import Models, Sets, States, states_of

@@ -29,6 +29,13 @@ LOOK_AGAIN_S = 0.01  # seconds between two looks at the objects of one owner
 
 LOOKS = 8  # objects that are looked at in that time; more take longer, so that waiting for many costs no more
 
+MOST_LOOKED_AT = 64  # how many owners at a time are tested for whether their memory can be mapped
+
+KEPT_S, NEXT_S = 30.0, 2.0
+"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, or whose inputs
+came to nothing, and what there is of one for the next attempt at the object; and for the next stage of a request.
+"""
+
 
 class Unwritten:
     """Asks the owners, each in a thread of `lookers`, since a stopped one blocks it. For one event loop."""
@@ -75,14 +82,6 @@ class Unwritten:
                 is_over = True
             found |= {ref.id} if is_over else set()
         return found
-
-
-MOST_LOOKED_AT = 64  # how many owners at a time are tested for whether their memory can be mapped
-
-KEPT_S, NEXT_S = 30.0, 2.0
-"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, or whose inputs
-came to nothing, and what there is of one for the next attempt at the object; and for the next stage of a request.
-"""
 
 
 @dataclass(eq=False)
@@ -300,9 +299,7 @@ class Copies:
         return copy
 
     def _end_keeping(self, claim: Claim) -> None:
-        self._keeping[claim] -= 1
-        if not self._keeping[claim]:
-            del self._keeping[claim]
+        self._keeping -= Counter([claim])
         self.let_go(claim)
 
     def _keep_part(self, key: tuple[str, str], copy: _Copy) -> None:

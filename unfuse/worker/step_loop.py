@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
+
+UNUSED = Timings()
+
 
 class ComputeLeakCheck:
     """Finds what a compute process without a task holds: keys and values, and inputs that are still mapped.
@@ -82,11 +86,6 @@ class ComputeLeakCheck:
         for ref in self._store.held():
             found[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
         return found
-
-
-PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
-
-UNUSED = Timings()
 
 
 @dataclass(eq=False)

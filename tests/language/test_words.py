@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from unfuse.core.text import Piece
-from unfuse.stages.words import Ending, Words
+from unfuse.language.detokenize import Ending, Words
 
 EOS, SPECIAL = 256, 257
 

@@ -1,4 +1,7 @@
-"""Lenient reading of a chat's earlier messages: a client cannot repair what a model or a tool wrote."""
+"""A chat's messages as templates read them: earlier ones leniently, with calls of tools, and ever simpler.
+
+A client cannot repair what a model or a tool wrote.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.language.answer_reader import CALL_FORMATS
 
 Message = Mapping[str, Any]
 
@@ -98,7 +104,7 @@ def _result_part(part: Any) -> Any:
 
 
 def _call(call: Any) -> dict[str, Any] | None:
-    """Return a tool call with its arguments as an object; None if it names no function."""
+    """Return a tool call with the name and the arguments, as an object, of its function; None if it names none."""
     if not isinstance(call, Mapping):
         return None
     function, custom = call.get("function"), call.get("custom")
@@ -107,8 +113,8 @@ def _call(call: Any) -> dict[str, Any] | None:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
     about = {key: value for key, value in call.items() if key != "custom"}
-    arguments = _arguments(function.get("arguments"))
-    return {**about, "type": "function", "function": {**function, "arguments": arguments}}
+    read = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
+    return {**about, "type": "function", "function": read}
 
 
 def _arguments(arguments: Any) -> dict[str, Any]:
@@ -219,3 +225,82 @@ def _one_by_one(
         found += own
         left = [one for one in left if one not in own]
     return found + left
+
+
+OURS = CALL_FORMATS["hermes"]  # the format of calls for templates without tools
+
+ASKS = """You may call functions to help with what the user asks. These are the functions, as JSON:
+<tools>
+{tools}
+</tools>
+
+For each call, answer with a JSON object of the function's name and its arguments between these tags:
+{begin}{{"name": <function-name>, "arguments": <arguments-as-json-object>}}{end}"""
+"""What a model is told of tools if its template cannot."""
+
+
+def with_calls(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, knows: bool
+) -> list[Mapping[str, Any]]:
+    """Messages with calls as objects, or all as text, and `tools` in the first. Raises InvalidParameter."""
+    told = [_told(message, number, knows) for number, message in enumerate(messages)]
+    if not tools or knows or not told:
+        return told
+    asks = ASKS.format(tools="\n".join(json.dumps(tool) for tool in tools), begin=OURS.open, end=OURS.close)
+    system: Message = {"role": "system", "content": asks}
+    if not isinstance(told[0], Mapping) or told[0].get("role") != "system":
+        return [system, *told]
+    content = told[0].get("content")
+    if isinstance(content, str):
+        return [{**told[0], "content": f"{content}\n\n{asks}"}, *told[1:]]
+    return [{**system, "content": [*(content or []), *_parts(f"\n\n{asks}")]}, *told[1:]]
+
+
+def with_properties(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool with an empty `properties` if it is missing, for templates that iterate over it."""
+    function = tool.get("function")
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(parameters, Mapping):
+        return tool
+    said = {key: value for key, value in parameters.items() if value is not None}
+    return {**tool, "function": {**function, "parameters": {"type": "object", "properties": {}, **said}}}
+
+
+def result_as_user(message: Any, number: int) -> Any:
+    """Return a tool's result as a user message; other messages unchanged."""
+    if not isinstance(message, Mapping) or message.get("role") != "tool":
+        return message
+    return {"role": "user", "content": f"<tool_response>\n{_text(message, number)}\n</tool_response>"}
+
+
+def _told(message: Any, number: int, knows: bool) -> Any:
+    """One message; what is no message is left to who reads it."""
+    if not isinstance(message, Mapping):
+        return message
+    if message.get("role") == "tool" and not knows:
+        return result_as_user(message, number)
+    calls = message.get("tool_calls")
+    if not calls:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    read = [call for one in calls if (call := _call(one))] if isinstance(calls, list) else []
+    if not isinstance(calls, list) or len(read) < len(calls):
+        raise InvalidParameter(f"messages[{number}].tool_calls must be a list of calls of functions", "messages")
+    if knows:
+        return {
+            "content": "",
+            **{key: value for key, value in message.items() if value is not None},
+            "tool_calls": read,
+        }
+    written = OURS.open + OURS.between.join(json.dumps(call["function"]) for call in read) + OURS.close
+    said = _text(message, number) if message.get("content") else ""
+    reasoning = {key: message[key] for key in ("reasoning_content",) if message.get(key)}
+    return {"role": "assistant", **reasoning, "content": "\n".join(part for part in (said, written) if part)}
+
+
+def _text(message: Mapping[str, Any], number: int) -> str:
+    content = message.get("content") or ""
+    parts = _parts(content) if isinstance(content, str | list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter(f"messages[{number}].content must be text here", "messages")
+    return "".join(str(text) for text in texts)

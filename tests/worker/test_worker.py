@@ -1,4 +1,4 @@
-"""A worker that can serve no pool any more asks for no work: the scheduler would answer each Ask at once."""
+"""A worker's parent: what it asks for, what it does with a task that it cannot run, and what it logs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from unfuse.core.messages import ChangedFile
+from unfuse.core.messages import ChangedFile, Failed
+from unfuse.core.task import Claim
 from unfuse.worker.link import WITHDRAW
-from unfuse.worker.worker import Worker
+from unfuse.worker.worker import Worker, log_outcome
 
 FILE = ChangedFile("vae/model.safetensors", compared=True)
 
@@ -53,3 +55,15 @@ async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() 
     dropped, failed = done
     assert dropped == "claim"
     assert (failed.claim, failed.kind) == ("claim", "hand_back")
+
+
+def test_what_is_handed_back_in_a_stop_is_no_failure() -> None:
+    claim = Claim("req_0", "denoise", 1, b"secret")
+    with capture_logs() as told:
+        log_outcome(Failed(claim, "hand_back", "the worker leaves", reason="drain"))
+        log_outcome(Failed(claim, "hand_back", "the worker cannot run it now", reason="compute"))
+    assert [(one["event"], one["log_level"]) for one in told] == [
+        ("task handed back", "info"),
+        ("task failed", "warning"),
+    ]
+    assert "secret" not in str(told)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from unfuse.core.reading import Reading
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
-from unfuse.stages.reasoned import BehindReasoning
-from unfuse.stages.words import Ending, Words
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.detokenize import Ending, Words
+from unfuse.language.grammars import BehindReasoning
 
 END, BEGIN, CLOSE = 256, 257, 258
 QWEN3 = REASONING_FORMATS["qwen3"]
