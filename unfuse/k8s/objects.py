@@ -147,9 +147,7 @@ def pools_of(name: str, spec: Object) -> list[Object]:
         said["role"] = "+".join(dict.fromkeys(map(role, stages)))
         if how := parallel(stages):
             said["parallel"] = how
-        made.append(
-            {"apiVersion": VERSION, "kind": "DiffusionPool", "metadata": {"name": pool, "labels": MADE}, "spec": said}
-        )
+        made.append(_object(VERSION, "DiffusionPool", pool, spec=said))
     return made
 
 

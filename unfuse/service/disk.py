@@ -28,6 +28,8 @@ RESULTS_GO = "what is over goes after --retention, the oldest before that over -
 
 def disk_use(settings: Settings) -> list[dict[str, Any]]:
     """One row for each kind of thing: where, bytes (None: not on this machine), files, and what may go."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     serve = settings.serve
     results, queue, durable, store = (
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.queue, serve.durable, serve.store)
@@ -47,7 +49,9 @@ def disk_use(settings: Settings) -> list[dict[str, Any]]:
     rest = [path for path in _files(own) if not any(_within(path, place, own) for place in known)]
     what_else = "costs, verdicts and keys: only what can be measured or made again"
     rows += [{"what": "other data", "path": str(own), **_sums(rest), "may go": what_else}]
-    return [*rows, _hub()]
+    may_go = "models that are not served: `hf cache delete`"
+    hub = {"what": "models of the hub", "path": HF_HUB_CACHE, **_sums(_files(Path(HF_HUB_CACHE))), "may go": may_go}
+    return [*rows, hub]
 
 
 def _row(what: str, url: str, may_go: str, prefixes: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -59,13 +63,6 @@ def _row(what: str, url: str, may_go: str, prefixes: tuple[str, ...] = ()) -> di
         return {"what": what, "path": str(path), **_sums(path.parent.glob(f"{path.name}*")), "may go": may_go}
     found = (file for file in _files(path) if not prefixes or _top(file, path).startswith(prefixes))
     return {"what": what, "path": str(path), **_sums(found), "may go": may_go}
-
-
-def _hub() -> dict[str, Any]:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    may_go = "models that are not served: `hf cache delete`"
-    return {"what": "models of the hub", "path": HF_HUB_CACHE, **_sums(_files(Path(HF_HUB_CACHE))), "may go": may_go}
 
 
 def _within(file: Path, place: Path, own: Path) -> bool:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from unfuse.launch.base import Launcher
 from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import Front, create_app
@@ -450,12 +450,11 @@ def local(model: str | None = None, *, threads: int | None = None) -> Iterator[C
     say = _teller(logs, loaded.settings.log.level)
     if not structlog.is_configured():
         logs.open_log()
-    if say is None:
-        with own_pools(loaded, logs) as client:
-            yield client
-        return
-    logs.heard = loading.hear
-    with LoadLines(", ".join(loaded.settings.serve.models), loading, say), own_pools(loaded, logs, loading) as client:
+    lines: AbstractContextManager[object] = nullcontext()
+    if say:
+        logs.heard = loading.hear
+        lines = LoadLines(", ".join(loaded.settings.serve.models), loading, say)
+    with lines, own_pools(loaded, logs, loading) as client:
         yield client
 
 

@@ -203,10 +203,9 @@ class Session:
         sink: Sink,
         links: PeerLinks,
         options: TransferOptions,
-        good: int,
         kept: tuple[int, ...] = (),
     ) -> None:
-        self.id, self.ref, self.good = secrets.token_hex(8), ref, good
+        self.id, self.ref, self.good = secrets.token_hex(8), ref, 0
         self.state: State = "bootstrapping"
         self.error: Exception | None = None
         self.setbacks = 0
@@ -482,12 +481,12 @@ class Transfers:
         self.counters = self._links.counters  # how much each engine has brought
         self._movers = Movers(options.threads)
 
-    def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0, kept: tuple[int, ...] = ()) -> Session:
-        """Begin to fetch an object into `sink`; the first `good` bytes, whole chunks, are there already.
+    def fetch(self, ref: ObjectRef, sink: Sink, kept: tuple[int, ...] = ()) -> Session:
+        """Begin to fetch an object into `sink`.
 
-        So are those with the checksums `kept`, as far as the object has the same.
+        The sink has chunks with the checksums `kept` already; those that the object has too are not fetched again.
         """
-        session = Session(ref, sink, self._links, self._options, good, kept)
+        session = Session(ref, sink, self._links, self._options, kept)
         self._movers.add(ref.owner, session)
         return session
 

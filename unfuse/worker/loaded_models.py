@@ -245,9 +245,9 @@ class Swapping:
         self.holds = ""
         executor.swap(self.loads(name))
 
-    def loaded(self, executor: Executor | None) -> None:
+    def loaded(self, executor: Executor) -> None:
         """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
-        if executor and executor.ready:
+        if executor.ready:
             self.going = self.going if self.holds else ""
             self.holds, self.load_s = executor.loaded
 
