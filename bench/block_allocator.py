@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from unfuse.arena.buddy import Usage
+from unfuse.arena.extents import Usage
 from unfuse.core.errors import ArenaFull
 
 Runs: TypeAlias = Sequence[tuple[int, int]]

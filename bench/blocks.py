@@ -18,7 +18,7 @@ from typing import Protocol
 
 from bench.block_allocator import Blocks
 from bench.report import quantile, show, table
-from unfuse.arena.buddy import Buddy, Usage
+from unfuse.arena.extents import Buddy, Usage
 from unfuse.core.errors import ArenaFull
 
 REQUESTS = 8_000

@@ -25,9 +25,8 @@ from unfuse.core.checking import check
 from unfuse.core.derived import GRAMMAR, Derived
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import TEXT
-from unfuse.core.schemas import schema_text
 from unfuse.core.text import packed
-from unfuse.core.words import PromptTokens
+from unfuse.core.words import PromptTokens, schema_text
 from unfuse.language.grammars import Grammar, Grammars, grammar_digest, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find, resolve_source

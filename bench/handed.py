@@ -36,8 +36,7 @@ from unfuse.stages.language import Decode, Prefill, Prefilling
 from unfuse.stages.sequences import open_model
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import Session, Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Session, Transfers
 
 K = 1024
 LAYERS, HEADS, KEPT, WIDTH, VOCABULARY = 4, 8, 4, 64, 512

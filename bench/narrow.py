@@ -28,8 +28,7 @@ from tools.server import serving
 from unfuse.arena.arena import Arena
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Transfers
 from unfuse.wire.keys import make
 
 K, WIDTH = 1024, 3584

@@ -38,14 +38,12 @@ from bench.tasks import PEERS, peer_python
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, UnfuseError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import PeerLink, TransferEngine, TransferOptions
 from unfuse.transfer.onesided import About, OneSidedEngine, Range
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink
-from unfuse.transfer.tcp import TcpEngine
-from unfuse.transfer.tcp_connection import Connection
+from unfuse.transfer.session import ArenaSink, Transfers
+from unfuse.transfer.tcp import Connection, TcpEngine
 
 MIB = 1 << 20
 SIZES = (1, 4, 16, 64, 256, 1024)

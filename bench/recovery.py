@@ -31,8 +31,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_faults import Faults, FaultyEngine, FaultyLink
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Transfers
 
 K, MIB = 1024, 1 << 20
 LENGTHS = (1, 4, 16)

@@ -17,7 +17,7 @@ from typing import Any
 from bench.report import show
 from bench.servers import redis_server
 from unfuse import queues
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.queues.base import Filter, Limits, QueueBackend
 from unfuse.testing.queue_samples import count_waiting, planned, request, task
 

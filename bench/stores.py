@@ -26,7 +26,7 @@ from bench.report import ratio, show, spread, table
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.request import new_request_id
-from unfuse.stores.checksums import PIECE
+from unfuse.stores.base import PIECE
 from unfuse.stores.tensor_store import TensorStore
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -21,7 +21,7 @@ from bench.blocks import TOKEN
 from bench.pull import Reader, timed
 from bench.report import quantile, ratio, show, table
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.sinks import Window
+from unfuse.transfer.session import Window
 
 K = 1024
 LENGTHS = (1, 4, 16, 32, 64)

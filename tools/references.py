@@ -18,7 +18,7 @@ from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.core.retries import RULES
 from unfuse.models import FAMILIES
 from unfuse.models.declared import call_defaults
-from unfuse.scheduler.draft import CODES
+from unfuse.scheduler.change_builder import CODES
 from unfuse.server.errors import refusal_of
 from unfuse.server.metrics_table import METRICS as METRIC_SPECS, MetricSpec
 

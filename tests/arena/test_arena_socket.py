@@ -39,9 +39,9 @@ from unfuse.arena.protocol import (
     Unhold,
     Write,
     frame,
+    socket_name,
 )
 from unfuse.arena.server import AT_A_TIME, MOST_CLIENTS, ArenaServer
-from unfuse.arena.sockets import socket_name
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 
@@ -380,19 +380,6 @@ def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes
             client.usage()
         owner.join()
         assert descriptors() <= before
-        client.close()
-
-
-def test_one_of_the_version_before_is_still_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its socket has an abstract name, and it does not know that question."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(name := f"\0unfuse-{os.getpid()}-{id(monkeypatch)}")
-        listener.listen()
-        client = ArenaClient(f"unix:@{name[1:]}", folder=Path("/elsewhere"), owner="one")
-        peer, _ = listener.accept()
-        with peer:
-            client.unhold("a")
-            assert peer.recv(1000) == frame(Unhold("a"))
         client.close()
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.examples import examples
-from unfuse.arena.buddy import Buddy
+from unfuse.arena.extents import Buddy
 from unfuse.core.errors import ArenaFull
 
 BLOCK = 16

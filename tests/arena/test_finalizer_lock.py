@@ -4,7 +4,7 @@ import gc
 import threading
 import weakref
 
-from unfuse.arena.finalizer_lock import FinalizerLock
+from unfuse.arena.objects import FinalizerLock
 
 
 def test_work_posted_to_an_idle_turn_runs_at_once() -> None:

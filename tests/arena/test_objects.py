@@ -2,7 +2,7 @@
 
 import pytest
 
-from unfuse.arena.buddy import Buddy
+from unfuse.arena.extents import Buddy
 from unfuse.arena.objects import OBJECT_MOVES, Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from unfuse.arena import sockets
-from unfuse.arena.sockets import listen, remove_stale, socket_name
+from unfuse.arena import protocol
+from unfuse.arena.protocol import listen, remove_stale, socket_name
 from unfuse.core.errors import ConfigError
 
 NAME = "arena-" + "0" * 24
@@ -45,7 +45,9 @@ def test_where_no_socket_can_be_the_folder_is_named(folder: Path) -> None:
 @pytest.mark.slow
 def test_what_the_killed_leave_is_removed_and_what_lives_stays(folder: Path) -> None:
     """Also beside what is no socket, what belongs to others, and one that has more callers than it takes."""
-    killed = f"import os, pathlib; from unfuse.arena.sockets import listen; listen(pathlib.Path({os.fspath(folder)!r}))"
+    killed = (
+        f"import os, pathlib; from unfuse.arena.protocol import listen; listen(pathlib.Path({os.fspath(folder)!r}))"
+    )
     subprocess.run([sys.executable, "-c", f"{killed}; os.kill(os.getpid(), 9)"])
     (left,) = folder.iterdir()
     living, busy = listen(folder), listen(folder)
@@ -78,7 +80,7 @@ def test_one_that_is_removed_before_it_listens_is_made_again(folder: Path, monke
             draft.unlink()
         renamed(draft, path)
 
-    monkeypatch.setattr(sockets.os, "rename", late)
+    monkeypatch.setattr(protocol.os, "rename", late)
     listener, path = listen(folder)
     assert removed and list(folder.iterdir()) == [path] and remove_stale(folder) == []
     listener.close()
@@ -105,4 +107,3 @@ def test_sockets_that_come_go_and_are_cleaned_at_once_are_all_right(folder: Path
 def test_a_folder_is_where_it_is_looked_for_and_nowhere_else(folder: Path) -> None:
     assert socket_name(f"unix:/elsewhere/{NAME}", folder) == f"{folder}/{NAME}"
     assert socket_name(f"unix:/elsewhere/{NAME}") == f"/elsewhere/{NAME}"
-    assert socket_name("unix:@unfuse-1", folder) == "\0unfuse-1", "as those of the version before were"

@@ -24,8 +24,8 @@ from tests.server.served import PICTURES, Served, serve
 from unfuse.cli.bars import Bars
 from unfuse.cli.terminal import Terminal
 from unfuse.client import Client
-from unfuse.core.event import Event
-from unfuse.core.vocabulary import Vocabulary
+from unfuse.core.card import Vocabulary
+from unfuse.core.request import Event
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
 

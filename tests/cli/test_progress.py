@@ -10,7 +10,7 @@ import pytest
 from unfuse.cli import progress
 from unfuse.cli.progress import Hidden, ProgressLines, progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 
 
 class Heard(Terminal):

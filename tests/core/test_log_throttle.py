@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.core.log_throttle import LogThrottle
+from unfuse.core.supervisor import LogThrottle
 
 
 def test_a_cause_is_logged_once_a_second_with_how_often_it_came() -> None:

@@ -14,7 +14,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.checking import check, check_delivery, size_from
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.media import IMAGE, MAX_SEED, MIN_SEED, VIDEO, Limits, Medium, nearest_size, seconds_of, size_like
-from unfuse.core.medium import nth_seed
+from unfuse.core.parameters import nth_seed
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Delivery
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.model_names import MAX_NAME, is_name, is_path, name_of, without_source
+from unfuse.core.card import MAX_NAME, is_name, is_path, name_of, without_source
 
 
 @pytest.mark.parametrize(

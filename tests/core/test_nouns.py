@@ -13,14 +13,15 @@ import pytest
 import unfuse.core
 from unfuse.core import errors
 from unfuse.core.card import ModelCard
-from unfuse.core.event import TERMINAL_EVENTS, EventType
 from unfuse.core.media import VIDEO
 from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, PlannedStage, StageSpec
 from unfuse.core.request import (
     REQUEST_MOVES,
     TERMINAL,
+    TERMINAL_EVENTS,
     Caller,
     Delivery,
+    EventType,
     GenerationRequest,
     RequestContext,
     RequestStatus,

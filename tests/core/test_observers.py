@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from unfuse.core.observers import Observers
-from unfuse.core.supervisor import Supervisor
+from unfuse.core.supervisor import Observers, Supervisor
 
 
 class Hearing:

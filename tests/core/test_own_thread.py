@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from unfuse.core.own_thread import in_own_thread
+from unfuse.core.supervisor import in_own_thread
 
 HANGS = """
 import asyncio, threading
-from unfuse.core.own_thread import in_own_thread
+from unfuse.core.supervisor import in_own_thread
 
 async def main():
     begun, never = threading.Event(), threading.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from unfuse.core.redact import without_paths
+from unfuse.core.paths import without_paths
 
 PARTS = st.lists(st.text("abcXYZ019_-@+=.~", min_size=1).filter(lambda part: part.strip(".")), min_size=2, max_size=6)
 AROUND = st.text("ab c:'\"(),=\n", max_size=12)

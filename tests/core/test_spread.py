@@ -7,7 +7,7 @@ from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.medium import Workload
+from unfuse.core.parameters import Workload
 from unfuse.core.plan import StageSpec
 from unfuse.core.spread import (
     KINDS,

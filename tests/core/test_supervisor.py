@@ -9,8 +9,7 @@ from structlog.testing import capture_logs
 
 from unfuse.core import supervisor
 from unfuse.core.errors import TransientError
-from unfuse.core.log_throttle import LOG_EVERY_S
-from unfuse.core.supervisor import RepeatedErrors, Supervisor
+from unfuse.core.supervisor import LOG_EVERY_S, RepeatedErrors, Supervisor
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from unfuse.core.time_budget import StopBudget
+from unfuse.core.supervisor import StopBudget
 from unfuse.testing.virtual_time import in_virtual_time
 
 

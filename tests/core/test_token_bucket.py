@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.core.token_bucket import TokenBucket
+from unfuse.core.clock import TokenBucket
 
 
 def test_a_pace_gives_a_burst_then_so_much_a_second_and_saves_no_more_than_a_burst() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.vocabulary import MOST_CHARS, Vocabulary
+from unfuse.core.card import MOST_CHARS, Vocabulary
 
 FEW = Vocabulary(("a", "Red", "circle", "café"), "circles")
 

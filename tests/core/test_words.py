@@ -10,14 +10,13 @@ from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
-from unfuse.core.chat_fields import OWN, template_kwargs
 from unfuse.core.checking import check
 from unfuse.core.derived import Derived
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
 from unfuse.core.media import IMAGE, TEXT, medium_for, medium_of
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import new_request_id
-from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS, PromptTokens
+from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS, OWN, PromptTokens, template_kwargs
 
 CARD = ModelCard(
     "m", "m", "language", Pipeline(()), {"max_tokens": 100, "vocabulary": 50}, {"temperature": 0.6}, {}, {}

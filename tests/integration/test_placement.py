@@ -15,7 +15,7 @@ from PIL import Image, ImageChops
 
 from tools.addresses import free_port
 from tools.server import Server, environment, serving, unfuse, until
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared
 
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 PROMPT = "a red circle on white"

@@ -12,7 +12,7 @@ from tools.addresses import unix_address
 from tools.server import environment, unfuse
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Places, WorkerInfo
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.language.answer_reader import (
     CALL_FORMATS,
     REASONING_FORMATS as REASONING,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.detokenize import Ending, Words
 from unfuse.language.grammars import BehindReasoning

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from tests.language.test_tokenizer import CHATS, KINDS, folders, tokenizers
 from tests.models.tokenizers_of import SPECIALS, TURNS, gguf, letters, metadata_of, save
 from unfuse.core.errors import InvalidParameter
-from unfuse.language.special_text import texts_in, unused_characters
+from unfuse.language.chat_template import texts_in, unused_characters
 from unfuse.language.tokenizer import ChatTokenizer
 
 __all__ = ["folders", "tokenizers"]

@@ -20,9 +20,8 @@ from unfuse.core.codec import decode as read
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Keep, Progress, Stopped
 from unfuse.core.plan import prefix_key
-from unfuse.core.reading import Reading, ReasoningFormat
 from unfuse.core.task import Lease
-from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
+from unfuse.core.text import CHUNK, Piece, Reading, ReasoningFormat, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
 from unfuse.worker.batches import Exactness

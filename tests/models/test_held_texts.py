@@ -16,7 +16,7 @@ from tools.tiny_language import make_language_model
 from unfuse.core.codec import encode
 from unfuse.core.derived import GRAMMAR
 from unfuse.core.errors import PermanentError
-from unfuse.core.schemas import schema_text
+from unfuse.core.words import schema_text
 from unfuse.language.grammars import BrokenGrammar, Grammar, pack_grammar
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing

@@ -34,11 +34,10 @@ from unfuse.models.base import Runtime
 from unfuse.models.language import bytes_per_token
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import Window
+from unfuse.transfer.session import Transfers, Window
 from unfuse.weights.folder import WHOLE
 from unfuse.weights.gguf_model import files_of
 

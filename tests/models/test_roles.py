@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from tests.models.tokenizers_of import letters
 from unfuse.core.errors import InvalidParameter
 from unfuse.language.chat_template import ChatTemplate, Message
-from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.language.tokenizer_files import Parts
+from unfuse.language.tokenizer import ChatTokenizer, Parts
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 LISTED = (

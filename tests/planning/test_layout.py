@@ -126,7 +126,7 @@ def test_the_line_of_a_layout_gives_one_reason_and_advises_against_nothing() -> 
 
 
 def _model() -> object:
-    from unfuse.scheduler.time_model import TimeModel
+    from unfuse.scheduler.costs import TimeModel
 
     return TimeModel()
 

@@ -16,9 +16,8 @@ from tests.queues.conftest import Server
 from tests.queues.disk import Disk, failing_disk
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import GenerationRequest, RequestContext, StageState
+from unfuse.core.request import TERMINAL_EVENTS, Event, GenerationRequest, RequestContext, StageState
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter, QueueBackend
 from unfuse.queues.journal import Journal, Row

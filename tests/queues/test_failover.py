@@ -10,7 +10,7 @@ from tests.queues.conftest import Server
 from tools.redis_server import Service
 from unfuse import queues
 from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.queues import connection
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.connection import parse_address

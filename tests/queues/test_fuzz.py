@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.errors import NotFound, ProtocolError
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.core.task import Claim
 from unfuse.queues.base import EXACT, Filter, QueueBackend
 from unfuse.testing import ManualClock

@@ -12,9 +12,8 @@ from hypothesis import given, settings, strategies as st
 from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
-from unfuse.core.event import Event
 from unfuse.core.registry import resolve
-from unfuse.core.request import Change
+from unfuse.core.request import Change, Event
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Offer, Wanted
 from unfuse.queues.index import MAX_EVENTS, Entry, History

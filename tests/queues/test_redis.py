@@ -21,8 +21,7 @@ from tests.queues.test_stateful import Histories
 from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
-from unfuse.core.event import Event
-from unfuse.core.request import Record
+from unfuse.core.request import Event, Record
 from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, QueueBackend
 from unfuse.queues.connection import RUN_BYTES, RUN_CALLS, runs

@@ -10,7 +10,7 @@ import pytest
 
 from tests.queues.conftest import Server
 from unfuse import queues
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.connection import SWEEP_S, Call, Calls
 from unfuse.queues.remote_waiters import MAX_BATCH, Background

@@ -30,9 +30,8 @@ from unfuse import queues
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
-from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Delivery, StageState
+from unfuse.core.request import Delivery, Event, StageState
 from unfuse.queues import journal
 from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
 from unfuse.queues.journal import StoredTask

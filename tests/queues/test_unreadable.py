@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.errors import Damaged, NotFound
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.queues.base import Filter, PoolStats, QueueBackend
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (

@@ -13,7 +13,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan, compile_plan
 from unfuse.queues.base import Member
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.scheduler import Scheduler
 
 EACH = [frozenset((ENCODE,)), frozenset((DENOISE,)), frozenset((DECODE,))]

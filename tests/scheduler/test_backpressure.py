@@ -12,6 +12,7 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, param
 from tests.scheduler.test_scheduler import info
 from tools.asking import asking
 from unfuse.core.card import ModelCard
+from unfuse.core.errors import Overloaded
 from unfuse.core.media import Room
 from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Places, Pulse, ToScheduler, ToWorker
 from unfuse.core.object_ref import ObjectRef
@@ -20,9 +21,8 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Member
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.backpressure import AHEAD, Backpressure, ordinal
+from unfuse.scheduler.backpressure import AHEAD, Backpressure, InFlight, ordinal
 from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
@@ -296,3 +296,25 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     waiting = asyncio.create_task(worker.say(Ask(1, 240 * MIB, 10.0)))
     granted = await waiting
     assert isinstance(granted, Granted) and [lease.task.stage for lease in granted.leases] == ["text_encode"]
+
+
+async def test_what_was_refused_or_has_ended_needs_nothing() -> None:
+    """Given room for one request, when a larger one is refused and the first one ends, then only that was in flight."""
+    scheduler = Scheduler(MemoryQueue(ManualClock()), limits=Limits(max_active=1))
+    first = await scheduler.submit(*asking(CARD, params()))
+    small = scheduler.in_flight.largest([ENCODE, DENOISE])
+    with pytest.raises(Overloaded):
+        await scheduler.submit(*asking(CARD, params(width=640)))
+    assert scheduler.in_flight.largest([ENCODE, DENOISE]) == small > 0
+    await scheduler.cancel(first.context.id)
+    assert scheduler.in_flight.largest([ENCODE, DENOISE]) == 0
+
+
+async def test_what_is_not_met_any_more_has_ended_elsewhere() -> None:
+    record = await Scheduler(MemoryQueue(ManualClock())).submit(*asking(CARD, params()))
+    in_flight = InFlight()
+    in_flight.announced(record.context)
+    in_flight.sweep()
+    assert in_flight.largest([ENCODE]) > 0
+    in_flight.sweep()
+    assert in_flight.largest([ENCODE]) == 0

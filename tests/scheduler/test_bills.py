@@ -16,9 +16,8 @@ from tests.scheduler.model import Racing
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import Done, Failed, Progress, Steps, Stopped, ToScheduler
-from unfuse.core.request import RequestContext, Timings
+from unfuse.core.request import RequestContext, Timings, billed_seconds, lost_seconds
 from unfuse.core.task import Claim, Lease
-from unfuse.core.usage import billed_seconds, lost_seconds
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing.clock import ManualClock
 

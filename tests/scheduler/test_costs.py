@@ -162,18 +162,18 @@ def test_a_request_teaches_once() -> None:
 
 
 def test_each_device_has_its_own_law_and_the_mean_over_a_pools_workers_is_predicted() -> None:
-    costs = Costs()
     pools = {"fast": (DENOISE,), "slow": (DENOISE,), "slower": (DENOISE, DECODE), "other": (ENCODE,)}
     devices = {"fast": "gpu", "slow": "cpu", "slower": "cpu", "other": "gpu"}
-    fleet = {name: msgspec.structs.replace(info(name, *pools[name]), device=devices[name]) for name in pools}
-    costs.workers = fleet
+    workers = {name: msgspec.structs.replace(info(name, *pools[name]), device=devices[name]) for name in pools}
+    costs = Costs(workers=workers)
     costs.learn(completed(only("denoise", 1.0), worker="fast"))
     assert predicted(costs)["denoise"] == pytest.approx(1.0)
     costs.learn(completed(only("denoise", 10.0), worker="slow"))
     assert predicted(costs)["denoise"] == pytest.approx((1 + 10 + 10) / 3)
-    costs.workers = {"fast": fleet["fast"]}
+    for name in ("slow", "slower", "other"):
+        del workers[name]
     assert predicted(costs)["denoise"] == pytest.approx(1.0)
-    costs.workers = {}
+    workers.clear()
     assert predicted(costs)["denoise"] == pytest.approx(5.5)
 
 

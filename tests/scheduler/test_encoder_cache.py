@@ -139,7 +139,7 @@ async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
         await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
         assert (counts.hits, counts.misses) == (0, 1)
-        assert "cache" not in (await loaded(scheduler, record)).params
+        assert "cache" not in (await loaded(scheduler, record)).request.params
 
 
 async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_other_bytes() -> None:

@@ -10,8 +10,7 @@ from tests.scheduler.test_scheduler import scheduling, take
 from tools.asking import asking
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Failed
-from unfuse.core.observers import Observers
-from unfuse.core.supervisor import Supervisor
+from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import Lease
 from unfuse.scheduler import growing
 from unfuse.scheduler.growing import Growing

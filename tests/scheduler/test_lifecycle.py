@@ -25,7 +25,7 @@ from unfuse.core.request import (
     Timings,
 )
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
-from unfuse.scheduler import draft, lifecycle
+from unfuse.scheduler import change_builder, lifecycle
 from unfuse.testing.queue_samples import task_of
 
 WALL, NOW = 1_700_000_000.0, 50.0
@@ -238,7 +238,7 @@ class TestCompletion:
 class TestFailure:
     def test_a_transient_one_is_tried_again_later_and_later(self, first: Change) -> None:
         change, waits = first, []
-        for _ in range(draft.BUDGETS["failures"]):
+        for _ in range(change_builder.BUDGETS["failures"]):
             change = fail(change, "text", "transient")
             assert kinds(change) == ["retrying"]
             waits.append(change.push[0].not_before - NOW)
@@ -454,7 +454,7 @@ class TestTheEnd:
 @pytest.mark.parametrize("new", TASK_MOVES)
 def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
     context = msgspec.structs.replace(request_for(PICTURE), stages={"text": StageState(old)})
-    made = draft.Draft(context, WALL)
+    made = change_builder.ChangeBuilder(context, WALL)
     if new in TASK_MOVES[old]:
         made.move("text", new)
         assert made.stages["text"].status == new
@@ -466,7 +466,7 @@ def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
 def test_a_request_that_is_over_cannot_be_ended_by_force(first: Change) -> None:
     over = msgspec.structs.replace(first.context, status="completed")
     with pytest.raises(IllegalMove, match="from completed to failed"):
-        draft.Draft(over, WALL).end("failed")
+        change_builder.ChangeBuilder(over, WALL).end("failed")
 
 
 class Walk:

@@ -18,9 +18,9 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.admission import NO_HURRY_S, PATIENCE, Order
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.scheduler.order import NO_HURRY_S, PATIENCE, Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stages import specs
 from unfuse.testing.clock import ManualClock

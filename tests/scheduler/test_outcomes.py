@@ -13,7 +13,7 @@ from tests.scheduler.test_scheduler import WORKER, done, info, pass_by, scheduli
 from tools.asking import asking
 from unfuse.core.messages import Ask, Failed, Granted, Hello, Places, Saved
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.pool import declared, manned, outcome_of
+from unfuse.core.plan import declared, manned, outcome_of
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration

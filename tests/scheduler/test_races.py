@@ -19,13 +19,12 @@ from tests.scheduler.test_scheduler import done, take
 from tools.asking import asking
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.messages import Announced, Done, Failed
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Record, RequestContext, ResultFile, Timings
+from unfuse.core.request import TERMINAL_EVENTS, Event, Record, RequestContext, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler import draft
+from unfuse.scheduler import change_builder
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
@@ -231,5 +230,5 @@ async def _live(card: ModelCard, n: int, dice: random.Random, trouble: float, ca
     assert [await count_waiting(scheduler.queue, pool) for pool in pools] == [0] * len(pools)
     assert not (await scheduler.queue.renew([lease.claim for lease in fate.leases + fate.reported], TTL)).held
     for context in contexts:
-        assert all(getattr(state, name) <= most + 1 for name, most in draft.BUDGETS.items()
+        assert all(getattr(state, name) <= most + 1 for name, most in change_builder.BUDGETS.items()
                    for state in context.stages.values())  # fmt: skip

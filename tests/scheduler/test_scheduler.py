@@ -15,10 +15,9 @@ from hypothesis import given, settings, strategies as st
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
-from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, Saved, WorkerInfo, WorkerStatus
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import ResultFile, Timings
+from unfuse.core.request import Event, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import MOST_RETURNS, Filter, Limits
 from unfuse.queues.memory import MemoryQueue

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.examples import examples
-from unfuse.scheduler.time_model import EACH, SIZES, TimeModel, Work
+from unfuse.scheduler.costs import EACH, SIZES, TimeModel, Work
 
 FORWARDS = (5, 10, 20, 40, 80)
 AREAS = [float(side * side * frames) for side in (32, 48, 64, 96, 128) for frames in (1, 5, 9)]

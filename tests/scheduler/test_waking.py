@@ -22,9 +22,10 @@ from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import GenerationRequest, RequestContext, StageState, Waking
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.costs import last_waking
+from unfuse.scheduler.lifecycle import USUAL_WAKING_S, await_waking, latest_end
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.waking import USUAL_S, due, last_waking, waiting
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import request_context
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
@@ -71,11 +72,11 @@ class TestWhatIsSaid:
             assert scheduler.registry.state(DENOISE) == "asleep" and not await scheduler.registry.missing()
             context = await submitted(scheduler)
             record = await scheduler.queue.load(context.id)
-            assert scheduler.awaited(record) == ("waking", USUAL_S)
-            assert scheduler.eta(record) == USUAL_S + context.cost
+            assert scheduler.awaited(record) == ("waking", USUAL_WAKING_S)
+            assert scheduler.eta(record) == USUAL_WAKING_S + context.cost
             clock.advance(100)
-            assert scheduler.awaited(record) == ("waking", USUAL_S - 100)
-            clock.advance(USUAL_S)
+            assert scheduler.awaited(record) == ("waking", USUAL_WAKING_S - 100)
+            clock.advance(USUAL_WAKING_S)
             assert scheduler.awaited(record) == ("waking", 0.0)
             await woken(scheduler, context)
             assert scheduler.awaited(await scheduler.queue.load(context.id)) == ("loading", None)
@@ -292,11 +293,11 @@ class TestWaiting:
         wall, began = 1000.0, 1000.0
         for seconds, asleep in looks:
             wall += seconds
-            before, context = context, waiting(context, asleep, wall, limit)
+            before, context = context, await_waking(context, asleep, wall, limit)
             assert {pool for pool, state in context.stages.items() if state.sleeps} == asleep
             assert before.deadline and context.deadline
             assert before.deadline <= context.deadline <= 10.0 + limit + 1e-6
             assert context.deadline <= 10.0 + wall - began + 1e-6
-            latest = due(context, limit)
+            latest = latest_end(context, limit)
             assert latest is not None and latest >= (context.deadline or 0)
-            assert waiting(context, asleep, wall + 1, limit) is context
+            assert await_waking(context, asleep, wall + 1, limit) is context

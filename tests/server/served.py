@@ -25,10 +25,9 @@ from tools.cards import IDLE, MOVING, PICTURES
 from unfuse import queues
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound, TransientError
-from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Params
-from unfuse.core.request import FLAGGED_TYPE, ResultFile, Timings
+from unfuse.core.request import FLAGGED_TYPE, Event, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.edge.access import Access
 from unfuse.edge.connections import ConnectionLimits, HttpServer

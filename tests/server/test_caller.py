@@ -20,8 +20,7 @@ from tests.server.composed import Answer, call, composed, connect, rest
 from tests.server.served import MOVING, PICTURES, Served, picture, serve, until
 from tools.redis_server import RedisServer
 from unfuse.core.errors import TransientError
-from unfuse.core.event import Event
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Event, RequestContext
 from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Scheduler
 

@@ -13,7 +13,7 @@ from openai.types.chat import chat_completion_content_part_image_param as image_
 from tests.server.served import serve
 from tools.cards import MOVING, PICTURES, card
 from unfuse.core.media import IMAGE, VIDEO
-from unfuse.core.medium import Medium
+from unfuse.core.parameters import Medium
 from unfuse.server.multimodal_messages import DETAILS
 
 FILMS = card("test/films")

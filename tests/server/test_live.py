@@ -25,9 +25,8 @@ from tests.core.graphs import object_for
 from tests.examples import examples
 from tests.server.served import WORKER, Served, serve
 from tools.cards import PICTURES
-from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed
-from unfuse.core.request import RequestContext, Timings, new_request_id
+from unfuse.core.request import Event, RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
 from unfuse.edge.refusal import BrokenOff
 from unfuse.server.gateway import Gateway
@@ -438,7 +437,7 @@ def test_whatever_happens_a_client_gets_one_stream_and_an_error_unless_it_is_who
     """Given attempts that die, parts that are lost, events that come late or never, and attempts that make others."""
     course = Course(tmp_path_factory.mktemp("moves"), moves, ends, strays)
 
-    got, whole = asyncio.run(_read(Live(cast(Gateway, course), cast(RequestContext, course))))
+    got, whole = asyncio.run(_read(Live(cast("Gateway", course), cast("RequestContext", course))))
 
     assert STREAM.startswith(got) or b"".join(OTHERS).startswith(got)
     assert whole == (ends and got == b"".join(course.parts))

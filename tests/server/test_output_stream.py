@@ -10,8 +10,8 @@ from typing import TypeVar
 import pytest
 
 from unfuse.core.errors import NotFound, TransientError
-from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
+from unfuse.core.request import Event
 from unfuse.core.task import Lease
 from unfuse.edge.refusal import BrokenOff
 from unfuse.queues.memory import MemoryQueue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.tools import Tools, read_tools
 from unfuse.server.chat_formats import Parsers, reading_of

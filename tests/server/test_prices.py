@@ -12,8 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import GenerationRequest, RequestContext, Running, StageState, Timings
-from unfuse.core.usage import billed_seconds, lost_seconds
+from unfuse.core.request import (
+    GenerationRequest,
+    RequestContext,
+    Running,
+    StageState,
+    Timings,
+    billed_seconds,
+    lost_seconds,
+)
 from unfuse.edge.keys import Keys
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.gateway import Gateway

@@ -13,11 +13,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.server.served import IDLE, PICTURES, Served, picture, serve
+from unfuse.core.card import Vocabulary
 from unfuse.core.errors import TransientError
-from unfuse.core.event import Event
-from unfuse.core.vocabulary import Vocabulary
+from unfuse.core.request import Event
 from unfuse.queues.base import Declaration
-from unfuse.scheduler.waking import USUAL_S
+from unfuse.scheduler.lifecycle import USUAL_WAKING_S
 from unfuse.server.requests import written
 from unfuse.server.responses import with_comments
 
@@ -196,7 +196,7 @@ def test_one_for_a_pool_that_sleeps_says_so_and_how_long_it_will(tmp_path: Path)
         served.run(served.scheduler.queue.declare("operator", Declaration((IDLE,), asleep)))
         shown = submit(http, model=IDLE.name)
         assert (shown["status"], shown["state"]) == ("queued", "waking")
-        assert USUAL_S - 60 < shown["eta_s"] - shown["cost"]["predicted_s"] <= USUAL_S
+        assert USUAL_WAKING_S - 60 < shown["eta_s"] - shown["cost"]["predicted_s"] <= USUAL_WAKING_S
         assert http.get("/ready").status_code == 200
         http.post(f"/v1/requests/{shown['id']}/cancel")
         assert http.get(f"/v1/requests/{shown['id']}").json()["state"] == "cancelled"

@@ -21,8 +21,7 @@ from unfuse.core import checking
 from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, ResultsUnavailable
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import Pipeline
-from unfuse.core.pool import manned
+from unfuse.core.plan import Pipeline, manned
 from unfuse.core.request import Delivery
 from unfuse.queues.base import Limits
 from unfuse.server.calls import Call

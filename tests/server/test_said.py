@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from unfuse.core.derived import Derived
-from unfuse.core.reading import Reading
-from unfuse.core.text import Answer
+from unfuse.core.text import Answer, Reading
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.said import GrowingMessage, whole
 

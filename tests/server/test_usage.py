@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.reading import Reading
-from unfuse.core.text import Answer, Piece
+from unfuse.core.text import Answer, Piece, Reading
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.chat import reasoning_tokens
 

@@ -12,9 +12,8 @@ from tests.scheduler.model import CARD, params
 from tests.scheduler.test_costs import complete_one
 from tests.scheduler.test_scheduler import WORKER, done, scheduling, take
 from tools.asking import asking
-from unfuse.core.event import Event
 from unfuse.core.messages import Failed
-from unfuse.core.request import Timings
+from unfuse.core.request import Event, Timings
 from unfuse.core.task import Lease
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.request_objects import Prices, progress, request_object

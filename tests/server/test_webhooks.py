@@ -34,8 +34,8 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that are short, so that nobody waits for them."""
-    monkeypatch.setattr("unfuse.scheduler.notices.PAUSES_S", (0.01, 0.01))
-    monkeypatch.setattr("unfuse.scheduler.notices.TAKEN_S", 2.0)
+    monkeypatch.setattr("unfuse.scheduler.transitions.PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("unfuse.scheduler.transitions.ATTEMPT_S", 2.0)
     monkeypatch.setattr("unfuse.server.webhooks.REVIEW_S", 0.1)
     monkeypatch.setattr("unfuse.server.outbound_http.CALL_S", 1.0)
 

@@ -24,8 +24,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Transfers
 
 PIECE = 128 * 1024
 CAPACITY = 8 * PIECE

@@ -225,7 +225,7 @@ def test_a_byte_that_changed_in_memory_is_found(parent: TensorStore, where: str)
 
 
 def test_a_put_that_fails_half_way_leaves_nothing(parent: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.stores.unsealed.flat_bytes", lambda value: 1 / 0)
+    monkeypatch.setattr("unfuse.stores.tensor_store.flat_bytes", lambda value: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         parent.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
     assert parent.usage().used == 0

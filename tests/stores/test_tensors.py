@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from unfuse.core.object_ref import DTYPES, TensorMeta, lay_out
-from unfuse.stores.checksums import Checksums, checksums_of
+from unfuse.stores.base import Checksums, checksums_of
 from unfuse.stores.tensors import RAW, copy_into, describe, flat_bytes, numpy_over, torch_over
 
 NUMPY_TYPES = sorted(set(DTYPES) - set(RAW))

@@ -11,7 +11,7 @@ import torch
 
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import CHUNK_BYTES
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.stores.tensor_store import TensorStore
 
 CHUNK = CHUNK_BYTES // 4

@@ -16,9 +16,8 @@ from unfuse.core.errors import UnfuseError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.registry import resolve
 from unfuse.transfer import BACKENDS, open_engine
-from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.owner_messages import Pull
-from unfuse.transfer.tcp_connection import NONCE, prove, read, send, write
+from unfuse.transfer.base import Pull, TransferOptions
+from unfuse.transfer.tcp import NONCE, prove, read, send, write
 
 assert encodings.idna
 

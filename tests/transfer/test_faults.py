@@ -23,8 +23,7 @@ from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.testing.transfer_owner import pattern, soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import Session, Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Session, Transfers
 
 OPTIONS = TransferOptions(
     secret=SECRET, heartbeat_s=0.2, max_missed=5, attempts=5, bootstrap_s=60, threads=8, trusted_network=True

@@ -15,13 +15,12 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import agree, open_engine
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.session import SESSION_MOVES, Session, Transfers
-from unfuse.transfer.sinks import ArenaSink, Window
+from unfuse.transfer.session import SESSION_MOVES, ArenaSink, Session, Transfers, Window
 
 QUICK = TransferOptions(secret=SECRET, threads=1, heartbeat_s=0.2, bootstrap_s=60, attempts=4)
 
@@ -264,7 +263,7 @@ def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> 
 
     links = Transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}, QUICK)
     window = Watching(np.empty(ref.nbytes, np.uint8), ref)
-    window.session = session = Session(ref, window, links._links, QUICK, 0)
+    window.session = session = Session(ref, window, links._links, QUICK)
     while session.step() is not None:
         assert not session.wait(0)
     links.close()
@@ -275,7 +274,7 @@ def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> 
 @pytest.mark.parametrize("state", SESSION_MOVES)
 def test_only_legal_moves_are_made(owner: ArenaOwner, state: str) -> None:
     ref = owner.put(12, 10)
-    session = Session(ref, Window(np.empty(10, np.uint8), ref), None, QUICK, 0)  # type: ignore[arg-type]
+    session = Session(ref, Window(np.empty(10, np.uint8), ref), None, QUICK)  # type: ignore[arg-type]
     for other in SESSION_MOVES:
         session.state = state  # type: ignore[assignment]
         if other in SESSION_MOVES[state]:  # type: ignore[index]
@@ -329,40 +328,6 @@ def test_whoever_drains_a_window_hears_of_the_failure_after_what_was_good(owner:
             for piece in window:
                 got.append(bytes(piece))
     assert b"".join(got) == bytes(pattern(15, ref.nbytes)[: 2 * CHUNK_BYTES])
-
-
-def test_what_another_attempt_brought_before_need_not_come_again(owner: ArenaOwner) -> None:
-    address, ref = owner.start(), owner.put(16, 3 * CHUNK_BYTES)
-    engine = Recording()
-    sink = Counting(np.empty(ref.nbytes, np.uint8), ref)
-    with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
-        fetching.fetch(ref, sink, good=2 * CHUNK_BYTES).result(60)
-    assert engine.pulled == [(2 * CHUNK_BYTES, 3 * CHUNK_BYTES)]
-
-
-@pytest.mark.parametrize("same", [2, 1, 0])
-def test_who_read_a_stream_that_broke_goes_on_only_over_equal_chunks(owner: ArenaOwner, same: int) -> None:
-    """The producer died after two chunks of three; what another made instead has so many leading chunks of the same."""
-    address, broken, engine = owner.start(), owner.begin(1, 3 * CHUNK_BYTES), Recording()
-    owner.write(broken, 2)
-    memory = np.empty(broken.nbytes, np.uint8)
-    with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
-        session = fetching.fetch(broken, Window(memory, broken))
-        soon(lambda: session.good == 2 * CHUNK_BYTES, "two chunks did not come")
-        owner.abort(broken)
-        with pytest.raises(ObjectLost):
-            session.result(60)
-        recomputed = owner.begin(1, broken.nbytes)
-        made = owner._extents[recomputed.id][1]
-        made[same * CHUNK_BYTES :] ^= 1
-        owner.write(recomputed, 3)
-        owner.seal(recomputed)
-        recomputed = msgspec.structs.replace(recomputed, checksums=checksums_of(made))
-        good = same * CHUNK_BYTES
-        assert (memory[:good] == made[:good]).all()
-        engine.pulled.clear()
-        fetching.fetch(recomputed, Window(memory, recomputed), good).result(60)
-    assert engine.pulled == [(same * CHUNK_BYTES, broken.nbytes)] and (memory == made).all()
 
 
 def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner: ArenaOwner) -> None:

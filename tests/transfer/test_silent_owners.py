@@ -17,8 +17,7 @@ from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern
 from unfuse.transfer import movers as movers_module, open_engine
 from unfuse.transfer.movers import Movers
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Transfers
 
 Kind = Callable[[], AbstractContextManager[str]]
 

@@ -15,11 +15,10 @@ from tests.transfer.conftest import OPTIONS
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import onesided, open_engine
-from unfuse.transfer.base import LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.base import Coming, LinkBroken, Ping, Pong, Pull, TransferEngine, TransferOptions
 from unfuse.transfer.onesided import AT_ONCE, OneSidedEngine, Range
-from unfuse.transfer.owner_messages import Coming, Ping, Pong, Pull
 from unfuse.transfer.session import MAX_PULL
-from unfuse.transfer.tcp_connection import Connection, OwnerServer, send
+from unfuse.transfer.tcp import Connection, OwnerServer, send
 
 MUCH = 40 << 20
 """More than the kernel takes before anybody reads."""

@@ -19,11 +19,9 @@ from unfuse.core.errors import ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import BACKENDS, open_engine
-from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.owner_messages import Coming, FromOwner, Got, Ping, Pong, Pull, ToOwner, Watch
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink
-from unfuse.transfer.tcp_connection import Connection, OwnerServer, prove, read, send, write
+from unfuse.transfer.base import Coming, FromOwner, Got, LinkBroken, Ping, Pong, Pull, ToOwner, TransferOptions, Watch
+from unfuse.transfer.session import ArenaSink, Transfers
+from unfuse.transfer.tcp import Connection, OwnerServer, prove, read, send, write
 
 FAKE = "unfuse.testing.fake_transfer:FakeEngine"
 QUICK = TransferOptions(secret=SECRET, threads=1, queues=1, attempts=1)
@@ -285,7 +283,7 @@ def test_a_stranger_is_disconnected_and_harms_nobody(owner: ArenaOwner, data: by
 
 def test_strangers_that_say_nothing_take_nobody_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many connections they open, who has proved the secret keeps its own, and another one gets in."""
-    monkeypatch.setattr("unfuse.transfer.tcp_connection.MAX_STRANGERS", 4)
+    monkeypatch.setattr("unfuse.transfer.tcp.MAX_STRANGERS", 4)
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
     address, ref = owner.start(), owner.put(1, 100)
     host, port = address.removeprefix("tcp://").split(":")

@@ -10,7 +10,7 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.stages.base import Media, StageOutput
-from unfuse.worker.batches import CHECKED_AGAIN, MOST_VERDICTS, TRUSTED, Exactness, _equal
+from unfuse.worker.batches import CHECKED_AGAIN, MAX_ENTRIES, TRUSTED, Exactness, _equal
 
 KEY = ("pool", (64, 64), ())
 
@@ -31,10 +31,10 @@ def test_a_size_is_trusted_after_some_comparisons_and_no_other_is(tmp_path: Path
 
 def test_clients_that_ask_for_ever_other_sizes_do_not_fill_the_memory() -> None:
     found = Exactness(None)
-    for width in range(MOST_VERDICTS + 10):
+    for width in range(MAX_ENTRIES + 10):
         found.learn(("pool", (width, 64), ()), 2, "")
-    assert len(found._verdicts) == MOST_VERDICTS
-    assert found.of(("pool", (MOST_VERDICTS + 9, 64), ()), 2).equal == 1
+    assert len(found._verdicts) == MAX_ENTRIES
+    assert found.of(("pool", (MAX_ENTRIES + 9, 64), ()), 2).equal == 1
 
 
 def test_one_difference_ends_it_even_after_trust(tmp_path: Path) -> None:

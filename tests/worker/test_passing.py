@@ -17,7 +17,7 @@ from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease
 from unfuse.testing.queue_samples import task_of
-from unfuse.transfer.sinks import Window
+from unfuse.transfer.session import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 from unfuse.worker.passing import Passing
 

@@ -16,7 +16,8 @@ from unfuse.core.text import TextLoad
 from unfuse.worker.compute import _device, device_memory
 from unfuse.worker.compute_messages import RankStatus
 from unfuse.worker.executor import OVER_S, PAGE, BusyShare, resident
-from unfuse.worker.ranks import Ranks, StatusReporter
+from unfuse.worker.ranks import Ranks
+from unfuse.worker.step_loop import StatusReporter
 
 Reported = tuple[StatusReporter, list[RankStatus]]
 

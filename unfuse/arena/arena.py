@@ -10,8 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from unfuse.arena.buddy import BLOCK
-from unfuse.arena.extents import Extents, Pages
+from unfuse.arena.extents import BLOCK, Extents, Pages
 from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ConfigError

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from unfuse.arena import protocol
 from unfuse.arena.arena import WritableMap, map_bytes
-from unfuse.arena.buddy import Usage
-from unfuse.arena.finalizer_lock import FinalizerLock
-from unfuse.arena.objects import Extent
-from unfuse.arena.sockets import ABSTRACT, peer_of, receive_exactly, socket_name
-from unfuse.core.codec import decode
+from unfuse.arena.extents import Usage
+from unfuse.arena.objects import Extent, FinalizerLock
+from unfuse.arena.protocol import peer_of, receive_exactly, socket_name
+from unfuse.core.codec import HEADER_BYTES, decode, length_of
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
-from unfuse.core.framing import HEADER_BYTES, length_of
 
 Reply = TypeVar("Reply", bound=protocol.FromOwner)
 
@@ -50,7 +48,7 @@ class ArenaClient:
             self._socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", ANSWER_WITHIN_S, 0))
         try:
             self._connect(name)
-            if owner and not address.startswith(ABSTRACT):
+            if owner:
                 self._check(owner)
             if token:
                 self._ask(protocol.Write(token), protocol.Acknowledged)

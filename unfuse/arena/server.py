@@ -15,10 +15,9 @@ from threading import Thread
 
 from unfuse.arena import protocol
 from unfuse.arena.arena import Arena
-from unfuse.arena.sockets import SCHEME, listen, peer_of, remove_stale
-from unfuse.core.codec import decode
+from unfuse.arena.protocol import SCHEME, listen, peer_of, remove_stale
+from unfuse.core.codec import decode, split_message
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
-from unfuse.core.framing import split_message
 
 RECEIVE_BYTES = 64 * 1024
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from unfuse.cli.terminal import ProgressDisplay, Status, Terminal, retried
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 
 
 class Bars(ProgressDisplay):

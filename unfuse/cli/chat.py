@@ -21,7 +21,7 @@ from unfuse.service.settings import load
 
 if TYPE_CHECKING:
     from unfuse.client import Client
-    from unfuse.client.chat import Chat
+    from unfuse.client.async_client import Chat
 
 LOOK_S = 0.2  # seconds between two looks at how far workers have loaded
 

@@ -11,8 +11,7 @@ import typer
 
 from unfuse.cli import show
 from unfuse.cli.files import require_files
-from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
-from unfuse.cli.parameter_flags import asks
+from unfuse.cli.options import COMPUTE, PLACING, Config, Json, asks, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds

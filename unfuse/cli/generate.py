@@ -10,13 +10,12 @@ import typer
 from unfuse.cli import show
 from unfuse.cli.connecting import client_of
 from unfuse.cli.files import argument_of, kind_of, require_files, save
-from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
-from unfuse.cli.parameter_flags import asks, check_numbers
+from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, asks, check_numbers, takes
 from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, medium_for
-from unfuse.core.medium import nth_seed
+from unfuse.core.parameters import nth_seed
 from unfuse.service.logs import harmless
 from unfuse.service.settings import Loaded, load
 

@@ -1,8 +1,9 @@
-"""Options that several verbs share. Each setting's description, flag and default are written once, in `groups`."""
+"""Options of verbs, for settings and for parameters, each of which is described once: in `groups`, in the media."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter
@@ -12,6 +13,9 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from unfuse.cli.show import cell
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.parameters import Parameter as RequestParameter
 from unfuse.service.settings import FIELDS, Field, Size
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
@@ -133,3 +137,42 @@ Json = Annotated[
 Config = Annotated[Path | None, typer.Option("--config", help="Settings file, such as unfuse.toml.", metavar="FILE")]
 Server = Annotated[str | None, option_of("server", metavar="URL")]
 ApiKey = Annotated[str | None, option_of("api_key", metavar="KEY")]
+
+
+TYPES = {"integer": int, "number": float, "flag": bool, "scaled": list[str]}
+"""Types that the command line parses; all others are text."""
+
+LINES = {one.name: one for medium in (IMAGE, VIDEO) for one in medium.parameters if one.offered}
+
+
+def asks(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb a flag for each of these parameters (without names: all); it gets them as its argument `asked`."""
+    lines = [LINES[name] for name in names] or LINES.values()
+    return gathering("asked", {one.name: _argument(one) for one in lines})
+
+
+def check_numbers(asked: Mapping[str, object]) -> None:
+    """Raise InvalidParameter for a number that JSON does not have, such as NaN."""
+    for name, value in asked.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            flag = _flag(LINES[name])
+            raise InvalidParameter(f"{flag} {value} is no number to multiply by: give one such as 5 or 7.5", flag)
+
+
+def words_of(line: RequestParameter) -> str:
+    """What `--help` says of a parameter: its words, its bounds, its default."""
+    parts = [f"{line.description[:1].upper()}{line.description[1:]}."]
+    parts += [f"[{line.bounds}]"] if line.bounds else []
+    parts += [f"[default: {line.default}]"] if line.default not in (None, "") else []
+    return " ".join(parts)
+
+
+def _flag(line: RequestParameter) -> str:
+    return line.flag or "--" + line.name.replace("_", "-")
+
+
+def _argument(line: RequestParameter) -> Parameter:
+    flag, kind = _flag(line), TYPES.get(line.kind, str)
+    names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
+    option = typer.Option(names, help=words_of(line), metavar=line.metavar or None, rich_help_panel=MADE)
+    return Parameter(line.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

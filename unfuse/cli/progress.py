@@ -9,7 +9,7 @@ from typing import Self
 from typing_extensions import override
 
 from unfuse.cli.terminal import ProgressDisplay, Status, Terminal, retried
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 
 SILENCE_S = 1.5  # where lines are written, the longest time without one; people should not have to wait for 2 s
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.service.groups import Log
 from unfuse.service.logs import Logs
 

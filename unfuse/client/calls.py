@@ -13,8 +13,8 @@ import httpx2
 import msgspec
 
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, PermanentError, TransientError
-from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
+from unfuse.core.request import Event
 
 TIMEOUT_S = 60.0  # the longest silence of a response, in seconds; event streams send something every 15 seconds
 ADD_TIMEOUT_S = 3600.0  # the same for the answer to adding a model: a server may read all bytes of its weights first

@@ -6,12 +6,11 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from unfuse.client.async_client import AsyncClient, AsyncRequest
+from unfuse.client.async_client import AsyncClient, AsyncRequest, Chat
 from unfuse.client.calls import File
-from unfuse.client.chat import Chat
 from unfuse.client.result import Result
 from unfuse.client.transport import BlockingTransport, iterate, run
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,15 +1,83 @@
-"""Model cards: what the gateway and the scheduler know of a model without loading it."""
+"""Model cards: what the gateway and the scheduler know of a model without loading it, and what it is called."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
 
 from unfuse.core.media import UPLOAD
+from unfuse.core.paths import without_paths
 from unfuse.core.plan import Choice, Params, Pipeline, pool_name
 from unfuse.core.vision import Vision
-from unfuse.core.vocabulary import Vocabulary
+
+MAX_NAME = 128  # characters; messages of workers hold no longer ones
+PART = r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]*"
+NAME = rf"{PART}(/{PART})?"
+"""What an admin may call a model: as hubs do, with or without an owner. No path fits: not /a, ./a, ../a or a/b/c."""
+
+_COMPONENTS = re.compile(r"#(?=\w+=.)")
+UNNAMED = "model"
+
+
+def is_name(text: str) -> bool:
+    """Return whether an admin may call a model so."""
+    return len(text) <= MAX_NAME and re.fullmatch(NAME, text) is not None
+
+
+def is_path(source: str) -> bool:
+    """Return whether a source is a path, and not a name of a hub. No disk is read."""
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1
+
+
+def name_of(source: str) -> str:
+    """Return what a model is called by default: its hub name, or the last part of its path.
+
+    Sources of single components, as in MODEL#vae=FOLDER, are left out.
+    """
+    source = _COMPONENTS.split(source, maxsplit=1)[0]
+    if not is_path(source):
+        return source
+    last = PurePath(source).name
+    return UNNAMED if last in ("", "..", "~") else last
+
+
+def without_source(text: str, source: str, name: str) -> str:
+    """Return a text with a model's name in place of its path, and without other absolute paths."""
+    if not is_path(source):
+        return without_paths(text)
+    whole = rf"(?<![\w./~-]){re.escape(source)}(?![\w.-])"  # not the dot in a file's name, for the source "."
+    return without_paths(re.sub(whole, lambda _: name, text))
+
+
+WORD = re.compile(r"[^\W_]+")
+
+MOST_NAMED, MOST_CHARS = 5, 30
+"""The most unknown words that a hint names, and the most characters that it shows of one."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The words that a model knows, in any case; `makes` says what it makes, to follow the word "makes"."""
+
+    words: tuple[str, ...]
+    makes: str
+
+    def hint(self, model: str, prompt: str) -> str:
+        """Return what the model makes, and which words of the prompt it does not know; "" if it knows all."""
+        known = frozenset(_words(" ".join(self.words)))
+        unknown = list(dict.fromkeys(word for word in _words(prompt) if word not in known))
+        if not unknown:
+            return ""
+        named = ", ".join(word[:MOST_CHARS] for word in unknown[:MOST_NAMED])
+        more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
+        return f"{model} does not know {named}{more}: it makes {self.makes}"
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 class AcceptedInput(msgspec.Struct, frozen=True):

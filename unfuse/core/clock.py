@@ -1,4 +1,4 @@
-"""The clock as a port, so that rules about time are tested without waiting."""
+"""The clock as a port, so that rules about time are tested without waiting; and a bucket that limits a rate."""
 
 from __future__ import annotations
 
@@ -41,3 +41,20 @@ class SystemClock(Clock):
         import asyncio  # who only reads the time, such as a process that serves objects, has no event loop
 
         return asyncio.get_running_loop().call_later(max(0.0, when - self.now()), callback).cancel
+
+
+class TokenBucket:
+    """Allows `burst` units at once and `rate` units a second in the long run. All times are seconds of one clock."""
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self.rate, self.burst = rate, burst
+        self._left, self._at = burst, now
+
+    def take(self, amount: float, now: float) -> bool:
+        """Take that many units. False, with nothing taken, when there are not so many."""
+        self._left = min(self.burst, self._left + (now - self._at) * self.rate)
+        self._at = now
+        if amount > self._left:
+            return False
+        self._left -= amount
+        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from unfuse.core.parameters import Params
-from unfuse.core.reading import Reading
+from unfuse.core.text import Reading
 from unfuse.core.vision import Shown
 
 PROMPT, GRAMMAR = "prompt", "grammar"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.medium import (
+from unfuse.core.parameters import (
     DELIVERED,
     MAX_S,
     MAX_SEED as MAX_SEED,
@@ -17,11 +17,15 @@ from unfuse.core.medium import (
     MIN_SEED as MIN_SEED,
     PIXELS as PIXELS,
     Medium as Medium,
+    Parameter,
+    Params,
     Room as Room,
     Work as Work,
     Workload as Workload,
+    default_of,
+    integer,
+    printable,
 )
-from unfuse.core.parameters import Parameter, Params, default_of, integer, printable
 from unfuse.core.words import TEXT as TEXT
 
 MAX_STEPS, MAX_FRAMES, MAX_SIDE = 1000, 1_000_000, 999_999  # bounds that are above what any model can do

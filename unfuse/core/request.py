@@ -1,9 +1,14 @@
-"""The whole state of a request. It is kept in the queue backend alone, and only lifecycle transitions change it."""
+"""The whole state of a request, its events and its use of devices.
+
+It is kept in the queue backend alone, and only lifecycle transitions change it.
+"""
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 from typing import Annotated, Literal
@@ -12,11 +17,35 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.derived import Derived
-from unfuse.core.event import Event
 from unfuse.core.media import IMAGE, VIDEO, Medium, medium_of
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
+
+EventType = Literal[
+    "queued", "stage_started", "progress", "preview", "appended", "stage_completed", "retrying",
+    "completed", "failed", "cancelled",
+]  # fmt: skip
+TERMINAL_EVENTS = frozenset({"completed", "failed", "cancelled"})
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One entry of a request's history.
+
+    `seq` counts from 1 within the request; the queue sets it (0 before that). `at` is Unix seconds. `step` and `steps`
+    are set on progress; of a stage that is read while it grows, `step` counts the recorded pieces in `appended`.
+    """
+
+    type: EventType
+    at: float = 0.0
+    stage: str = ""
+    attempt: int = 0
+    worker: str = ""
+    step: int = 0
+    steps: int = 0
+    message: str = ""
+    seq: int = 0
+
 
 RequestStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
 Awaiting = Literal["loading", "waking"]
@@ -377,3 +406,55 @@ def request_ids(medium: Medium = IMAGE, after: str = "") -> Iterator[str]:
     for number in count():
         text = f"{after}/{number}" if number else after
         yield medium.prefix + blake2b(text.encode(), digest_size=16).hexdigest() if after else new_request_id(medium)
+
+
+DeviceSeconds = dict[str, float]
+"""Seconds by the name of the device."""
+
+
+def billed_seconds(context: RequestContext, running: Sequence[Running] = (), wall: float = math.inf) -> DeviceSeconds:
+    """Return the seconds on a request's bill, those of its `running` attempts so far included.
+
+    A running attempt counts for no longer than it has run at the Unix time `wall`.
+    """
+    ended = [state.timings for state in context.stages.values()]
+    return _sums([*ended, *(believable(run.timings, wall - run.since) for run in running)])
+
+
+def lost_seconds(context: RequestContext) -> DeviceSeconds:
+    """Return the seconds that lost attempts at a request have used. They cost nothing."""
+    found: DeviceSeconds = defaultdict(float)
+    for state in context.stages.values():
+        for device, seconds in state.lost_s.items():
+            found[device] += seconds
+    return dict(found)
+
+
+def increase(before: Mapping[str, float], after: Mapping[str, float]) -> DeviceSeconds:
+    """Return by how much the seconds of each device have grown."""
+    return {name: more for name, seconds in after.items() if (more := seconds - before.get(name, 0.0)) > 0}
+
+
+def believable(timings: Timings, elapsed_s: float) -> Timings:
+    """Limit a task's share of computing to the seconds that have passed.
+
+    Negative seconds mean that the clock was set back. Then there is nothing to compare with.
+    """
+    if elapsed_s < 0 or timings.share_s <= elapsed_s:
+        return timings
+    return msgspec.structs.replace(timings, share_s=elapsed_s)
+
+
+def newest(known: Timings, reported: Timings) -> Timings:
+    """Return what was reported of an attempt last. The seconds that it has used only grow."""
+    of = reported if reported.device else known
+    share_s = max(known.share_s, reported.share_s)
+    return msgspec.structs.replace(reported, share_s=share_s, device=of.device, devices=of.devices)
+
+
+def _sums(attempts: Iterable[Timings]) -> DeviceSeconds:
+    found: DeviceSeconds = defaultdict(float)
+    for timings in attempts:
+        if timings.device_s:
+            found[timings.device or UNKNOWN_DEVICE] += timings.device_s
+    return dict(found)

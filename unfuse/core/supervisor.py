@@ -1,17 +1,44 @@
-"""Keeps background work going: an error in it is logged, and the work goes on."""
+"""Background work of a process: errors are logged and throttled, observers are told, and a stop has its budget."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from threading import Thread
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import structlog
 
 from unfuse.core.errors import UnfuseError
-from unfuse.core.log_throttle import LogThrottle
+
+LOG_EVERY_S = 1.0  # seconds between two log lines about one cause
+
+
+class LogThrottle:
+    """Lets each cause be logged once in `LOG_EVERY_S` seconds, and counts how often it occurred meanwhile.
+
+    Every cause is remembered for ever: pass texts of our own, never text that a peer sent.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next: dict[str, float] = {}
+        self._unlogged: Counter[str] = Counter()
+
+    def count_if_due(self, cause: str) -> int:
+        """Count this occurrence. Returns how many there were since the last log line; 0: do not log now."""
+        now = self._now()
+        self._unlogged[cause] += 1
+        if now < self._next.get(cause, now):
+            return 0
+        self._next[cause] = now + LOG_EVERY_S
+        return self._unlogged.pop(cause)
+
 
 log = structlog.get_logger(__name__)
 
@@ -89,3 +116,83 @@ class Supervisor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def first(*works: Awaitable[Any], timeout: float | None = None) -> None:
+    """Wait until one of these has ended, or so many seconds, and cancel the others. Raises what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class StopBudget:
+    """So many `seconds` from now on. Every part of a stop takes its time from what is `left`.
+
+    `hurry` is set when the stop is to end at once.
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._now = seconds, now
+        self._end = now() + seconds
+        self.hurry = asyncio.Event()
+
+    def left(self, reserve: float = 0.0) -> float:
+        """Seconds that are left, without a `reserve` for what comes later; 0 if there are none."""
+        return max(0.0, self._end - self._now() - reserve)
+
+    async def within(self, seconds: float, work: Awaitable[object]) -> None:
+        """Do this work for at most so many seconds, and not beyond `hurry`; then it is cancelled."""
+        await first(work, self.hurry.wait(), timeout=seconds)
+
+
+Observer = TypeVar("Observer")
+Said = ParamSpec("Said")
+
+
+class Observers(Generic[Observer]):
+    """All who hear it, in the order in which they came. What fails in one costs nothing but itself."""
+
+    def __init__(self, background: Supervisor) -> None:
+        self._background = background
+        self._all: list[Observer] = []
+
+    def add(self, *observers: Observer) -> None:
+        """Have these hear everything from now on."""
+        self._all += observers
+
+    def tell(self, of: Callable[Concatenate[Observer, Said], None], *said: Said.args, **more: Said.kwargs) -> None:
+        """Call the method of that name in each: `observers.tell(Observer.ended, context)`."""
+        for observer in self._all:
+            try:
+                getattr(observer, of.__name__)(*said, **more)
+            except Exception as error:  # the others must hear it
+                self._background.log(f"telling {type(observer).__name__} of {of.__name__}", error)
+
+
+T = TypeVar("T")
+
+
+async def in_own_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns, which may take long, as where a server elsewhere does not answer.
+
+    A caller that is cancelled does not wait for it, and neither does the end of the process, as it would for
+    `asyncio.to_thread`.
+    """
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(context.run(work))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)

@@ -1,25 +1,104 @@
-"""The medium of text: what can be asked of a language model, in the names of the `openai` client."""
+"""The medium of text: what can be asked of a language model, in OpenAI's names, and JSON schemas."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from unfuse.core.chat_fields import (
-    IGNORED,
-    REFUSED,
-    SERVERS_OWN,
-    TEMPLATE,
-    UNBOUNDED,
-    check_modalities,
-    check_stream_options,
-)
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
-from unfuse.core.medium import DELIVERED, MAX_SEED, MIN_SEED, Medium
-from unfuse.core.parameters import Parameter, Params, integer, number, text
+from unfuse.core.parameters import (
+    DELIVERED,
+    MAX_SEED,
+    MIN_SEED,
+    Medium,
+    Parameter,
+    Params,
+    integer,
+    number,
+    printable,
+    text,
+)
+
+UNBOUNDED = -1  # as many tokens as fit
+
+MAX_EFFORT = 64  # characters of a reasoning_effort
+
+TEMPLATE = (
+    Parameter("chat_template_kwargs", "any", use="request", flag=None,
+        description="variables of the model's chat template, as an object, such as enable_thinking"),
+    Parameter("enable_thinking", "flag", use="request", flag=None,
+        description="same as in chat_template_kwargs: whether a model that can reason does so"),
+    Parameter("reasoning_effort", "text", 1, MAX_EFFORT, use="request",
+        description="passed to the chat template, which may ignore it"),
+    Parameter("add_generation_prompt", "flag", use="request", flag=None,
+        description="false: do not append the start of an answer to the prompt"),
+    Parameter("continue_final_message", "flag", use="request", flag=None,
+        description="the answer continues the text of the last message"),
+    Parameter("truncate_prompt_tokens", "integer", -1, (1 << 31) - 1, use="request", flag=None,
+        description="keep only this many tokens at the end of the prompt; -1: as many as fit"),
+)  # fmt: skip
+"""Parameters that control how messages become a prompt, with vLLM's names."""
+
+OWN = ("messages", "tools", "chat_template", "tokenize", "continue_final_message", "documents")
+"""Template variables that have another source, so chat_template_kwargs cannot set them."""
+
+IGNORED = (
+    "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prediction", "verbosity",
+)  # fmt: skip
+"""Fields of OpenAI's API that have no effect on this server's answers."""
+
+SERVERS_OWN = ("spaces_between_special_tokens", "stream_reasoning", "guided_whitespace_pattern", "cache_prompt")
+"""Fields of vLLM, SGLang and llama.cpp that have no effect on this server's answers."""
+
+REFUSED = (
+    ("audio", "is not supported: this server generates no speech, so leave it out"),
+    ("web_search_options", "is not supported: this server has no web search, so leave it out"),
+    ("moderation", "is not supported: this server has no moderation of chats, so leave it out"),
+)
+"""Fields of OpenAI's API that are refused, because ignoring them would give a wrong answer, and the reason."""
+
+
+def check_modalities(value: object) -> None:
+    """Raise InvalidParameter unless the client asks for text only."""
+    if value != ["text"]:
+        message = f'modalities must be ["text"], since chats return only text, not {printable(value)}'
+        raise InvalidParameter(message, "modalities")
+
+
+def check_stream_options(value: object, *, stream: bool) -> None:
+    """Raise InvalidParameter unless the answer is streamed and the value is an object of booleans."""
+    if not stream:
+        message = "stream_options are only allowed when stream is true: set stream to true, or leave them out"
+        raise InvalidParameter(message, "stream_options")
+    if not isinstance(value, dict) or not all(isinstance(one, bool | None) for one in value.values()):
+        example = '{"include_usage": true}'
+        message = f"stream_options must be an object of booleans, such as {example}, not {printable(value)}"
+        raise InvalidParameter(message, "stream_options")
+
+
+def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chat template's variables beside messages and tools. Raises InvalidParameter."""
+    read: Params = {one.name: one.read(fields[one.name], None) for one in TEMPLATE if fields.get(one.name) is not None}
+    own: Any = read.get("chat_template_kwargs", {})
+    if not isinstance(own, dict):
+        example = '{"enable_thinking": false}'
+        message = f"chat_template_kwargs must be an object, such as {example}, not {printable(own)}"
+        raise InvalidParameter(message, "chat_template_kwargs")
+    if taken := sorted(own.keys() & {*OWN}):
+        raise InvalidParameter(f"chat_template_kwargs cannot set {taken[0]}: leave it out", "chat_template_kwargs")
+    goes_on, opens = bool(read.get("continue_final_message")), read.get("add_generation_prompt")
+    if goes_on and (opens or own.get("add_generation_prompt")):
+        message = "continue_final_message and add_generation_prompt cannot both be true: leave one of them out"
+        raise InvalidParameter(message, "continue_final_message")
+    passed = ("enable_thinking", "reasoning_effort", "add_generation_prompt")
+    said = {name: read[name] for name in passed if name in read} | own
+    return said | ({"continue_final_message": True} if goes_on else {})
+
 
 MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
 
@@ -200,3 +279,99 @@ TEXT = Medium(
     ),
     size=(),
 )  # fmt: skip
+
+
+GUIDANCE = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n]{0,16}",
+}
+"""llguidance's options for JSON: any white space, but at most 16 characters at a time."""
+
+UNSURE = {
+    "pattern", "patternProperties", "format", "propertyNames", "not", "if", "then", "else", "contains", "minContains",
+    "maxContains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
+    "unevaluatedItems", "contentMediaType", "contentEncoding", "contentSchema", "multipleOf", "$dynamicRef",
+}  # fmt: skip
+"""Keywords that llguidance may be unable to enforce."""
+
+TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+BY_NAME = ("properties", "$defs", "definitions")
+BELOW = ("items", "additionalProperties", "additionalItems")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+
+
+def strict_in(about: Mapping[Any, Any], param: str) -> bool:
+    """Return the field `strict` of an object, by default false. Raises InvalidParameter."""
+    strict = about.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidParameter(f"{param}: strict must be true or false, not {printable(strict)}", param)
+    return bool(strict)
+
+
+def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False) -> str:
+    """Return a JSON schema with llguidance's options.
+
+    Unless it is `strict`, keywords that llguidance does not support are ignored. With `relaxed`, the keywords in UNSURE
+    are removed as well, if it is not strict. Raises InvalidParameter, naming `param`.
+    """
+    if schema is True or schema is False:
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise InvalidParameter(f"{param}: a JSON schema must be an object, not {printable(schema)}", param)
+    lenient = not strict
+    try:
+        kept: dict[str, Any] = _relaxed(schema) if lenient and relaxed else schema
+        return json.dumps(kept | {"x-guidance": {**GUIDANCE, "lenient": lenient, "coerce_one_of": lenient}})
+    except RecursionError as error:
+        raise InvalidParameter(f"{param}: the JSON schema is nested too deeply", param) from error
+
+
+def _relaxed(schema: Any) -> Any:
+    """Return the schema without the keywords in UNSURE, nulls, unknown types and references to other documents."""
+    if not isinstance(schema, dict):
+        return schema
+    if not str(schema.get("$ref", "#")).startswith("#"):
+        return {}
+    found = {key: value for key, value in schema.items() if key not in UNSURE and (value is not None or key == "const")}
+    if "type" in found:
+        types = _known_types(found.pop("type"))
+        found |= {"type": types} if types else {}
+    for key in found.keys() & set(BY_NAME):
+        if isinstance(found[key], dict):
+            found[key] = {name: _relaxed(one) for name, one in found[key].items()}
+    for key in found.keys() & {*BELOW, *LISTS}:
+        value = found[key]
+        found[key] = [_relaxed(one) for one in value] if isinstance(value, list) else _relaxed(value)
+    return found
+
+
+def _known_types(said: object) -> str | list[str]:
+    """Return the type or types of a schema in lower case; empty if one of them is unknown."""
+    types = [str(one).lower() for one in (said if isinstance(said, list) else [said])]
+    known = types if {*types} <= {*TYPES} else []
+    return known if isinstance(said, list) or not known else known[0]
+
+
+def types_of(schema: object) -> dict[str, str]:
+    """Return the type of each property of an object schema, several separated by |; "" if it gives none."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {name: "|".join(sorted(_types(about))) for name, about in properties.items() if not _SURROGATES.search(name)}
+
+
+def _types(schema: object, depth: int = 4) -> set[str]:
+    if not isinstance(schema, dict) or depth == 0:
+        return set()
+    said = schema.get("type")
+    found = {one for one in TYPES if one in (said if isinstance(said, list) else [said])}
+    if isinstance(values := schema.get("enum"), list) and not found:
+        found |= {"string"} if all(isinstance(value, str) for value in values) else set()
+    for key in ("anyOf", "oneOf"):
+        if isinstance(several := schema.get(key), list):
+            found |= set().union(*(_types(one, depth - 1) for one in several))
+    return found

@@ -21,7 +21,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from unfuse.core.log_throttle import LogThrottle
+from unfuse.core.supervisor import LogThrottle
 from unfuse.edge.access import Access, address_of
 from unfuse.edge.refusal import Refusal, envelope
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.reading import SEPARATOR, CallFormat, Reading, ReasoningFormat
+from unfuse.core.text import SEPARATOR, CallFormat, Reading, ReasoningFormat
 from unfuse.language.call_syntax import Chars, NotACall, Syntaxes
 
 _BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unfuse.core.reading import SEPARATOR, CallFormat
+from unfuse.core.text import SEPARATOR, CallFormat
 
 #: A parser coroutine: it receives characters by `send`, and returns a value when its element is complete.
 Parsing = Generator[None, str, Any]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from unfuse.core.reading import Reading
-from unfuse.core.text import Piece, TokenBytes, token_name
+from unfuse.core.text import Piece, Reading, TokenBytes, token_name
 from unfuse.language.answer_reader import AnswerReader, Part
 
 if TYPE_CHECKING:

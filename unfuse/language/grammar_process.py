@@ -20,8 +20,7 @@ from typing import BinaryIO, NoReturn
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from unfuse.core.codec import MAX_BYTES, decode, encode
-from unfuse.core.framing import frame, read_message
+from unfuse.core.codec import MAX_BYTES, decode, encode, frame, read_message
 from unfuse.core.text import unpacked
 from unfuse.language.grammars import Allowed, Compiled, Follow, Grammar
 

@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.codec import MAX_BYTES, decode, encode, frame, split_message
 from unfuse.core.errors import InvalidParameter, PermanentError, ProtocolError, TransientError
-from unfuse.core.framing import frame, split_message
-from unfuse.core.reading import Reading
-from unfuse.core.text import packed
+from unfuse.core.text import Reading, packed
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.detokenize import Detokenizer
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import printable
-from unfuse.core.reading import CallFormat
-from unfuse.core.schemas import schema_text, strict_in, types_of
+from unfuse.core.text import CallFormat
+from unfuse.core.words import schema_text, strict_in, types_of
 from unfuse.language.grammars import Grammar
 from unfuse.language.structured_outputs import AnswerFormat
 

@@ -21,8 +21,7 @@ from typing_extensions import override
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
-from unfuse.core.supervisor import Supervisor
-from unfuse.core.time_budget import first
+from unfuse.core.supervisor import Supervisor, first
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
 from unfuse.planning.placement import only_cpu
 

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError, UsageError
-from unfuse.core.supervisor import Supervisor
-from unfuse.core.time_budget import first
+from unfuse.core.supervisor import Supervisor, first
 from unfuse.launch.base import Hear, Launcher, OpenLauncher, WorkerSpec
 from unfuse.launch.local import LAST_S, SETTLED_S, WAITING, LocalLauncher, Output, pass_on, pause_after
 from unfuse.planning.placement import CPU, only_cpu

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Group, Mesh
     from unfuse.stages.denoise import Denoiser
-    from unfuse.stages.image_encode import ImageEncoder
+    from unfuse.stages.image_encode import ImageEncoder, Redraw
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
     from unfuse.weights.adapters import Adapters
@@ -257,6 +257,14 @@ class DiffusersFamily(Family):
         denoise = replace(DENOISE, components=components, inputs=inputs, room=room, shares=True)
         return Pipeline((*encoders, denoise, VAE_DECODE))
 
+    def has_zeros(self, index: Mapping[str, Any]) -> bool:
+        """Whether, by model_index.json, zeros stand for a negative prompt that is not there."""
+        return False
+
+    def redraw(self, loader: Loader, dtype: torch.dtype) -> Redraw | None:
+        """How pictures are redrawn with a transformer in that dtype; None of a family that does not do that."""
+        return None
+
     def stage(self, kind: str, loader: Loader) -> Stage:
         """The stage of that kind; a denoiser loads the VAE when its first preview is due. Raises ConfigError."""
         from unfuse.stages.denoise import Denoise
@@ -265,13 +273,14 @@ class DiffusersFamily(Family):
         from unfuse.stages.vae_decode import Preview, VaeDecode
 
         if kind in self.text_encoders:
-            return TextEncode(self.text_encoders[kind](loader), kind)
+            return TextEncode(self.text_encoders[kind](loader), kind, self.has_zeros(loader.folder.index()))
         if kind == IMAGE_ENCODE.kind:
             return ImageEncode(self.image_encoder(loader))
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
             preview, adapters = Preview(lambda: self.vae(loader.alone)), self._adapters(loader, denoiser)
-            return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh)
+            redraw = self.redraw(loader, denoiser.dtype)
+            return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
         if kind == VAE_DECODE.kind:
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
+    from unfuse.stages.image_encode import Redraw
 
 
 FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what any tokenizer may be saved as
@@ -489,20 +490,24 @@ class PictureFamily(DiffusersFamily):
         return float(call["strength"] or 0)
 
     @override
+    def redraw(self, loader: Loader, dtype: torch.dtype) -> Redraw | None:
+        if not self.starts:
+            return None
+        from unfuse.stages.image_encode import Redraw
+
+        shape, config = PictureShape.of_vae(loader.folder), loader.folder.config("vae")
+        pack = shape.pack if self.packs else None
+        return Redraw(config, shape.channels, dtype, pack, self.whole_steps, self.repeats)
+
+    @override
     def stage(self, kind: str, loader: Loader) -> Stage:
-        from unfuse.stages.denoise import Denoise
-        from unfuse.stages.image_encode import Redraw, RedrawEncode
+        from unfuse.stages.image_encode import RedrawEncode
 
         if kind in (REDRAW_ENCODE.kind, VAE_DECODE.kind):
             loader = OneVae(loader)
         if kind == REDRAW_ENCODE.kind:
             return RedrawEncode(PictureVae(loader, self.upcasts))
-        stage = super().stage(kind, loader)
-        if isinstance(stage, Denoise) and self.starts:
-            shape, config = PictureShape.of_vae(loader.folder), loader.folder.config("vae")
-            pack = shape.pack if self.packs else None
-            stage.redraw = Redraw(config, shape.channels, stage.dtype, pack, self.whole_steps, self.repeats)
-        return stage
+        return super().stage(kind, loader)
 
 
 class ProjectedClip(TruthfulText):

@@ -93,7 +93,8 @@ def _family(name: str) -> Iterator[ast.ClassDef]:
 def _class_in(source: bytes, name: str) -> ast.ClassDef | None:
     if f"class {name}(".encode() not in source:
         return None
-    return next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == name)
+    classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
+    return next((node for node in classes if node.name == name), None)
 
 
 def _call(family: Sequence[ast.ClassDef]) -> ast.FunctionDef | None:

@@ -8,10 +8,10 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from unfuse.core.card import Vocabulary
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, nearest_size
 from unfuse.core.plan import Params
-from unfuse.core.vocabulary import Vocabulary
 from unfuse.stages.base import need
 from unfuse.weights.folder import SERVING
 

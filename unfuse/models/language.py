@@ -19,8 +19,8 @@ from typing_extensions import override
 from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.medium import Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
+from unfuse.core.parameters import Room
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.core.vision import Grid, PixelBounds, Vision
 from unfuse.core.words import TextLimits

@@ -35,7 +35,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
-from unfuse.stages.base import AWAY, Stage, need
+from unfuse.stages.base import AWAY, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -180,14 +180,8 @@ class Sdxl(PictureFamily):
         return one, text_stage(sizes, "guidance_scale", "_2")
 
     @override
-    def stage(self, kind: str, loader: Loader) -> Stage:
-        """Zeros stand for a negative prompt that is not there, unless model_index.json says otherwise."""
-        from unfuse.stages.text_encode import TextEncode
-
-        stage = super().stage(kind, loader)
-        if isinstance(stage, TextEncode):
-            stage.zeros = bool(loader.folder.index().get(ZEROS, True))
-        return stage
+    def has_zeros(self, index: Mapping[str, Any]) -> bool:
+        return bool(index.get(ZEROS, True))
 
 
 FAMILY = Sdxl()

@@ -128,9 +128,8 @@ class WholeFamily(Family):
             loras = PipelineAdapters(
                 Loras(runtime.loras, runtime.kept), pipeline, lambda: pipeline, loader.device, most
             )
-        stage = Whole(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found))
-        stage.uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
-        return stage
+        uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
+        return Whole(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found), uploads)
 
     @override
     def prepare(self, folder: Path) -> None:

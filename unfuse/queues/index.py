@@ -13,9 +13,8 @@ from operator import attrgetter
 import msgspec
 from typing_extensions import override
 
-from unfuse.core.event import Event
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import RequestContext, RequestStatus
+from unfuse.core.request import Event, RequestContext, RequestStatus
 from unfuse.queues.base import INDEXED_FIELDS, LISTED_VALUES, MAX_CACHED, TENANT_FIELDS, EncoderIndex, Filter, Heading
 from unfuse.queues.tasks import QueuedTask
 

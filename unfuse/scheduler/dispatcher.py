@@ -16,8 +16,7 @@ from typing_extensions import override
 from unfuse import __version__
 from unfuse.core import messages
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
-from unfuse.core.event import Event, EventType
-from unfuse.core.request import RequestContext, Timings
+from unfuse.core.request import Event, EventType, RequestContext, Timings
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
 from unfuse.scheduler.backpressure import Backpressure, Dispatch

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import structlog
 from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import ChangedFile, WorkerInfo
-from unfuse.core.plan import Choice, roles_of
-from unfuse.core.pool import declared
+from unfuse.core.plan import Choice, declared, roles_of
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration, Member, WorkerRegistry
 
@@ -22,13 +22,22 @@ log = structlog.get_logger(__name__)
 
 class Registry:
     """Workers count as long as they were heard of within `lease_ttl` seconds. `cards` are those it was configured with.
+    Workers of the roles in `may_sleep` may be away, for models declared here; each with the slots that they would have.
+    `wake_limit` is the most seconds that a deadline moves while they come.
 
     A pool is manned; or asleep, where somebody declared that it may have no workers; or else it is missing. What is
     answered without waiting is as of the last look at the queue.
     """
 
-    def __init__(self, queue: WorkerRegistry, lease_ttl: float, cards: Sequence[ModelCard] = ()) -> None:
-        self._queue, self._lease_ttl = queue, lease_ttl
+    def __init__(
+        self,
+        queue: WorkerRegistry,
+        lease_ttl: float,
+        cards: Sequence[ModelCard] = (),
+        may_sleep: Mapping[str, int] = MappingProxyType({}),
+        wake_limit: float = 0.0,
+    ) -> None:
+        self._queue, self._lease_ttl, self._may_sleep, self.wake_limit = queue, lease_ttl, may_sleep, wake_limit
         self._cards = {card.name: card for card in cards}
         self._manned: dict[str, Counter[str]] = {}
         self._changed: dict[str, ChangedFile] = {}
@@ -39,9 +48,6 @@ class Registry:
         self.admitted = set[str]()  # the models that were admitted while schedulers ran
         self.failed: dict[str, Declaration] = {}
         """Models that were admitted and cannot be served, by name."""
-        self.may_sleep: Mapping[str, int] = {}
-        """Roles whose workers may be away, for models declared here, with the slots that they would have."""
-        self.wake_limit = 0.0  # the most seconds that a deadline moves while they come
 
     async def workers(self) -> Sequence[Member]:
         """Workers heard of within a lease time."""
@@ -135,7 +141,7 @@ class Registry:
         return await self._queue.declare(ADMITTED + card.name, declaration, new=not again)
 
     def _declaration(self, cards: Sequence[ModelCard]) -> Declaration:
-        roles = ((Choice(roles_of(role)), slots) for role, slots in self.may_sleep.items())
+        roles = ((Choice(roles_of(role)), slots) for role, slots in self._may_sleep.items())
         asleep = {pool: slots for role, slots in roles for card in cards for pool in card.pools(role).values()}
         return Declaration(tuple(cards), asleep)
 

@@ -7,17 +7,16 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
-from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
-from unfuse.core.observers import Observers
+from unfuse.core.parameters import nth_seed
+from unfuse.core.paths import without_paths
 from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
-from unfuse.core.redact import without_paths
 from unfuse.core.request import (
     Allowance,
     Awaiting,
@@ -29,22 +28,19 @@ from unfuse.core.request import (
     RequestContext,
     request_ids,
 )
-from unfuse.core.supervisor import Supervisor
+from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
-from unfuse.scheduler import lifecycle, waking
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler import lifecycle
+from unfuse.scheduler.admission import Arenas, Order, place
+from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.growing import Growing
-from unfuse.scheduler.in_flight import InFlight
-from unfuse.scheduler.notices import Notices
 from unfuse.scheduler.observer import Observer
-from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
-from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.swaps import Swaps
-from unfuse.scheduler.transitions import Transitions
+from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 from unfuse.scheduler.upkeep import Upkeep
 
 UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
@@ -80,20 +76,16 @@ class Scheduler:
         self._limits = limits or Limits()
         self.clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._arenas, self.in_flight = Costs(costs, self.clock), arenas or Arenas(), InFlight()
-        self.registry = Registry(queue, lease_ttl, cards)
-        self.registry.may_sleep, self.registry.wake_limit = asleep or {}, wake_limit
-        self._costs.workers = self.registry.known
-        self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
+        self._arenas, self.in_flight = arenas or Arenas(), InFlight()
+        self.registry = Registry(queue, lease_ttl, cards, asleep or {}, wake_limit)
+        self._costs = Costs(costs, self.clock, self.registry.known)
         self._background = Supervisor()
         self.observers = Observers[Observer](self._background)
         self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
-        self._single_flight = SingleFlight(self._transitions, self._cache, self._background)
-        self.upkeep = Upkeep(
-            self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
-        )
-        self.notices = Notices(self._transitions)
+        self._cache = EncoderCache(self._transitions, cache_bytes, self._background)
+        self.upkeep = Upkeep(self._transitions, self._costs, self.in_flight, self._cache, lease_ttl, self._background)
+        self.webhook_deliveries = WebhookDeliveries(self._transitions)
         self.swaps = Swaps(queue, self.registry, self.clock, self.observers)
         self.growing = Growing(queue, self.clock, self.observers)
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
@@ -134,7 +126,7 @@ class Scheduler:
         shared_by = self._cache.shared_by(caller.tenant, delivery.cache)
         plan = compile_plan(card.pipeline, pools, params, samples, shared_by, prefixes, request.derived)
         id = request.id or self.queue.placed(request_ids(), caller)
-        request = msgspec.structs.replace(request, id=id)
+        request = replace(request, id=id)
         return await self._submit(RequestContext(request, caller, delivery, plan, {}))
 
     async def reuse(
@@ -146,10 +138,10 @@ class Scheduler:
         A repeat (same tenant and idempotency key) gets the first record.
         """
         metadata = delivery.metadata | {"reuse_of": source.id}
-        delivery = msgspec.structs.replace(delivery, metadata=metadata)
+        delivery = replace(delivery, metadata=metadata)
         context = RequestContext(request, caller, delivery, source.plan, {})
         change = lifecycle.reused(context, source.result, self.clock.wall())
-        limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(caller.allowance, concurrent=0))
+        limits = replace(UNLIMITED, tenant=replace(caller.allowance, concurrent=0))
         record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
             self.observers.tell(Observer.submitted, record.context)
@@ -162,7 +154,6 @@ class Scheduler:
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
         id = id or self.retried_as(old, allowance)
-        replace = msgspec.structs.replace
         metadata = old.delivery.metadata | {"retry_of": request}
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
@@ -184,7 +175,7 @@ class Scheduler:
     async def _submit(self, context: RequestContext) -> Record:
         if self.draining:
             raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
-        replace, timeout = msgspec.structs.replace, context.delivery.timeout
+        timeout = context.delivery.timeout
         now = 0.0 if timeout is None else await self.queue.now()
         context = self._costs.priced(context)
         limit_s = context.request.time_limit_s if self._costs.known(context) else None
@@ -196,7 +187,7 @@ class Scheduler:
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
         context = replace(context, order=order)
-        leaders = await self._single_flight.leaders(context, hits)
+        leaders = await self._cache.leaders(context, hits)
         admitted = lifecycle.admitted(context, self.clock.wall(), hits, leaders)
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
@@ -211,7 +202,7 @@ class Scheduler:
         if record.context == admitted.context:
             self.observers.tell(Observer.submitted, record.context)
             self.observers.tell(Observer.looked_up, len(hits) + len(leaders), misses - len(leaders))
-            self._single_flight.submitted(record.context)
+            self._cache.submitted(record.context)
             record = await self._transitions.settled(record)
             self.upkeep.arm(record.context, now)
         return record
@@ -302,12 +293,12 @@ class Scheduler:
         """The lease with what its task need not make: an earlier attempt's checkpoint, a prefix that others made."""
         task = lease.task
         if task.planned.prefixes:
-            lease = msgspec.structs.replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
+            lease = replace(lease, prefix=await self._cache.prefix(task.planned.prefixes))
         if task.attempt == 1:
             return lease
         with suppress(NotFound, Damaged):
             state = (await self.queue.load(task.request)).context.stages[task.stage]
-            return msgspec.structs.replace(lease, checkpoint=state.checkpoint)
+            return replace(lease, checkpoint=state.checkpoint)
         return lease
 
     async def fail(self, failed: Failed, worker: str) -> Record:
@@ -317,7 +308,7 @@ class Scheduler:
             return await self._handed_back(failed, worker)
         queue_now = await self.queue.now()
         message, evidence = without_paths(failed.message), without_paths(failed.evidence)
-        told = msgspec.structs.replace(failed, message=message, evidence=evidence)
+        told = replace(failed, message=message, evidence=evidence)
         if failed.error:
             await self.registry.workers()  # refresh the registry
 
@@ -382,7 +373,7 @@ class Scheduler:
     def awaited(self, record: Record) -> tuple[Awaiting, float | None]:
         """What a request waits for beside its turn, and the predicted seconds until then; None if for nothing."""
         context = record.context
-        until = waking.until_awake(context, self._costs.woken, self.clock.wall())
+        until = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())
         if until is not None or context.over or record.running:
             return "waking", until
         left = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}

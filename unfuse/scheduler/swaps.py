@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from unfuse.core.clock import Clock
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.observers import Observers
+from unfuse.core.supervisor import Observers
 from unfuse.queues.base import PoolStats, QueueBackend
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry

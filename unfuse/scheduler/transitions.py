@@ -1,4 +1,4 @@
-"""How a request moves: what is decided of it is committed, again while others move it too."""
+"""Applies decisions about requests: each is committed, and made again while others change the same request."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from contextlib import suppress
 from functools import partial
 from math import ceil
 
-import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound
-from unfuse.core.observers import Observers
-from unfuse.core.pool import declared
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.plan import declared
+from unfuse.core.request import Change, Record, RequestContext, WebhookDelivery, billed_seconds, increase, lost_seconds
+from unfuse.core.supervisor import Observers
 from unfuse.core.task import Task
-from unfuse.core.usage import billed_seconds, increase, lost_seconds
 from unfuse.queues.base import Filter, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
@@ -44,11 +43,10 @@ class OutputSizes:
 
     def given(self, tasks: Iterable[Task]) -> tuple[Task, ...]:
         """These tasks, with room where their pipelines declare none."""
-        return tuple(task if task.planned.room else self._with_room(task) for task in tasks)
-
-    def _with_room(self, task: Task) -> Task:
-        planned = msgspec.structs.replace(task.planned, room=self.of(task.planned.pool))
-        return msgspec.structs.replace(task, planned=planned)
+        return tuple(
+            task if task.planned.room else replace(task, planned=replace(task.planned, room=self.of(task.planned.pool)))
+            for task in tasks
+        )
 
 
 PAGE = 256  # requests that are looked through in one go
@@ -99,7 +97,7 @@ class Transitions:
                 raise
             if change is None:
                 return before, False
-            change = msgspec.structs.replace(change, push=self.output_sizes.given(change.push))
+            change = replace(change, push=self.output_sizes.given(change.push))
             change = lifecycle.placed(change, self.registry.home)
             with suppress(Conflict):
                 record = await (commit or self.queue.commit)(change)
@@ -134,3 +132,66 @@ class Transitions:
             record,
             lambda now, wall: lifecycle.moved(now.context, who.home, wall, now.running, asleep, limit, who.has_other),
         )
+
+
+ATTEMPT_S = 20.0  # seconds that a scheduler has for an attempt; then another one may make the next
+
+PAUSES_S = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0)
+"""Seconds after each failed attempt before the next one. The one behind the last pause is the last."""
+
+
+class WebhookDeliveries:
+    """Which webhooks have to be called, and what came of it. All of it is on the request's context.
+
+    A scheduler takes an attempt before it makes it, so that no other one does. If it dies, another follows when the
+    time of the attempt is over. All methods but `pending` raise NotFound for a request that is gone.
+    """
+
+    def __init__(self, transitions: Transitions) -> None:
+        self._transitions = transitions
+
+    async def pending(self) -> AsyncIterator[RequestContext]:
+        """The requests that are over and whose webhooks have not heard of it, oldest first."""
+        with suppress(NotFound):  # what is behind one that is gone is found the next time
+            async for page in self._transitions.pages(Filter(unheard=True)):
+                for record in page:
+                    yield record.context
+
+    async def take(self, request: str) -> tuple[RequestContext, bool]:
+        """The request, and whether its webhook is the caller's to call for ATTEMPT_S from now."""
+
+        def taken(webhook: WebhookDelivery, wall: float) -> WebhookDelivery | None:
+            if webhook.next_at > wall:
+                return None
+            return replace(webhook, attempts=webhook.attempts + 1, next_at=wall + ATTEMPT_S)
+
+        return await self._change(request, taken)
+
+    async def heard(self, request: str) -> RequestContext:
+        """Record that the webhook has heard."""
+        context, _ = await self._change(request, lambda webhook, _: replace(webhook, state="heard", reason=""))
+        return context
+
+    async def failed(self, request: str, reason: str, *, for_good: bool = False) -> RequestContext:
+        """Record that an attempt failed, and, if it did `for_good`, that all others would."""
+
+        def fail(webhook: WebhookDelivery, wall: float) -> WebhookDelivery:
+            if for_good or webhook.attempts > len(PAUSES_S):
+                return replace(webhook, state="given_up", reason=reason)
+            return replace(webhook, next_at=wall + PAUSES_S[webhook.attempts - 1], reason=reason)
+
+        context, _ = await self._change(request, fail)
+        return context
+
+    async def _change(
+        self, request: str, decide: Callable[[WebhookDelivery, float], WebhookDelivery | None]
+    ) -> tuple[RequestContext, bool]:
+        def change(record: Record, wall: float) -> Change | None:
+            context = record.context
+            webhook = decide(context.webhook, wall) if context.unheard else None
+            if webhook is None:
+                return None
+            return Change(replace(context, version=context.version + 1, webhook=webhook))
+
+        record, ours = await self._transitions.apply(request, change)
+        return record.context, ours

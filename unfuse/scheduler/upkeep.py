@@ -11,15 +11,15 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter
-from unfuse.scheduler import lifecycle, waking
+from unfuse.scheduler import lifecycle
+from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
-from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Observer
-from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.transitions import PAGE, Transitions
 
 SWEEP_S = 0.5  # how late the end of a lease may be noticed
@@ -44,13 +44,13 @@ class Upkeep(Observer):
         transitions: Transitions,
         costs: Costs,
         in_flight: InFlight,
-        single_flight: SingleFlight,
+        cache: EncoderCache,
         lease_ttl: float,
         background: Supervisor,
     ) -> None:
         self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
         self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
-        self._single_flight = single_flight
+        self._cache = cache
         self._deadlines: dict[str, tuple[float, Callable[[], object]]] = {}
         self._silent: dict[str, float] = {}
         self._has_learned = False
@@ -71,7 +71,7 @@ class Upkeep(Observer):
     def arm(self, context: RequestContext, now: float) -> None:
         """End a request at its deadline, if it has one and is not over then; `now` is the queue's time."""
         due, (known, withdraw) = (
-            waking.due(context, self._registry.wake_limit),
+            lifecycle.latest_end(context, self._registry.wake_limit),
             self._deadlines.get(context.id, NO_ALARM),
         )
         if due is not None and due != known and not context.over:
@@ -144,7 +144,7 @@ class Upkeep(Observer):
             now = await self._queue.now()
             for record in page:
                 self._in_flight.announced(record.context)
-                await self._single_flight.review(record.context)
+                await self._cache.review(record.context)
                 settled = await self._settled(record)
                 self.arm(settled.context, now)
                 settled = await self._transitions.apply_if_due(
@@ -173,16 +173,11 @@ class Upkeep(Observer):
 
     async def _settled(self, record: Record) -> Record:
         """Move a request's waiting tasks if needed, or fail it if it needs a pool whose model files have changed."""
-        settled = await self._transitions.settled(record)
-        changed = self._changed_file
-        return await self._transitions.apply_if_due(
-            settled, lambda now, wall: lifecycle.unavailable(now.context, changed, wall, now.running)
-        )
 
-    def _changed_file(self, pool: str) -> str:
-        """Return the sentence about the changed file because of which a pool has no workers; "" if there is none."""
-        file = self._registry.changed_file(pool)
-        return str(file) if file and file.compared else ""
+        def fail(record: Record, wall: float) -> Change | None:
+            return lifecycle.unavailable(record.context, self._registry.changed_file, wall, record.running)
+
+        return await self._transitions.apply_if_due(await self._transitions.settled(record), fail)
 
     async def _sweep(self) -> None:
         await asyncio.sleep(SWEEP_S)

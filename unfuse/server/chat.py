@@ -17,16 +17,14 @@ from starlette.responses import Response
 
 from unfuse import __version__
 from unfuse.core.card import ModelCard
-from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
 from unfuse.core.derived import PROMPT, Derived
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
 from unfuse.core.media import TEXT
-from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
 from unfuse.core.request import Record, RequestContext
-from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed, token_name
+from unfuse.core.text import CHUNK, Answer, CallFormat, Piece, Reading, ReasoningFormat, beginnings, packed, token_name
 from unfuse.core.vision import Shown, places_of
-from unfuse.core.words import PromptTokens, read_bad_words
+from unfuse.core.words import UNBOUNDED, PromptTokens, read_bad_words, template_kwargs
 from unfuse.edge.refusal import BrokenOff
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.grammars import pack_grammar

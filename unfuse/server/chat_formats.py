@@ -9,7 +9,7 @@ import msgspec
 from anyio import CapacityLimiter, to_thread
 
 from unfuse.core.errors import InvalidParameter, UsageError
-from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
+from unfuse.core.text import CallFormat, Reading, ReasoningFormat
 from unfuse.language.answer_reader import BARE, CALL_FORMATS, REASONING_FORMATS, opened
 from unfuse.language.grammars import Grammars, grammar_digest
 from unfuse.language.tokenizer import ChatTokenizer

@@ -26,11 +26,9 @@ from unfuse.core.errors import (
     UnknownModel,
     Unsuitable,
 )
-from unfuse.core.event import TERMINAL_EVENTS
 from unfuse.core.plan import Params
-from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
+from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, Record, RequestContext, billed_seconds
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.usage import billed_seconds
 from unfuse.edge.keys import DEFAULT_TENANT, Keys
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Declaration

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.media import IMAGE, MASK
-from unfuse.core.medium import nth_seed
+from unfuse.core.parameters import nth_seed
 from unfuse.core.request import Delivery, Record, RequestContext, ResultFile
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json

@@ -15,8 +15,7 @@ from pathlib import Path
 from anyio import to_thread
 
 from unfuse.core.errors import NotFound, ResultsUnavailable, UnfuseError
-from unfuse.core.event import Event
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Event, RequestContext
 from unfuse.edge.refusal import BrokenOff
 from unfuse.server.gateway import Gateway
 from unfuse.stages.fragments import streamed

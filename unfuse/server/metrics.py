@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from typing_extensions import override
 
 from unfuse.core.messages import Memory, Moved
-from unfuse.core.pool import outcome_of
+from unfuse.core.plan import outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.core.text import CHUNK
 from unfuse.queues.base import Member, QueueBackend

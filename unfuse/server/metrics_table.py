@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.pool import declared, outcome_of
+from unfuse.core.plan import declared, outcome_of
 from unfuse.core.text import TextLoad
 from unfuse.queues.base import Member, PoolStats
 from unfuse.stages.specs import DECODE, PREFILL

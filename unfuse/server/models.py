@@ -11,10 +11,9 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import MAX_NAME, ModelCard, is_name, name_of, without_source
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import LAST_FRAME, TEXT, UPLOAD, VIDEO
-from unfuse.core.model_names import MAX_NAME, is_name, name_of, without_source
 from unfuse.edge.refusal import Refusal
 from unfuse.server.auth import Known, Principal, admin_only
 from unfuse.server.body import read_json

@@ -11,11 +11,9 @@ from typing import Any, get_args
 import msgspec
 
 from unfuse.core import media
-from unfuse.core.event import Event
-from unfuse.core.medium import Medium
-from unfuse.core.model_names import MAX_NAME, NAME
-from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
-from unfuse.core.request import Awaiting, RequestStatus
+from unfuse.core.card import MAX_NAME, NAME
+from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Medium, Parameter
+from unfuse.core.request import Awaiting, Event, RequestStatus
 from unfuse.server.served_models import Phase
 
 Schema = dict[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping
 
-from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
+from unfuse.core.request import Event
 from unfuse.queues.base import RequestStore
 
 

@@ -12,8 +12,7 @@ from unfuse.core.errors import UsageError
 from unfuse.core.media import seconds_of
 from unfuse.core.plan import PlannedStage
 from unfuse.core.registry import nearest
-from unfuse.core.request import UNKNOWN_DEVICE, Record, RequestContext, ResultFile, Running
-from unfuse.core.usage import billed_seconds
+from unfuse.core.request import UNKNOWN_DEVICE, Record, RequestContext, ResultFile, Running, billed_seconds
 
 #: Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda.
 KINDS = ("cpu", "cuda", "xpu", "mps")

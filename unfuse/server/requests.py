@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound
-from unfuse.core.event import Event
-from unfuse.core.request import MODERATION_BLOCKED, RequestStatus
+from unfuse.core.request import MODERATION_BLOCKED, Event, RequestStatus
 from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Known

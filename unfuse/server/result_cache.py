@@ -11,7 +11,7 @@ from unfuse import __version__
 from unfuse.core.card import ModelCard
 from unfuse.core.derived import Derived
 from unfuse.core.errors import Damaged, NotFound, TransientError
-from unfuse.core.medium import RANDOM_SEED
+from unfuse.core.parameters import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
 from unfuse.core.request import Caller, Delivery, GenerationRequest, Record, RequestContext, ResultFile
 from unfuse.queues.base import Filter

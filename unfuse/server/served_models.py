@@ -8,9 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import ModelCard, name_of
 from unfuse.core.errors import ConfigError
-from unfuse.core.model_names import name_of
 
 DIGITS = 6  # of a hash, behind the name of a model whose name another one has
 

@@ -55,7 +55,7 @@ class Webhooks(Observer):
     def start(self, scheduler: Scheduler, links: Links) -> None:
         """Start delivering webhooks that are due, and those of requests that end here. `links` signs their links."""
         if self.http:
-            self._scheduler, self._notices, self._links = scheduler, scheduler.notices, links
+            self._scheduler, self._deliveries, self._links = scheduler, scheduler.webhook_deliveries, links
             scheduler.observers.add(self)
             self._background.forever("looking for webhooks that have not heard", self._review)
 
@@ -71,7 +71,7 @@ class Webhooks(Observer):
             self._told[context.id].add_done_callback(lambda _: self._told.pop(context.id, None))
 
     async def _review(self) -> None:
-        async for context in self._notices.unheard():
+        async for context in self._deliveries.pending():
             self.ended(context)
         await asyncio.sleep(REVIEW_S)
 
@@ -82,7 +82,7 @@ class Webhooks(Observer):
                 await asyncio.sleep(max(0.0, context.webhook.next_at - self._scheduler.clock.wall()))
                 each = self._hosts.setdefault(host_of(context.delivery.webhook), asyncio.Semaphore(AT_ONCE_EACH))
                 async with each, self._all:
-                    context, is_ours = await self._notices.take(context.id)
+                    context, is_ours = await self._deliveries.take(context.id)
                     if is_ours:
                         context = await self._attempt(context)
 
@@ -98,9 +98,9 @@ class Webhooks(Observer):
         if 200 <= status < 300:
             log.info("webhook heard", **told)
             self._scheduler.observers.tell(Observer.told, "heard")
-            return await self._notices.heard(context.id)
+            return await self._deliveries.heard(context.id)
         reason = reason or f"it answered {status}" + " (redirects are not followed)" * (300 <= status < 400)
-        context = await self._notices.failed(context.id, reason, for_good=status == GONE)
+        context = await self._deliveries.failed(context.id, reason, for_good=status == GONE)
         state = context.webhook.state
         log.warning("webhook failed", **told, reason=reason, state=state)
         self._scheduler.observers.tell(Observer.told, "given_up" if state == "given_up" else "failed")

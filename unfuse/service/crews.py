@@ -12,12 +12,10 @@ from functools import partial
 import structlog
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import ModelCard, without_source
 from unfuse.core.errors import ConfigError
-from unfuse.core.model_names import without_source
-from unfuse.core.own_thread import in_own_thread
 from unfuse.core.request import Record
-from unfuse.core.time_budget import first
+from unfuse.core.supervisor import first, in_own_thread
 from unfuse.edge.refusal import Refusal
 from unfuse.launch.base import Launcher
 from unfuse.planning.placement import taken

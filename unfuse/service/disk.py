@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from unfuse.arena.sockets import is_refused
+from unfuse.arena.protocol import is_refused
 from unfuse.core.media import MEDIA
 from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings

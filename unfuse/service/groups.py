@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from unfuse.core.compute import ComputeOptions, MaxLoadedModels
 from unfuse.queues.base import Limits
+from unfuse.scheduler.admission import Order
 from unfuse.scheduler.backpressure import Dispatch
-from unfuse.scheduler.order import Order
 from unfuse.transfer.base import TransferSettings
 
 

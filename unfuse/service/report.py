@@ -13,7 +13,7 @@ from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.card import ModelCard
 from unfuse.core.media import IMAGE, UPLOAD, VIDEO
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared
 from unfuse.core.words import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames

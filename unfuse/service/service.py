@@ -29,15 +29,14 @@ from unfuse.client import Client
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError, UsageError
 from unfuse.core.messages import Borrow, Lent, Refused, ToScheduler, ToWorker, WorkerInfo
 from unfuse.core.plan import Choice, roles_of
-from unfuse.core.supervisor import Supervisor
-from unfuse.core.time_budget import first
+from unfuse.core.supervisor import Supervisor, first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys as ApiKeys
 from unfuse.launch.base import Launcher
 from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
-from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import Front, create_app

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import structlog
 
-from unfuse.core.time_budget import StopBudget
+from unfuse.core.supervisor import StopBudget
 
 LEAST_S = 5.0  # seconds that a stop may take whatever its budget, since processes have to end, too
 AT_ONCE_S = 10.0  # seconds that a stop may take that was hurried by a second signal

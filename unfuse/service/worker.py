@@ -21,7 +21,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Refused, Welcome, WorkerInfo
 from unfuse.core.spread import AUTO
-from unfuse.core.time_budget import first
+from unfuse.core.supervisor import first
 from unfuse.launch.local import HURRY, Forks, LocalLauncher
 from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices

@@ -181,29 +181,23 @@ class Denoise(SteppedStage[DenoiseState]):
     """Embeddings in, `latents` out. In an exact pool, what counts is what each half of guidance gives by itself.
 
     A request that allows blocks to be skipped, in a batched pool, has forwards of its own: what it skips is its affair.
+    `redraw` says how pictures are redrawn, if the family does that.
     """
 
     kind = "denoise"
-    redraw: Redraw | None = None
-    """How pictures are redrawn, if the family says so."""
 
     def __init__(
         self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None,
-        loras: Adapters | None = None, mesh: Mesh | None = None,
+        loras: Adapters | None = None, mesh: Mesh | None = None, redraw: Redraw | None = None,
     ) -> None:  # fmt: skip
         self._denoiser, self._preview, self._adapters, self._is_spread = denoiser, preview, loras, mesh is not None
-        self._features = FeatureCache(denoiser.transformers)
+        self._features, self._redraw = FeatureCache(denoiser.transformers), redraw
         self.exact = options.batching != "batched"
         self._apart = mesh.axis("cfg") if mesh is not None and "cfg" in mesh.degrees else None
         self._paired = self.exact and bool(denoiser.first)
         self._fused = (self._paired or not self.exact) and self._apart is None
         self.differs_alone = self.exact and self._apart is None and not self._paired
         self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the transformer."""
-        return self._denoiser.dtype
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless seed, steps and sizes are there, and the inputs that guidance asks for."""
@@ -225,7 +219,7 @@ class Denoise(SteppedStage[DenoiseState]):
                 need_tensor(task, prefix + name, shape)
             for name, shape in self._denoiser.masks.items():
                 need_tensor(task, prefix + name, shape, whole=True)
-        redraws = self.redraw.shapes(task) if self.redraw else {}
+        redraws = self._redraw.shapes(task) if self._redraw else {}
         for name, shape in {**self._denoiser.conditions, **redraws}.items():
             need_tensor(task, name, shape)
 
@@ -241,13 +235,13 @@ class Denoise(SteppedStage[DenoiseState]):
         params, denoiser = task.params, self._denoiser
         generator = torch.Generator(self._noise_device).manual_seed(need(params, "seed", int))
         moments, grid = task.tensors.get(MOMENTS), None
-        if self.redraw and moments is not None:
-            grid = self.redraw.draw(moments.to(denoiser.device), generator)
+        if self._redraw and moments is not None:
+            grid = self._redraw.draw(moments.to(denoiser.device), generator)
         noise = denoiser.draw(params, generator).to(denoiser.device)
         scheduler, scale = denoiser.noise_scheduler(params, noise), denoiser.guidance(params)
         made = DenoiseStart(scaled(scheduler, noise))
-        if self.redraw and grid is not None:
-            made = self.redraw.begin(task, grid, noise, scheduler)
+        if self._redraw and grid is not None:
+            made = self._redraw.begin(task, grid, noise, scheduler)
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(scale) else None
         tokens = self._tokens(inputs), self._tokens(negative)
         return DenoiseState(

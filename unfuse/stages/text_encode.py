@@ -27,13 +27,13 @@ class TextEncoder(Protocol):
 
 
 class TextEncode(Stage):
-    """Prompt in, embeddings out by name, negative ones after NEGATIVE, or None; `kind` tells two encoders apart."""
+    """Prompt in, embeddings out by name, negative ones after NEGATIVE, or None; `kind` tells two encoders apart.
 
-    zeros = False
-    """Whether requests without a negative prompt are guided away from zeros, not from an empty text."""
+    With `zeros`, requests without a negative prompt are guided away from zeros, not from an empty text.
+    """
 
-    def __init__(self, encoder: TextEncoder, kind: str = "text_encode") -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: TextEncoder, kind: str = "text_encode", zeros: bool = False) -> None:
+        self._encoder, self._zeros = encoder, zeros
         self.kind = kind
 
     def verify(self, task: StageInput) -> None:
@@ -66,7 +66,7 @@ class TextEncode(Stage):
         outputs = []
         for params, positive in zip(tasks, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
-            if self.zeros and params in guided and params.get("negative_prompt") is None:
+            if self._zeros and params in guided and params.get("negative_prompt") is None:
                 negative = {name: None if made is None else torch.zeros_like(made) for name, made in positive.items()}
             outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
         return outputs

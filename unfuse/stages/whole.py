@@ -155,11 +155,11 @@ class Whole(SteppedStage[RunningCall]):
 
     def __init__(
         self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
-        loras: Adapters | None = None, picture_scale: int = 0,
+        loras: Adapters | None = None, picture_scale: int = 0, uploads: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self._pipeline, self._takes, self._loras, self._picture_scale = pipeline, takes, loras, picture_scale
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
-        self._device = device
+        self._device, self.uploads = device, uploads
         models: list[Any] = [part for part in pipeline.components.values() if isinstance(part, torch.nn.Module)]
         self._dtypes = [(model, model.dtype) for model in models if hasattr(model, "dtype")]
         self._generator_device = device if draws_there else torch.device("cpu")

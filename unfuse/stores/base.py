@@ -14,14 +14,58 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from unfuse.arena.arena import Arena
-from unfuse.arena.buddy import Usage
-from unfuse.arena.objects import Extent
-from unfuse.core.object_ref import ObjectRef
+from unfuse.arena.client import ArenaClient
+from unfuse.arena.extents import Usage
+from unfuse.arena.objects import Extent, ObjectTable
+from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.registry import resolve
 from unfuse.stores import BACKENDS
+
+PIECE = 256 * 1024  # bytes that are written and then hashed, before the next: a core still has them in its own cache
+
+
+class Checksums:
+    """Computes the checksums of `memory` while it is filled from front to back."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._bytes, self._chunk = memory.data, chunk_bytes(memory.nbytes)
+        self._hasher = xxhash.xxh3_64()
+        self._hashed, self._next = 0, min(self._chunk, memory.nbytes)
+        self._values: list[int] = []
+
+    def filled(self, end: int, least: int = PIECE) -> None:
+        """The first `end` bytes are written: hash those that are new, if they are at least so many."""
+        if end - self._hashed < least:
+            return
+        while self._hashed < end:
+            stop = min(end, self._next)
+            self._hasher.update(self._bytes[self._hashed : stop])
+            self._hashed = stop
+            if stop == self._next:
+                self._values.append(self._hasher.intdigest())
+                self._hasher.reset()
+                self._next = min(stop + self._chunk, self._bytes.nbytes)
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Those of the chunks that are complete."""
+        return tuple(self._values)
+
+    def finish(self) -> tuple[int, ...]:
+        """All bytes are written: return the checksum of every chunk."""
+        self.filled(self._bytes.nbytes, 0)
+        return tuple(self._values)
+
+
+def checksums_of(memory: NDArray[np.uint8]) -> tuple[int, ...]:
+    """The checksum of every chunk."""
+    return Checksums(memory).finish()
+
 
 DEFAULT_CAPACITY = 256 * 1024 * 1024
 SPILL_CAPACITY = 64 * DEFAULT_CAPACITY
@@ -193,3 +237,42 @@ def open_backend(url: str, options: StoreOptions) -> StorageBackend:
     factory = resolve(BACKENDS, scheme if scheme in BACKENDS else url, "store")
     backend: StorageBackend = factory(msgspec.structs.replace(options, url=url))
     return backend
+
+
+class TabledBackend(StorageBackend):
+    """Objects in a table of this process, or by a connection to that of another one."""
+
+    def __init__(self, table: ObjectTable | ArenaClient) -> None:
+        self._objects = table
+
+    @override
+    def seal(self, id: str) -> None:
+        self._objects.seal(id)
+
+    @override
+    def abort(self, id: str) -> None:
+        self._objects.abort(id)
+
+    @override
+    def delete(self, ref: ObjectRef) -> None:
+        self._objects.delete(ref.id)
+
+    @override
+    def release(self, request: str) -> None:
+        self._objects.release(request)
+
+    @override
+    def holding(self) -> frozenset[str]:
+        return self._objects.requests()
+
+    @override
+    def idle(self) -> list[Extent]:
+        return self._objects.idle()
+
+    @override
+    def spill(self, ref: ObjectRef) -> None:
+        self._objects.spill(ref.id)
+
+    @override
+    def usage(self) -> Usage:
+        return self._objects.usage()

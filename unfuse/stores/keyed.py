@@ -12,15 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from unfuse.arena.buddy import Usage
-from unfuse.arena.finalizer_lock import FinalizerLock
-from unfuse.arena.objects import Extent
+from unfuse.arena.extents import Usage
+from unfuse.arena.objects import Extent, FinalizerLock
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores import BLOB_STORES, COPIES, OBJECTS
-from unfuse.stores.base import Hold, ObjectDraft, StorageBackend, StoreOptions
+from unfuse.stores.base import Checksums, Hold, ObjectDraft, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
-from unfuse.stores.checksums import Checksums
 
 
 class KeyedBackend(StorageBackend):

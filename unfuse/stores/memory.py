@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from unfuse.arena.buddy import Usage
+from unfuse.arena.extents import Usage
 from unfuse.arena.objects import ObjectTable
 from unfuse.core.errors import ArenaFull
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
-from unfuse.stores.tabled import TabledBackend
+from unfuse.stores.base import Hold, ObjectDraft, StoreOptions, TabledBackend
 
 
 class _Heap:

@@ -18,9 +18,8 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.server import ArenaServer
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
+from unfuse.stores.base import Hold, ObjectDraft, StoreOptions, TabledBackend
 from unfuse.stores.readers import Readers
-from unfuse.stores.tabled import TabledBackend
 
 
 class SharedMemoryBackend(TabledBackend):

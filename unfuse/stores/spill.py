@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from unfuse.arena.buddy import Usage
+from unfuse.arena.extents import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unfuse.arena.buddy import Usage
+from unfuse.arena.extents import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
@@ -23,9 +23,9 @@ from unfuse.stores.base import (
     ObjectDraft,
     StorageBackend,
     StoreOptions,
+    checksums_of,
     open_backend,
 )
-from unfuse.stores.checksums import checksums_of
 from unfuse.stores.keyed import KeyedBackend, open_copies
 from unfuse.stores.tensors import WIDE, Value, describe, narrowed, numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed

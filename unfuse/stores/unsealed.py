@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, DTYPES, ObjectRef, chunk_bytes
-from unfuse.stores.base import StorageBackend
-from unfuse.stores.checksums import PIECE, Checksums
+from unfuse.stores.base import PIECE, Checksums, StorageBackend
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.tensors import Value, copy_into, describe, flat_bytes, torch_over
 

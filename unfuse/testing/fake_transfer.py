@@ -12,8 +12,16 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.owner_messages import Pull, Watch, answer_watch, hold_for
+from unfuse.transfer.base import (
+    LinkBroken,
+    PeerLink,
+    Pull,
+    TransferEngine,
+    TransferOptions,
+    Watch,
+    answer_watch,
+    hold_for,
+)
 
 PIECE = 1024 * 1024
 

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 
 from unfuse.core.errors import NotFound, ProtocolError
-from unfuse.core.event import Event
 from unfuse.core.growth import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Grown
+from unfuse.core.request import Event
 from unfuse.core.task import Claim
 from unfuse.queues.base import QueueBackend
 from unfuse.testing.clock import ManualClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from unfuse.core.errors import LeaseLost
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
-from unfuse.core.event import Event
+from unfuse.core.request import Event
 from unfuse.queues.base import FRONT, MAX_CACHED, Filter, Limits, PoolStats, QueueBackend, Stats
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (

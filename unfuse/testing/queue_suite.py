@@ -10,9 +10,8 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
-from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Change, StageState, Timings
+from unfuse.core.request import Change, Event, StageState, Timings
 from unfuse.queues.base import Declaration, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_growth import GROWTH_RULES

@@ -12,8 +12,7 @@ import numpy as np
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.base import ObjectDraft
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import ObjectDraft, checksums_of
 from unfuse.stores.tensor_store import TensorStore
 
 Open = Callable[[], TensorStore]

@@ -14,7 +14,7 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.transfer.base import TransferEngine
 
 if TYPE_CHECKING:

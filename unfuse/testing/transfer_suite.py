@@ -14,12 +14,11 @@ from unfuse.arena.arena import Arena
 from unfuse.core.errors import ObjectLost, UnfuseError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.checksums import checksums_of
+from unfuse.stores.base import checksums_of
 from unfuse.testing.transfer_faults import Faults, FaultyEngine
 from unfuse.testing.transfer_owner import CAPACITY, WITHIN_S, ServingEnd, pattern, soon
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine
-from unfuse.transfer.session import Transfers
-from unfuse.transfer.sinks import ArenaSink, Window
+from unfuse.transfer.session import ArenaSink, Transfers, Window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

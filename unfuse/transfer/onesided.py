@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
-from unfuse.transfer.base import LinkBroken, PeerLink
-from unfuse.transfer.owner_messages import Got
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, OwnerEngine, OwnerServer, read, send
+from unfuse.transfer.base import Got, LinkBroken, PeerLink
+from unfuse.transfer.tcp import ChannelLink, Connection, OwnerEngine, OwnerServer, read, send
 
 PIECE = 16 * 1024 * 1024  # the most bytes of a range
 AT_ONCE = 4  # ranges that are read in one call, and then reported

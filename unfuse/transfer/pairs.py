@@ -21,9 +21,8 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
-from unfuse.transfer.base import Pairs, PeerLink, TransferOptions
-from unfuse.transfer.owner_messages import Pull
-from unfuse.transfer.tcp_connection import ChannelLink, Connection, OwnerEngine, OwnerServer, read, write
+from unfuse.transfer.base import Pairs, PeerLink, Pull, TransferOptions
+from unfuse.transfer.tcp import ChannelLink, Connection, OwnerEngine, OwnerServer, read, write
 
 PIECE = 4 * 1024 * 1024  # bytes moved at a time: so many must come within the seconds after which a peer counts as gone
 

@@ -17,9 +17,24 @@ from unfuse.arena.arena import Arena
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer import owner_messages
-from unfuse.transfer.base import PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.connection_pool import OwnerConnection, PooledLink, Reply
+from unfuse.transfer.base import (
+    MAX_MESSAGE,
+    Coming,
+    FromOwner,
+    PeerLink,
+    Ping,
+    Pong,
+    Pull,
+    ToOwner,
+    TransferEngine,
+    TransferOptions,
+    Watch,
+    answer_watch,
+    check_refusal,
+    hold_for,
+    refusal,
+)
+from unfuse.transfer.tcp import OwnerConnection, PooledLink, Reply
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -67,7 +82,7 @@ class _Owner:
         self._auth_socket = context.socket(zmq.REP)
         self._auth_socket.bind("inproc://zeromq.zap.01")
         self._peer_key = b""
-        self._socket = _open(context, zmq.ROUTER, options, owner_messages.MAX_MESSAGE)
+        self._socket = _open(context, zmq.ROUTER, options, MAX_MESSAGE)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.SNDHWM, MAX_UNSENT)
         if options.secret:
@@ -99,7 +114,7 @@ class _Owner:
             if self._socket in ready:
                 peer, *message = self._socket.recv_multipart()
                 with suppress(ProtocolError, zmq.ZMQError):  # a peer that is gone, or breaks the protocol
-                    self._answer(peer, decode(b"".join(message), owner_messages.ToOwner))
+                    self._answer(peer, decode(b"".join(message), ToOwner))
         self._socket.close(linger=0)
         self._auth_socket.close(linger=0)
 
@@ -109,29 +124,29 @@ class _Owner:
         known = shown == [b"CURVE", self._peer_key]
         self._auth_socket.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
 
-    def _answer(self, peer: bytes, message: owner_messages.ToOwner) -> None:
+    def _answer(self, peer: bytes, message: ToOwner) -> None:
         try:
             match message:
-                case owner_messages.Pull():
+                case Pull():
                     self._send_piece(peer, message)
-                case owner_messages.Watch():
-                    self._send(peer, owner_messages.answer_watch(self._arena, message, 0.0))
-                case owner_messages.Ping():
-                    self._send(peer, owner_messages.Pong())
+                case Watch():
+                    self._send(peer, answer_watch(self._arena, message, 0.0))
+                case Ping():
+                    self._send(peer, Pong())
         except (ObjectLost, ArenaFull) as error:
-            self._send(peer, owner_messages.refusal(error))
+            self._send(peer, refusal(error))
 
-    def _send_piece(self, peer: bytes, pull: owner_messages.Pull) -> None:
+    def _send_piece(self, peer: bytes, pull: Pull) -> None:
         if pull.stop - pull.start > PIECE:
             raise ProtocolError(f"a pull of more than {PIECE} bytes")
-        extent = owner_messages.hold_for(self._arena, pull)
+        extent = hold_for(self._arena, pull)
         try:
             piece = self._arena.view[extent.offset + pull.start : extent.offset + pull.stop]
-            self._socket.send_multipart([peer, encode(owner_messages.Coming(extent.offset)), piece.data], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, encode(Coming(extent.offset)), piece.data], zmq.NOBLOCK)
         finally:
             self._arena.unhold(pull.id)
 
-    def _send(self, peer: bytes, message: owner_messages.FromOwner) -> None:
+    def _send(self, peer: bytes, message: FromOwner) -> None:
         self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
 
@@ -141,7 +156,7 @@ class _ZmqConnection(OwnerConnection):
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
         self._silence, self._interrupted = options.silence_s, False
         self.waiting = 0
-        self._socket = _open(context, zmq.DEALER, options, PIECE + owner_messages.MAX_MESSAGE)  # encryption adds some
+        self._socket = _open(context, zmq.DEALER, options, PIECE + MAX_MESSAGE)  # encryption adds some
         if options.secret:
             self._socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(options.secret.encode()))
         self._monitor = self._socket.get_monitor_socket(GONE)
@@ -155,11 +170,11 @@ class _ZmqConnection(OwnerConnection):
             raise
 
     @override
-    def ask(self, message: owner_messages.ToOwner, kind: type[Reply], id: str = "") -> Reply:
+    def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
         self.request(message)
         return self.answer(kind, id)[0]
 
-    def request(self, message: owner_messages.ToOwner) -> None:
+    def request(self, message: ToOwner) -> None:
         """Send a message; `answer` returns its answer later."""
         self._socket.send(encode(message), zmq.NOBLOCK)
         self.waiting += 1
@@ -176,8 +191,8 @@ class _ZmqConnection(OwnerConnection):
             raise TimeoutError("it does not answer")
         first, *rest = self._socket.recv_multipart(copy=False)
         self.waiting -= 1
-        reply: owner_messages.FromOwner = decode(first.buffer, owner_messages.FromOwner)
-        owner_messages.check_refusal(reply, id)
+        reply: FromOwner = decode(first.buffer, FromOwner)
+        check_refusal(reply, id)
         if not isinstance(reply, kind):
             raise ProtocolError(f"the owner answered {type(reply).__name__}")
         return reply, rest
@@ -210,10 +225,10 @@ class _ZmqLink(PooledLink[_ZmqConnection]):
             done = start
             for end in ends:
                 for begin, until in asked:
-                    connection.request(owner_messages.Pull(ref.id, ref.key, ref.generation, ref.nbytes, begin, until))
+                    connection.request(Pull(ref.id, ref.key, ref.generation, ref.nbytes, begin, until))
                     if connection.waiting == IN_FLIGHT:
                         break
-                _, frames = connection.answer(owner_messages.Coming, ref.id)
+                _, frames = connection.answer(Coming, ref.id)
                 if [len(frame) for frame in frames] != [end - done]:
                     raise ProtocolError("the owner sent another number of bytes")
                 into[done - start : end - start] = np.frombuffer(frames[0].buffer, np.uint8)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import structlog
@@ -28,7 +28,7 @@ READ_BYTES = 1 << 20  # bytes that a thread reads at a time, few enough to stay 
 THREADS = 4
 
 REMEMBERED_FROM = 1 << 20  # bytes; hashing a smaller file costs less than remembering it
-MAX_ENTRIES = 4096  # the latest fingerprints that the file keeps
+MAX_ENTRIES = 4096  # the latest entries that a file keeps
 WHOLE_BYTES = 64 << 20
 """Files up to this size enter a component's hash with their content."""
 
@@ -139,7 +139,7 @@ class Fingerprints:
             if self._file is None:
                 return
             try:
-                _write(self._file, entry, digest)
+                add_entry(self._file, partial(_read, self._file), entry, digest)
             except OSError as error:
                 log.warning("fingerprints cannot be saved", file=str(self._file), reason=str(error))
 
@@ -161,14 +161,17 @@ def _read(file: Path) -> dict[str, str]:
     }
 
 
-def _write(file: Path, entry: str, digest: str) -> None:
-    """Add an entry to the cache file, which other processes may write too. The file is replaced atomically."""
+def add_entry(file: Path, read: Callable[[], dict[str, Any]], entry: str, value: object) -> None:
+    """Add an entry to a JSON file, of which the latest MAX_ENTRIES are kept.
+
+    Other processes may write the file too: it is locked, `read` again, and replaced atomically.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        entries = _read(file)
+        entries = read()
         entries.pop(entry, None)
-        entries[entry] = digest
+        entries[entry] = value
         fresh = file.with_suffix(".new")
         fresh.write_bytes(msgspec.json.encode(dict([*entries.items()][-MAX_ENTRIES:])))
         fresh.replace(file)

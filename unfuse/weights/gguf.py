@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from unfuse.core.errors import ConfigError
 
@@ -30,8 +29,6 @@ QUANTISED = {
 }  # fmt: skip
 """Types of tensors that are served, by their numbers: name, numbers in a block, and bytes of that."""
 
-Read = TypeVar("Read")
-
 
 class StoredTensor(NamedTuple):
     """A tensor in a file: its shape as torch has it, its type (a number of QUANTISED), the bytes where it lies."""
@@ -50,23 +47,15 @@ class Contents(NamedTuple):
     data: int
 
 
-def metadata(file: Path) -> dict[str, Any]:
-    """All values by key: numbers, strings, and lists of either. Raises ConfigError, naming the file."""
-    return _read(file, _Reader.values)
-
-
 def contents(file: Path) -> Contents:
-    """The same, and a table of the tensors, each of which is whole, lies in the file, and shares no byte with others.
+    """All values by key, and a table of the tensors: each is whole, lies in the file, and shares no byte with others.
 
-    Raises ConfigError, naming the file, for any other table, and for a tensor of a type that is not served.
+    Values are numbers, strings, and lists of either. Raises ConfigError, naming the file, for any other table, and for
+    a tensor of a type that is not served.
     """
-    return _read(file, _Reader.contents)
-
-
-def _read(file: Path, what: Callable[[_Reader], Read]) -> Read:
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return what(_Reader(data))
+            return _Reader(data).contents()
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     except (OSError, ValueError, struct.error) as error:  # UnicodeDecodeError is a ValueError
@@ -79,14 +68,14 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
 
-    def values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, Any]:
         if self._data[:4] != b"GGUF" or self._data[4:8] not in (b"\2\0\0\0", b"\3\0\0\0"):
             raise ValueError("it does not begin as versions 2 and 3 do")
         self._at = 16  # behind magic, version and the number of tensors
         return {self._text(): self._value(self._number("I")) for _ in range(self._number("Q"))}
 
     def contents(self) -> Contents:
-        said, (count,) = self.values(), struct.unpack_from("<Q", self._data, 8)
+        said, (count,) = self._values(), struct.unpack_from("<Q", self._data, 8)
         if count > MAX_TENSORS:
             raise ValueError(f"it is said to have {count} tensors")
         alignment = said.get("general.alignment", 32)

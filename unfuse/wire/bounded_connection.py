@@ -9,8 +9,8 @@ from typing import Protocol, cast
 import msgspec
 from typing_extensions import override
 
+from unfuse.core.clock import TokenBucket
 from unfuse.core.codec import MAX_BYTES
-from unfuse.core.token_bucket import TokenBucket
 from unfuse.wire.frames import COMMAND, MORE, READY, FrameReader, Unwelcome
 
 OVERHEAD = 64  # bytes that encryption may add to a frame; it adds 33

@@ -15,8 +15,8 @@ import zmq
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.log_throttle import LogThrottle
 from unfuse.core.paths import expanded
+from unfuse.core.supervisor import LogThrottle
 from unfuse.wire.mailbox import Mailbox
 
 SIDES = ("scheduler", "worker")  # each has a file with its own secret key and the other side's public key

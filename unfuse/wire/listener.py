@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import structlog
 from typing_extensions import override
 
+from unfuse.core.clock import TokenBucket
 from unfuse.core.errors import ConfigError
-from unfuse.core.log_throttle import LogThrottle
-from unfuse.core.token_bucket import TokenBucket
+from unfuse.core.supervisor import LogThrottle
 from unfuse.wire.address import unix_path
 from unfuse.wire.bounded_connection import BoundedConnection, Bounds, Owner, Side
 from unfuse.wire.unix_socket import BACKLOG, leave, listening

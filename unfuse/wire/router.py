@@ -16,8 +16,8 @@ import zmq
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
-from unfuse.core.log_throttle import LogThrottle
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
+from unfuse.core.supervisor import LogThrottle
 from unfuse.wire.address import Trust, keys_for, open_socket, unix_path
 from unfuse.wire.listener import BoundedListener, listen
 from unfuse.wire.mailbox import Mailbox

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
 import time
 from collections import deque
@@ -22,6 +20,7 @@ from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.messages import Sharing
 from unfuse.core.retries import MEMORY, rule_of
 from unfuse.stages.base import Media, Stage
+from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
 from unfuse.worker.compute_messages import How
 from unfuse.worker.job import Job
 from unfuse.worker.ranks import Ranks
@@ -31,8 +30,6 @@ log = structlog.get_logger(__name__)
 TRUSTED = 3  # how many comparisons have to find no difference before batches of a size are no longer compared each time
 
 CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
-
-MOST_VERDICTS = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
 
 Key = tuple[Hashable, ...]
 
@@ -110,7 +107,7 @@ class Exactness:
         after = Verdict(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
-        if len(self._verdicts) > MOST_VERDICTS:
+        if len(self._verdicts) > MAX_ENTRIES:  # clients choose sizes, and so keys
             del self._verdicts[next(iter(self._verdicts))]
         if blame:
             log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
@@ -134,15 +131,7 @@ class Exactness:
         if self._file is None:
             return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                kept = self._read()
-                kept.pop(name, None)
-                kept[name] = verdict
-                fresh = self._file.with_suffix(".new")
-                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST_VERDICTS:])))
-                os.replace(fresh, self._file)
+            add_entry(self._file, self._read, name, verdict)
         except OSError as error:
             log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
 

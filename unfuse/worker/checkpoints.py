@@ -94,7 +94,7 @@ class SavedStates:
         self._objects, self._link = objects, link
         self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
         self._known: dict[Claim, ObjectRef | None] = {}
-        self._unshared = Counter[Claim]()  # portions that are on their way, by task
+        self._unshared = Counter[Claim]()  # prefix blocks that are on their way, by task
         self._shared = asyncio.Condition()
         self._lock = asyncio.Lock()
 
@@ -103,7 +103,7 @@ class SavedStates:
         self._known[lease.claim] = lease.checkpoint
 
     async def share(self, kept: Keep) -> None:
-        """Have a portion recorded, which others find from then on, and hold it for them."""
+        """Have a prefix block recorded, which others find from then on, and hold it for them."""
         self._unshared[kept.claim] += 1
         try:
             answer = await self._link.call(kept)
@@ -138,7 +138,7 @@ class SavedStates:
             return
 
     async def wait_until_shared(self, claim: Claim) -> None:
-        """Wait until every portion of a task so far is recorded."""
+        """Wait until every prefix block of a task so far is recorded."""
         async with self._shared:
             await self._shared.wait_for(lambda: claim not in self._unshared)
 

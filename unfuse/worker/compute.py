@@ -21,7 +21,7 @@ import xxhash
 from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
-from unfuse.arena.sockets import peer_of
+from unfuse.arena.protocol import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, length_of, read_message
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ObjectLost, UnfuseError
-from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import (
     REFUSED,

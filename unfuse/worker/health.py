@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
 
 from unfuse.core.errors import ConfigError
 
 HEAD_BYTES, HEAD_S, AT_ONCE = 4096, 5.0, 16  # bounds: bytes of a call's head, seconds to send it, calls at one time
-
-WORDS = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
 
 
 @asynccontextmanager
@@ -52,14 +51,11 @@ async def answering(at: str, lacking: Callable[[], str]) -> AsyncIterator[None]:
 
 def _answer(asked: list[bytes], lacking: Callable[[], str]) -> bytes:
     method, path = (*asked, b"")[:2]
-    is_read = method in (b"GET", b"HEAD")
-    if is_read and path == b"/health":
-        status, text = 200, "ok"
-    elif is_read and path == b"/ready":
-        missing = lacking()
-        status, text = (503, missing) if missing else (200, "ready")
-    else:
-        status, text = 404, "there is /health and /ready"
-    head = f"HTTP/1.1 {status} {WORDS[status]}\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
+    missing = lacking()
+    answers = {b"/health": (200, "ok"), b"/ready": (503, missing) if missing else (200, "ready")}
+    status, text = answers.get(path if method in (b"GET", b"HEAD") else b"", (404, "there is /health and /ready"))
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n"
+    )
     body = "" if method == b"HEAD" else text
     return f"{head}connection: close\r\n\r\n{body}".encode()

@@ -16,8 +16,7 @@ from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.messages import Announced, Keep
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import prefix_key
-from unfuse.core.pool import declared
+from unfuse.core.plan import declared, prefix_key
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need

@@ -22,8 +22,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError
 from unfuse.core.messages import Borrow, ChangedFile, Lent, Refused
 from unfuse.core.parameters import scales
-from unfuse.core.plan import Choice
-from unfuse.core.pool import declared, manned
+from unfuse.core.plan import Choice, declared, manned
 from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stages.specs import ADAPTED
@@ -246,9 +245,9 @@ class Swapping:
         self.holds = ""
         executor.swap(self.loads(name))
 
-    def loaded(self, executor: Executor | None) -> None:
+    def loaded(self, executor: Executor) -> None:
         """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
-        if executor and executor.ready:
+        if executor.ready:
             self.going = self.going if self.holds else ""
             self.holds, self.load_s = executor.loaded
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 import structlog
 
-from unfuse.arena.buddy import Usage
+from unfuse.arena.extents import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.messages import Done, Failed, Memory, Places, Stopped

@@ -16,8 +16,7 @@ from unfuse.core.errors import ArenaFull, TransientError
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.transfer.session import Session, Transfers
-from unfuse.transfer.sinks import Window
+from unfuse.transfer.session import Session, Transfers, Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 
 MOST = 64  # inputs that pass at one time

@@ -1,23 +1,17 @@
-"""What the compute processes of a worker agree on and report, so that each carries out the same turns."""
+"""What the compute processes of a worker agree on, so that each carries out the same turns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.messages import Failed, Sharing, Spent
-from unfuse.core.text import TextLoad
-from unfuse.worker.compute_messages import RankStatus, Turn, Waits
-
-if TYPE_CHECKING:
-    from unfuse.stages.base import HasTexts, Stage
+from unfuse.core.messages import Failed, Spent
+from unfuse.worker.compute_messages import Turn, Waits
 
 TaskStart = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
-
-REPORT_S = 0.25  # the least seconds between two reports of a busy process
 
 
 class Exchange(Protocol):
@@ -100,40 +94,3 @@ def _common(starts: Sequence[TaskStart]) -> TaskStart:
         if found := next((start for start in starts if isinstance(start, kind)), None):
             return found
     return starts[0] if len({*starts}) == 1 else -1
-
-
-class StatusReporter:
-    """Sends the status of a compute process when it has changed.
-
-    `sharing` is what batches found, and `device_memory` returns bytes of a GPU. Language stages are reported by the
-    first of several ranks alone, since all have the same blocks.
-    """
-
-    def __init__(
-        self,
-        stages: Iterable[Stage],
-        sharing: Mapping[str, Sharing],
-        ranks: Ranks,
-        device_memory: Callable[[], int],
-        send: Callable[[RankStatus], object],
-    ) -> None:
-        shared = (stage.texts for stage in stages if ranks.leads)
-        self._texts: list[HasTexts] = [*{id(texts): texts for texts in shared if texts is not None}.values()]
-        self._sharing, self._ranks, self._device_memory, self._send = sharing, ranks, device_memory, send
-        self._last, self._reported_at = RankStatus(), 0.0
-
-    def report(self, *, busy: bool) -> None:
-        """Report now if the process is about to wait, else at most every REPORT_S seconds."""
-        now = time.monotonic()
-        if busy and now - self._reported_at < REPORT_S:
-            return
-        status = RankStatus(
-            time=self._ranks.time,
-            device_memory=self._device_memory(),
-            texts=sum((texts.load() for texts in self._texts), TextLoad()) if self._texts else None,
-            retracted=sum(texts.retracted for texts in self._texts),
-            batch_invariance=dict(self._sharing),
-        )
-        if status != self._last:
-            self._send(status)
-        self._last, self._reported_at = status, now

@@ -8,11 +8,10 @@ from itertools import chain
 import msgspec
 import structlog
 
-from unfuse.core.card import ModelCard
+from unfuse.core.card import ModelCard, is_path, name_of
 from unfuse.core.compute import USUAL_BATCH, ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome
-from unfuse.core.model_names import is_path, name_of
 from unfuse.core.plan import Choice, StageSpec, roles_of, slots_of
 from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch

@@ -19,8 +19,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.session import Session, TransferCounters, Transfers
-from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.session import ArenaSink, Session, TransferCounters, Transfers
 from unfuse.worker.passing import Passing
 
 log = structlog.get_logger(__name__)

@@ -9,35 +9,39 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import structlog
 
 from unfuse.core.errors import ResultsUnavailable
-from unfuse.core.messages import Done, Failed, Memory, Progress, Saved, Stopped
+from unfuse.core.messages import Done, Failed, Memory, Progress, Saved, Sharing, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
-from unfuse.stages.base import Media, Stage
+from unfuse.core.text import TextLoad
+from unfuse.stages.base import HasTexts, Media, Stage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, Exactness
 from unfuse.worker.checkpoints import Policy, pack
-from unfuse.worker.compute_messages import Leak, LeaksFound, about, failure
 from unfuse.worker.job import Intake, Job, announce, put, read_prefix_blocks, start_of, write
-from unfuse.worker.ranks import Ranks, StatusReporter
+from unfuse.worker.ranks import Ranks
 from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
-
-if TYPE_CHECKING:
-    from unfuse.stages.base import HasTexts, Stage
 
 log = structlog.get_logger(__name__)
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
 
+REPORT_S = 0.25  # the least seconds between two reports of a busy process
+
 UNUSED = Timings()
+
+
+def texts_of(stages: Iterable[Stage]) -> list[HasTexts]:
+    """Return what keeps the texts of these stages, each once."""
+    return [*{id(texts): texts for stage in stages if (texts := stage.texts) is not None}.values()]
 
 
 class ComputeLeakCheck:
@@ -52,13 +56,11 @@ class ComputeLeakCheck:
         self,
         stages: Iterable[Stage],
         store: TensorStore,
-        send: Callable[[LeaksFound], object],
+        send: Callable[[messages.LeaksFound], object],
         *,
         frees: bool,
     ) -> None:
-        found = (stage.texts for stage in stages)
-        self._texts: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
-        self._store, self._send, self._frees = store, send, frees
+        self._texts, self._store, self._send, self._frees = texts_of(stages), store, send, frees
         self._known = frozenset[tuple[int, str]]()
 
     def look(self) -> None:
@@ -73,9 +75,11 @@ class ComputeLeakCheck:
             texts.end_all()
         self._known = frozenset(self._leftovers())
 
-        leaks = [Leak(memory, key[1], nbytes, key not in self._known) for key, (memory, nbytes) in leftovers.items()]
+        leaks = [
+            messages.Leak(memory, key[1], nbytes, key not in self._known) for key, (memory, nbytes) in leftovers.items()
+        ]
         if leaks:
-            self._send(LeaksFound(tuple(leaks)))
+            self._send(messages.LeaksFound(tuple(leaks)))
 
     def _leftovers(self) -> dict[tuple[int, str], tuple[Memory, int]]:
         """Memory and bytes of what is held now, by the number of the holder and a name."""
@@ -86,6 +90,42 @@ class ComputeLeakCheck:
         for ref in self._store.held():
             found[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
         return found
+
+
+class StatusReporter:
+    """Sends the status of a compute process when it has changed.
+
+    `sharing` is what batches found, and `device_memory` returns bytes of a GPU. Language stages are reported by the
+    first of several ranks alone, since all have the same blocks.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        sharing: Mapping[str, Sharing],
+        ranks: Ranks,
+        device_memory: Callable[[], int],
+        send: Callable[[messages.RankStatus], object],
+    ) -> None:
+        self._texts = texts_of(stages) if ranks.leads else []
+        self._sharing, self._ranks, self._device_memory, self._send = sharing, ranks, device_memory, send
+        self._last, self._reported_at = messages.RankStatus(), 0.0
+
+    def report(self, *, busy: bool) -> None:
+        """Report now if the process is about to wait, else at most every REPORT_S seconds."""
+        now = time.monotonic()
+        if busy and now - self._reported_at < REPORT_S:
+            return
+        status = messages.RankStatus(
+            time=self._ranks.time,
+            device_memory=self._device_memory(),
+            texts=sum((texts.load() for texts in self._texts), TextLoad()) if self._texts else None,
+            retracted=sum(texts.retracted for texts in self._texts),
+            batch_invariance=dict(self._sharing),
+        )
+        if status != self._last:
+            self._send(status)
+        self._last, self._reported_at = status, now
 
 
 @dataclass(eq=False)
@@ -274,7 +314,9 @@ class StepLoop:
         before = self._parked.get(claim)
         if before is None:
             log.warning(
-                "waits for the result store", **about(claim), reason=str(getattr(error, "__cause__", None) or error)
+                "waits for the result store",
+                **messages.about(claim),
+                reason=str(getattr(error, "__cause__", None) or error),
             )
         pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause, timings)
@@ -288,7 +330,7 @@ class StepLoop:
         try:
             parked.again()
         except Exception as error:  # an error of one task must not end the process
-            self._send(failure(claim, error, parked.timings))
+            self._send(messages.failure(claim, error, parked.timings))
         if self._parked[claim] is parked:
             del self._parked[claim]
 
@@ -332,7 +374,7 @@ class StepLoop:
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
         self._let_go(job)
-        self._send(failure(job.claim, error, job.timings))
+        self._send(messages.failure(job.claim, error, job.timings))
 
     def _let_go(self, job: Job) -> None:
         job.opened.close()

@@ -39,11 +39,9 @@ from unfuse.core.messages import (
     WorkerStatus,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice, roles_of
-from unfuse.core.pool import declared, manned
-from unfuse.core.supervisor import Supervisor
+from unfuse.core.plan import Choice, declared, manned, roles_of
+from unfuse.core.supervisor import StopBudget, Supervisor
 from unfuse.core.task import Claim, Lease
-from unfuse.core.time_budget import StopBudget
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine

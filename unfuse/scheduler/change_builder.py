@@ -1,4 +1,8 @@
-"""The change that a transition makes, while it is made."""
+"""Builds the change that a transition makes, and counts what its attempts have used. No I/O, and no clock.
+
+Every attempt is counted once. One that completes is on the request's bill, and so is one that stops because its request
+is over. One that fails, is handed back, or whose worker is gone is lost: it costs the client nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,93 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.errors import IllegalMove
-from unfuse.core.event import Event, EventType
+from unfuse.core.messages import Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params
-from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
+from unfuse.core.request import (
+    REQUEST_MOVES,
+    UNKNOWN_DEVICE,
+    Change,
+    ErrorInfo,
+    Event,
+    EventType,
+    RequestContext,
+    RequestStatus,
+    Running,
+    StageState,
+    Timings,
+    Unreported,
+    believable,
+    newest,
+)
 from unfuse.core.task import TASK_MOVES, Claim, Task, TaskStatus
-from unfuse.core.usage import believable
-from unfuse.scheduler import accounting
+
+MOST_UNREPORTED = 16  # attempts of one stage whose workers are still expected to report; older ones stay as they are
+
+MOST_HAND_BACKS = 1000  # a report of an attempt whose number is higher by more than this is not believed
+
+
+def account(state: StageState, run: Running, *, is_billed: bool, is_final: bool) -> StageState:
+    """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
+    if run.attempt <= state.accounted:
+        return state
+    unreported = dict(state.unreported)
+    if not is_final:
+        unreported[run.attempt] = Unreported(run.worker, run.timings, not is_billed)
+    newest_ones = dict(list(unreported.items())[-MOST_UNREPORTED:])
+    steps = {"step": run.step, "steps": run.steps} if run.steps else {}
+    state = replace(state, accounted=run.attempt, begun=state.begun + 1, unreported=newest_ones, **steps)
+    if is_billed:
+        return replace(state, timings=run.timings)
+    return _lost(state, run.timings.device, run.timings.device_s)
+
+
+def account_not_begun(state: StageState, attempt: int) -> StageState:
+    """Count an attempt that was handed back, or missed an input, before it began. It has used nothing."""
+    if attempt <= state.accounted:
+        return state
+    return replace(state, accounted=attempt, unbegun=state.unbegun + 1)
+
+
+def lose_output(state: StageState) -> StageState:
+    """Count the attempt that completed a stage as lost, because its output is lost and the stage runs again."""
+    return replace(_lost(state, state.timings.device, state.timings.device_s), timings=Timings())
+
+
+def account_report(context: RequestContext, stopped: Stopped, worker: str, wall: float) -> StageState | None:
+    """Count what a worker says of an attempt that has ended. None if that is known already, or is not believed."""
+    claim = stopped.claim
+    state = context.stages.get(claim.stage)
+    if state is None:
+        return None
+    timings = believable(stopped.timings, wall - context.created_at)
+    known = state.unreported.get(claim.attempt)
+    if known is not None and known.worker != worker:
+        return None
+    if known is not None:
+        timings = newest(known.timings, timings)
+        others = {number: one for number, one in state.unreported.items() if number != claim.attempt}
+        state = replace(state, unreported=others)
+        if known.lost:
+            return _lost(state, timings.device, timings.device_s - known.timings.device_s)
+        return replace(state, timings=timings)
+    if not state.accounted < claim.attempt <= max(state.attempt, state.accounted) + MOST_HAND_BACKS:
+        return None
+    # the attempt began after the transition that ended it was decided
+    run = Running(claim.stage, claim.attempt, worker, 0.0, timings=timings)
+    is_billed = context.over and not state.timings.share_s and claim.attempt >= state.attempt
+    return account(state, run, is_billed=is_billed, is_final=True)
+
+
+def _lost(state: StageState, device: str, seconds: float) -> StageState:
+    if seconds <= 0:
+        return state
+    device = device or UNKNOWN_DEVICE
+    return replace(state, lost_s=state.lost_s | {device: state.lost_s.get(device, 0.0) + seconds})
+
 
 Charge = Literal["failures", "crashes", "recomputes"]
 
@@ -26,7 +107,7 @@ CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_cras
 """Error codes of requests that ended by a charge."""
 
 
-class Draft:
+class ChangeBuilder:
     """A change in the making. Every move of a stage or of the request is checked against its table.
 
     `running` are the leased stages of the record. What those have used whose lease the change ends is accounted for.
@@ -46,7 +127,7 @@ class Draft:
         """Give a stage another status, and other fields with it."""
         state = self.stages[stage]
         _check(TASK_MOVES, f"stage {stage}", state.status, status)
-        self.stages[stage] = msgspec.structs.replace(state, status=status, **fields)
+        self.stages[stage] = replace(state, status=status, **fields)
 
     def publish(self, event: EventType, stage: str = "", message: str = "") -> None:
         """Have an event told, of the request or of a stage as it stands."""
@@ -91,7 +172,7 @@ class Draft:
         """What a stage made, or announced, is of no use any more: those who would read it wait, but for the running."""
         if self.stages[stage].output is None:
             return
-        self.stages[stage] = msgspec.structs.replace(self.stages[stage], output=None)
+        self.stages[stage] = replace(self.stages[stage], output=None)
         for reader in self._before.plan.consumers(stage):
             if self.stages[reader.name].status in ("queued", "announced") and reader.name not in running:
                 self.withdraw(reader.name)
@@ -115,16 +196,13 @@ class Draft:
 
     def account(self, run: Running, *, is_billed: bool, is_final: bool = False) -> None:
         """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
-        state = self.stages[run.stage]
-        timings = believable(run.timings, self._wall - self._before.created_at)
-        run = msgspec.structs.replace(run, timings=timings)
-        count = accounting.bill if is_billed else accounting.lose
-        self.stages[run.stage] = count(state, run, is_final=is_final)
+        run = replace(run, timings=believable(run.timings, self._wall - self._before.created_at))
+        self.stages[run.stage] = account(self.stages[run.stage], run, is_billed=is_billed, is_final=is_final)
 
-    def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> Draft:
+    def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> ChangeBuilder:
         """Count what went wrong; beyond the budget it becomes the request's error."""
         count = getattr(self.stages[stage], charge) + 1
-        self.stages[stage] = msgspec.structs.replace(self.stages[stage], **{charge: count})
+        self.stages[stage] = replace(self.stages[stage], **{charge: count})
         if count > BUDGETS[charge]:
             self.error = ErrorInfo(CODES[charge], f"{message} (given up after {count} times)", stage, evidence)
         else:
@@ -134,7 +212,7 @@ class Draft:
     def retry(self, claim: Claim, not_before: float = 0.0) -> Change:
         """Queue the claimed stage again, unless a charge was one too many. It waits for an input that is made again."""
         if self.error is not None:
-            return self.end("failed", claim, dead=True)
+            return self.end("failed", self.error, claim, dead=True)
         self.withdraw(claim.stage)
         if self.inputs_exist(claim.stage):
             self.queue(claim.stage, not_before)
@@ -142,22 +220,23 @@ class Draft:
             self.move(claim.stage, "waiting")
         return self.change(claim)
 
-    def end(self, status: RequestStatus, claim: Claim | None = None, **fields: Any) -> Change:
+    def end(
+        self, status: RequestStatus, error: ErrorInfo | None = None, claim: Claim | None = None, **fields: Any
+    ) -> Change:
         """The request is over: nothing of it will run, and no object of it is needed."""
         event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
-        self.publish(event.get(status, "failed"), message=self.error.message if self.error else "")
+        self.publish(event.get(status, "failed"), message=error.message if error else "")
         for run in self.running:
             if claim is None or run.stage != claim.stage:
                 self.account(run, is_billed=True)
-                reached = max(self.stages[run.stage].reached, run.step / run.steps if run.steps else 0.0)
-                self.stages[run.stage] = msgspec.structs.replace(
-                    self.stages[run.stage], attempt=run.attempt, worker=run.worker, reached=reached
-                )
+                state = self.stages[run.stage]
+                reached = max(state.reached, run.step / run.steps if run.steps else 0.0)
+                self.stages[run.stage] = replace(state, attempt=run.attempt, worker=run.worker, reached=reached)
         for name, state in self.stages.items():
             if state.status != "done":
                 self.move(name, "cancelled")
-            self.stages[name] = msgspec.structs.replace(self.stages[name], output=None, checkpoint=None)
-        return self.change(claim, status, completed_at=self._wall, error=self.error, **fields)
+            self.stages[name] = replace(self.stages[name], output=None, checkpoint=None)
+        return self.change(claim, status, completed_at=self._wall, error=error, **fields)
 
     def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
         """All of it as one change, with other fields of the context."""
@@ -171,9 +250,7 @@ class Draft:
         started_at = self._before.started_at
         if started_at is None:
             started_at = min((run.since for run in self.running), default=None)
-        return msgspec.structs.replace(
-            self._before, version=version, stages=self.stages, started_at=started_at, **fields
-        )
+        return replace(self._before, version=version, stages=self.stages, started_at=started_at, **fields)
 
 
 def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
