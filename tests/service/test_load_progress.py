@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unfuse.server.served_models import JoinProgress
+from unfuse.server.gateway import JoinProgress
 from unfuse.service.load_progress import StartProgress
 
 

@@ -76,6 +76,7 @@ def request_object(
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     step, steps = _steps(record)
+    used = billed_seconds(context, record.running, wall)
     started_at = context.started_at
     if started_at is None:
         started_at = min((run.since for run in record.running), default=None)
@@ -100,7 +101,11 @@ def request_object(
         "queue_position": record.position,
         "eta_s": _rounded(eta),
         "seed": context.params.get("seed"),
-        "cost": _cost(record, prices, wall),
+        "cost": {
+            "predicted_s": round(context.cost, 3),
+            "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
+            "money": _rounded(prices.money(used), 6),
+        },
         "created_at": round(context.created_at, 3),
         "started_at": _rounded(started_at),
         "completed_at": _rounded(context.completed_at),
@@ -169,16 +174,6 @@ def progress(record: Record) -> int:
 def _result(file: ResultFile, url: str) -> dict[str, object]:
     flagged = {"flagged": True} if file.flagged else {}
     return {"url": url, "content_type": file.content_type, "bytes": file.bytes} | flagged
-
-
-def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
-    """Seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
-    used = billed_seconds(record.context, record.running, wall)
-    return {
-        "predicted_s": round(record.context.cost, 3),
-        "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
-        "money": _rounded(prices.money(used), 6),
-    }
 
 
 def _rounded(number: float | None, digits: int = 3) -> float | None:

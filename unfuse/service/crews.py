@@ -23,7 +23,7 @@ from unfuse.planning.placement import taken
 from unfuse.queues.base import Declaration, Filter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.served_models import Joining, JoinProgress
+from unfuse.server.gateway import Joining, JoinProgress
 from unfuse.service.load_progress import StartProgress
 from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Model, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from unfuse.server.served_models import JoinProgress, Phase
+from unfuse.server.gateway import JoinProgress, Phase
 from unfuse.worker.records import read_record
 
 LAST_WORDS = b"unfuse: "

@@ -11,7 +11,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.card import ModelCard
 from unfuse.core.media import IMAGE, UPLOAD, VIDEO
 from unfuse.core.words import TEXT
-from unfuse.server.served_models import ModelNames
+from unfuse.server.gateway import ModelNames
 from unfuse.service.plan import Plan
 
 PROMPT = "a red circle on white"
