@@ -30,12 +30,14 @@ SLOW = (
     "bench/tests", "tests/answers", "tests/chaos", "tests/integration", "tests/launch/test_launcher_suite.py",
     "tests/launch/test_local.py", "tests/launch/test_strangers.py", "tests/models", "tests/weights",
     "tests/language/test_chat_template.py", "tests/language/test_grammars.py", "tests/language/test_history.py",
-    "tests/language/test_special_text.py", "tests/language/test_tokenizer.py", "tests/language/test_tool_messages.py",
+    "tests/language/test_sampling.py", "tests/language/test_special_text.py", "tests/language/test_tokenizer.py",
+    "tests/language/test_tool_messages.py",
     "tests/parallel/test_texts.py", "tests/stages/test_adapter_alphas.py",
     "tests/stages/test_language_model.py", "tests/stages/test_noise_state.py",
+    "tests/stages/test_parsed_words.py", "tests/stages/test_whole.py",
     "tests/stores/test_store_conformance.py", "tests/stores/test_two_hosts.py", "tests/tools",
     "tests/transfer/test_strangers.py", "tests/transfer/test_transfer_conformance.py", "tests/worker/test_executor.py",
-    "tests/worker/test_schedulers.py",
+    "tests/worker/test_leaks.py", "tests/worker/test_schedulers.py",
 )  # fmt: skip
 """Where every test is slow, the conformance suites that move gigabytes too; a run without slow tests loads none."""
 

@@ -193,7 +193,8 @@ def main() -> None:
         sides: dict[str, Callable[[Arrival], object]] = {}
         for name, batching in (("one_by_one", "exact"), ("by_step", "batched")):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            options = ("--batching", batching, "--denoisers", str(PROCESSES), "--threads", "1", "--arena", "64MiB")
+            plan = f"encoder=1,denoiser={PROCESSES},decoder=1"
+            options = ("--batching", batching, "--workers", plan, "--threads", "1", "--arena", "64MiB")
             sides[name] = post(stack.enter_context(serving(folder, *options, *NO_CACHE)).ready())
         dispatcher = Dispatcher(pipelines, MOST)
         stack.callback(dispatcher.close)

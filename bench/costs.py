@@ -24,9 +24,10 @@ import msgspec
 from bench.report import NO_CACHE, quantile, show, table
 from tools.server import Server, serving
 from unfuse.core.plan import compile_plan
-from unfuse.core.request import RequestContext, StageState, Timings
+from unfuse.core.request import GenerationRequest, RequestContext, StageState, Timings
 from unfuse.models import find, resolve_source
 from unfuse.scheduler.costs import Costs
+from unfuse.testing.queue_samples import request_context
 
 ROUNDS = 3
 NEWEST = 0.1
@@ -74,7 +75,7 @@ def context(case: Case, number: int, timings: dict[str, Timings] | None = None) 
     plan = compile_plan(CARD.pipeline, CARD.pools(), params, [{"index": 0}])
     took = timings or {}
     stages = {s.name: StageState("done", 1, timings=took[s.kind]) for s in plan.stages if s.kind in took}
-    return RequestContext(f"req_{number}", CARD.name, params, plan, stages)
+    return request_context(GenerationRequest(f"req_{number}", CARD.name, params), plan, stages=stages)
 
 
 def measure(server: Server, cases: Iterable[Case]) -> list[Measured]:

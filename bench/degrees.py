@@ -21,11 +21,10 @@ from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.media import LAST_FRAME, UPLOAD
 from unfuse.core.spread import Spread, parse_parallel
-from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.resources import means
-from unfuse.service.service import plan
+from unfuse.service.options import options, plan
+from unfuse.service.plan import means
+from unfuse.service.service import own_pools
 from unfuse.service.settings import load
 
 STEPS, ROUNDS = 4, 3  # the steps of a request that is measured, and how many requests are, behind one that warms up

@@ -32,7 +32,7 @@ def pictures(encoding: str, count: int) -> tuple[np.ndarray, float]:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder, "keys"))
         keys = ("--keys", f"{folder}/keys")
-        with serving(Path(folder), "--no-workers", *keys, *chosen) as server:
+        with serving(Path(folder), "--workers", "none", *keys, *chosen) as server:
             for role in ROLES:
                 server.worker(role, *keys, UNFUSE_RUN_DIR=f"{folder}/{role}")
             return made_by(server, count)

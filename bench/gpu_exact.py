@@ -21,7 +21,7 @@ from bench.model import Made, Model
 from tools import tiny
 from unfuse.core.compute import ComputeOptions
 from unfuse.stages.base import Stage, StageInput
-from unfuse.worker.exactness import culprit, difference
+from unfuse.worker.batches import culprit, difference
 
 FAMILIES = ("wan", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image")
 DTYPES = ("float32", "bfloat16")

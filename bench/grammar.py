@@ -28,8 +28,7 @@ from unfuse.core.media import TEXT
 from unfuse.core.schemas import schema_text
 from unfuse.core.text import packed
 from unfuse.core.words import PromptTokens
-from unfuse.language.grammar import Grammar, digest, packed as pack_grammar
-from unfuse.language.grammars import Grammars
+from unfuse.language.grammars import Grammar, Grammars, grammar_digest, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
@@ -76,7 +75,7 @@ class Texts:
         asked |= {"logit_bias": {str(stop): -100 for stop in self._tokenizer.stops}}
         uploads = {"prompt": packed(ids)} | ({GRAMMAR: held} if held else {})
         params, _ = check(self._card, asked, TEXT, tokens=PromptTokens(len(ids)))
-        derived = Derived(prompt_tokens=len(ids), grammar=digest(held) if held else "")
+        derived = Derived(prompt_tokens=len(ids), grammar=grammar_digest(held) if held else "")
         state = self.stage.start(StageInput(params, {}, uploads, derived=derived))
         while held and self.stage.waits(state):
             time.sleep(0.01)

@@ -118,7 +118,7 @@ def beside(kind: str, port: int, request: str) -> Iterator[subprocess.Popen[byte
 
 
 def measure(seconds: float, kinds: tuple[str, ...] = LOADS) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--no-workers") as server:
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--workers", "none") as server:
         until(lambda: server.get("/health"), "the server", server.process)
         port = int(server.url.rpartition(":")[2])
         request = waiting(port)

@@ -23,10 +23,10 @@ from unfuse import queues
 from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import compile_plan
-from unfuse.core.request import Change, RequestContext, Timings, new_request_id
+from unfuse.core.request import Change, GenerationRequest, Timings, new_request_id
 from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
-from unfuse.testing.queue_samples import wanted
+from unfuse.testing.queue_samples import request_context, wanted
 
 LIMITS = Limits(10**7, 10**7)
 COUNT = 400
@@ -36,7 +36,7 @@ LEASES = 2000
 def admitted() -> Change:
     params = {"prompt": "a red circle on white, " * 8, "seed": 1, "height": 1024, "width": 1024}
     plan = compile_plan(CARD.pipeline, POOLS, params, [{"seed": 1, "index": 0}])
-    return lifecycle.admitted(RequestContext(new_request_id(), "bench", params, plan, {}), time.time())
+    return lifecycle.admitted(request_context(GenerationRequest(new_request_id(), "bench", params), plan), time.time())
 
 
 async def submit(queue: QueueBackend) -> None:

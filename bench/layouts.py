@@ -16,10 +16,9 @@ from typing import Any
 
 from bench.report import show, table
 from unfuse.client import Client
-from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import own_pools
 from unfuse.service.settings import load
 
 SHAPES = "unfuse/shapes"
@@ -44,7 +43,9 @@ def rates(model: str, threads: int, asked: dict[str, Any], at_once: int, rounds:
     logs, planned = Logs(), plan(options(load(flags)))
     logs.open_log()
     found = {}
-    for layout in planned.layouts.whole if planned.layouts else ():
+    for layout in planned.layouts.found if planned.layouts else ():
+        if layout.refusal or layout.workers.rpartition("=")[0] != "all":
+            continue
         with own_pools(load({**flags, "serve.workers": layout.workers}), logs) as client:
             found[layout.workers] = rate(client, asked, at_once, rounds)
     return found

@@ -33,11 +33,12 @@ REQUESTS = {1: 4, 4: 8, 16: 24, 64: 64}
 
 ROUNDS = 2
 PROBES = 5
+TWO = "encoder=1,denoiser=2,decoder=1"
 SERVERS = {
     "exact": (),
     "batched": ("--batching", "batched"),
-    "exact, 2 denoisers": ("--denoisers", "2"),
-    "batched, 2 denoisers": ("--batching", "batched", "--denoisers", "2"),
+    "exact, 2 denoisers": ("--workers", TWO),
+    "batched, 2 denoisers": ("--batching", "batched", "--workers", TWO),
 }
 UNDIVIDED = {"undivided, 1 process of 2 threads": (1, 2), "undivided, 2 processes of 1 thread": (2, 1)}
 

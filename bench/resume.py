@@ -75,7 +75,7 @@ def saving(repetitions: int) -> dict[str, Any]:
     drawn, rows = random.Random(0), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = ["--no-workers", "--checkpoint", str(EVERY), "--durable", f"disk:{folder / 'copies'}"]
+        arguments = ["--workers", "none", "--checkpoint", str(EVERY), "--durable", f"disk:{folder / 'copies'}"]
         with serving(folder, *arguments, UNFUSE_LEASE__TTL_S="2") as server:
             until(lambda: server.get("/health"), "the server to answer", server.process)
             server.worker("encoder")

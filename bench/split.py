@@ -129,8 +129,9 @@ def main() -> None:
     fused, twins = Undivided(1, 2), Undivided(2, 1)
     for threads, denoisers in ((1, 1), (2, 1), (1, 2)):
         with tempfile.TemporaryDirectory() as folder:
-            options = ("--threads", str(threads), "--denoisers", str(denoisers))
-            with serving(Path(folder), "--workers", "split", *options, "--arena", "64MiB", *NO_CACHE) as server:
+            plan = f"encoder=1,denoiser={denoisers},decoder=1"
+            options = ("--threads", str(threads), "--workers", plan, "--arena", "64MiB", *NO_CACHE)
+            with serving(Path(folder), *options) as server:
                 server.ready()
                 show(
                     "split",

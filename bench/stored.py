@@ -29,7 +29,7 @@ from tools.cards import IDLE
 from unfuse import queues
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.plan import compile_plan
-from unfuse.core.request import RequestContext, new_request_id
+from unfuse.core.request import GenerationRequest, RequestContext, new_request_id
 from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.scheduler import Scheduler
@@ -37,6 +37,7 @@ from unfuse.server.app import create_app
 from unfuse.server.gateway import Gateway as Served
 from unfuse.service.logs import Logs
 from unfuse.stores.results import open_results
+from unfuse.testing.queue_samples import request_context
 
 FEW, MANY, TIMES = 200, 100_000, 300
 ACTIVE = 100
@@ -59,14 +60,14 @@ def stored(place: int) -> RequestContext:
     params = {"prompt": "a red circle on white", "seed": 1, "height": 64, "width": 64, "num_frames": 1, "fps": 8}
     params["output_format"] = "png"
     plan = compile_plan(IDLE.pipeline, IDLE.pools(), params, [{"seed": 1, "index": 0}])
-    context = RequestContext(
-        new_request_id(IMAGE if place % 4 else VIDEO), IDLE.name, params, plan, {}, created_at=time.time()
-    )
-    context = lifecycle.admitted(context, time.time()).context
+    request = GenerationRequest(new_request_id(IMAGE if place % 4 else VIDEO), IDLE.name, params)
     own: dict[str, Any] = {"idempotency_key": f"key {place}", "fingerprint": f"{place:064}"}
-    if place >= ACTIVE:
-        dead = place % 1000 == 0 or place < ACTIVE + 20
-        own |= {"status": "failed" if dead else "completed", "dead": dead, "completed_at": time.time()}
+    context = request_context(request, plan, created_at=time.time(), **own)
+    context = lifecycle.admitted(context, time.time()).context
+    if place < ACTIVE:
+        return context
+    dead = place % 1000 == 0 or place < ACTIVE + 20
+    own = {"status": "failed" if dead else "completed", "dead": dead, "completed_at": time.time()}
     return msgspec.structs.replace(context, **own)
 
 

@@ -164,7 +164,7 @@ def main() -> None:
         }  # fmt: skip
         halves = {
             name: stack.enter_context(serving(
-                folder, str(model), "--served-model-name", name, "--no-workers", *COMMON
+                folder, str(model), "--served-model-name", name, "--workers", "none", *COMMON
             ))
             for folder, (name, model) in zip(folders[4:], models.items(), strict=True)
         }  # fmt: skip

@@ -96,8 +96,8 @@ def test_names_say_something() -> None:
 
 
 FORMATS = {
-    "unfuse/language/answer_formats.py", "unfuse/language/tokenizer_files.py", "unfuse/weights/gguf_model.py",
-    "unfuse/weights/names.py", "unfuse/weights/single.py",
+    "unfuse/language/answer_reader.py", "unfuse/language/tokenizer_files.py", "unfuse/weights/gguf_model.py",
+    "unfuse/weights/source.py", "unfuse/weights/single.py",
 }  # fmt: skip
 """Tables of names that others gave: of repositories on the hub, parsers, tokenizers, and keys of other tools' files."""
 

@@ -93,7 +93,7 @@ def test_a_light_start_imports_nothing_heavy(code: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "unfuse.service.local",
+        "unfuse.service.service",
         "unfuse.service.worker",
         "unfuse.service.comparison",
         "unfuse.server",
@@ -109,14 +109,14 @@ def test_control_processes_import_no_torch(module: str) -> None:
 
 @pytest.mark.slow
 def test_a_worker_imports_no_gateway() -> None:
-    loaded = modules_after("import unfuse.service.worker, unfuse.service.transfers")
+    loaded = modules_after("import unfuse.service.worker, unfuse.service.addresses")
     assert loaded & {"fastapi", "starlette", "uvicorn"} == set()
 
 
 @pytest.mark.slow
 def test_a_service_needs_neither_typer_nor_rich() -> None:
     modules = [f"unfuse.service.{path.stem}" for path in sorted((ROOT / "unfuse" / "service").glob("[!_]*.py"))]
-    assert "unfuse.service.local" in modules
+    assert "unfuse.service.service" in modules
     block = "import sys; sys.modules |= dict.fromkeys(['typer', 'rich', 'unfuse.cli'])"
     code = f"{block}; import unfuse, {', '.join(modules)}; unfuse.local"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

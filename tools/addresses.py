@@ -12,7 +12,7 @@ from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
 from unfuse.wire.address import UNIX
 from unfuse.wire.unix_socket import private_socket, server_socket
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 LOWEST, MOST = 10_240, 65_535
 

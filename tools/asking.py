@@ -1,19 +1,22 @@
 """Requests as a scheduler is asked for them, by the fields that matter."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import Delivery
 from unfuse.core.plan import Params
-from unfuse.core.request import Asked, Who
+from unfuse.core.request import Caller, Delivery, GenerationRequest
 
 
-def asking(card: ModelCard, params: Params, **fields: Any) -> tuple[Asked, Delivery, Who]:
-    """What is asked for, how it is delivered, who asks: each field where it belongs."""
-    kinds = (Asked, Delivery, Who)
-    asked, delivery, who = (
-        {name: fields.pop(name) for name in kind.__struct_fields__ if name in fields} for kind in kinds
+def asking(
+    card: ModelCard, params: Params, *, prefixes: Sequence[str] = (), **fields: Any
+) -> tuple[ModelCard, GenerationRequest, Caller, Delivery, Sequence[str]]:
+    """The arguments of `Scheduler.submit`: each field where it belongs."""
+    request, caller, delivery = (
+        {name: fields.pop(name) for name in kind.__struct_fields__ if name in fields}
+        for kind in (GenerationRequest, Caller, Delivery)
     )
     if fields:
         raise TypeError(f"no field of a request: {', '.join(fields)}")
-    return Asked(card, params, **asked), Delivery(**delivery), Who(**who)
+    what = GenerationRequest(**{"id": "", "model": card.name, "params": params, **request})
+    return card, what, Caller(**caller), Delivery(**delivery), prefixes

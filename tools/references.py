@@ -17,7 +17,7 @@ from unfuse.core.registry import resolve
 from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.core.retries import RULES
 from unfuse.models import FAMILIES
-from unfuse.models.defaults import call_defaults
+from unfuse.models.declared import call_defaults
 from unfuse.scheduler.draft import CODES
 from unfuse.server.errors import refusal_of
 from unfuse.server.metrics_table import METRICS as METRIC_SPECS, MetricSpec
@@ -281,7 +281,9 @@ def metric(one: MetricSpec) -> list[str]:
 def refusals() -> dict[str, set[int]]:
     """The statuses by code of all that the gateway refuses, as its sources have them."""
     found: dict[str, set[int]] = {name: {status} for name, status in STATUSES.items()}
-    for path in sorted(path for folder in ("server", "service") for path in (ROOT / "unfuse" / folder).glob("*.py")):
+    for path in sorted(
+        path for folder in ("edge", "server", "service") for path in (ROOT / "unfuse" / folder).glob("*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(args=[ast.Constant(int(status)), ast.Constant(str(said)), *_]) if 400 <= status < 600:

@@ -6,10 +6,9 @@ from itertools import groupby
 from pathlib import Path
 
 import unfuse.cli.app  # noqa: F401  whose verbs say which settings have flags
-from unfuse.cli.options import OFFERED
+from unfuse.cli.options import EXPERT, OFFERED, PANELS
 from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, Field
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Field, Size
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -35,23 +34,28 @@ threads = 2
 bytes = "1GiB"
 ```
 
+[How to choose a layout](howto/choose-a-layout.md) has the grammar of `--workers`, `--place` and `--parallel`.
 This page is written by `python -m tools.settings_page`.
 """
+
+TABLE = "\n\n| variable | flag | default | |\n|---|---|---|---|\n"
 
 
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for group, fields in groupby(FIELDS.values(), lambda field: field.name.rpartition(".")[0]):
+    usual = (field for field in FIELDS.values() if field.name not in PANELS[EXPERT])
+    for group, fields in groupby(usual, lambda field: field.name.rpartition(".")[0]):
         about = type(getattr(Settings(), group)) if group else Settings
         title, says = (f"`{group}`", about.__doc__) if group else ("Without a group", "What holds for several groups.")
-        parts += [f"\n## {title}\n\n{says}\n\n| variable | flag | default | |\n|---|---|---|---|\n", *map(row, fields)]
-    return "".join(parts)
+        parts += [f"\n## {title}\n\n{says}{TABLE}", *map(row, fields)]
+    expert = [row(FIELDS[name]) for name in PANELS[EXPERT]]
+    return "".join([*parts, f"\n## Expert settings\n\nThe defaults suit nearly every server.{TABLE}", *expert])
 
 
 def row(field: Field) -> str:
     """A setting's line of its table."""
-    value = Size(field.default) if field.in_bytes else field.written(field.default)
+    value = Size(field.default) if field.unit == "byte" else field.written(field.default)
     flag = f"`{field.flag}`" if field.name in OFFERED else ""
     cells = [f"`{field.variable}`", flag, f"`{value}`" if str(value) else "", field.description.replace("|", "\\|")]
     return "| " + " | ".join(cells) + " |\n"

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from unfuse import queues as queues
     from unfuse.client import aconnect, connect
     from unfuse.core.errors import InvalidParameter, ObjectLost, Overloaded, PermanentError, TransientError, UnfuseError
-    from unfuse.service.local import local
+    from unfuse.service.service import local
     from unfuse.stores.tensor_store import TensorStore
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "local": "unfuse.service.local",
+    "local": "unfuse.service.service",
     "aconnect": "unfuse.client",
     "connect": "unfuse.client",
     "TensorStore": "unfuse.stores.tensor_store",

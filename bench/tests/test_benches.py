@@ -367,7 +367,7 @@ def test_predictions_are_compared_with_what_was_held_out() -> None:
 def test_health_is_asked_for_beside_streams_and_large_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "STREAMS", 3)
     monkeypatch.setattr(http_edge, "LARGE", 1000)
-    with serving(tmp_path, "--no-workers", "--drain-timeout", "0") as server:
+    with serving(tmp_path, "--workers", "none", "--drain-timeout", "0") as server:
         until(lambda: server.get("/health"), "the server", server.process)
         port = int(server.url.rpartition(":")[2])
         assert http_edge.health(port, 0.1)

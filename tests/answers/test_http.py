@@ -95,7 +95,7 @@ def test_a_server_that_shuts_down_sends_clients_elsewhere(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Given a server that waits for a caller's request after SIGTERM, then new calls get 503 and Retry-After."""
-    arguments = [*serve_arguments(tmp_path_factory), "--no-workers", "--drain-timeout", "600"]
+    arguments = [*serve_arguments(tmp_path_factory), "--workers", "none", "--drain-timeout", "600"]
     with ThreadPoolExecutor(1) as callers, serving(tmp_path, *arguments) as server:
         until(lambda: server.get("/v1/models"), "the server to answer", server.process)
         asked = {"model": "alpha", "prompt": "a red circle"}

@@ -233,7 +233,7 @@ class Cluster:
                     (folder / name).mkdir()
                     self.shards.append(Redis(folder / name, self._environment, name))
             arguments = [
-                str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", self._queue(),
+                str(self.model), "--served-model-name", "chaos", "--workers", "none", "--queue", self._queue(),
                 "--results", f"disk:{disk or folder}/results", "--device", "cpu", "--checkpoint", "1",
                 *self._keys, *serve,
             ]  # fmt: skip

@@ -35,8 +35,7 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
-from unfuse.weights.dtypes import choose_dtypes
-from unfuse.weights.folder import ModelFolder
+from unfuse.weights.folder import ModelFolder, choose_dtypes
 
 COMPONENTS = ("text_encoder", "transformer", "vae")
 PIXELS_PER_NUMBER = 8

@@ -49,7 +49,7 @@ class System:
         own = {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         around = clean | own | {"UNFUSE_LEASE__TTL_S": str(LEASE_S)}
         self.redis = Redis(folder, around)
-        serve = [str(model), "--served-model-name", "tiny", "--no-workers", "--queue", self.redis.url]
+        serve = [str(model), "--served-model-name", "tiny", "--workers", "none", "--queue", self.redis.url]
         serve += ["--results", f"disk:{folder}/results", "--batching", batching]
         self.gateways = [Gateway(f"serve-{n}", serve, folder / f"serve-{n}.log", around) for n in range(2)]
         at = [part for gateway in self.gateways for part in ("--scheduler", gateway.control)]

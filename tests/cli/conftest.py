@@ -19,7 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A client of a server whose every request stays queued; when it is told to end, it does."""
-    command = [sys.executable, "-m", "unfuse", "serve", "--no-workers", "--port", "0"]
+    command = [sys.executable, "-m", "unfuse", "serve", "--workers", "none", "--port", "0"]
     environment = {**os.environ, "UNFUSE_API_KEY": KEY, "UNFUSE_DATA_DIR": str(tmp_path_factory.mktemp("idle"))}
     with subprocess.Popen([*command, "--drain-timeout", "0"], env=environment, stderr=subprocess.PIPE) as server:
         assert server.stderr is not None

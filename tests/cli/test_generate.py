@@ -237,7 +237,7 @@ def test_a_prompt_comes_from_standard_input(drawing: tuple[Run, Served], monkeyp
     code, _, err = unfuse("generate", "-")
     assert code == 0
     request = next(line.split()[1] for line in err.splitlines() if line.startswith("request "))
-    assert served.run(served.queue.load(request)).context.params["prompt"] == "ein Kreis — weiß"
+    assert served.run(served.queue.load(request)).context.request.params["prompt"] == "ein Kreis — weiß"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
     code, out, err = unfuse("generate", "-")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -266,7 +266,7 @@ def alone(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNFUSE_SERVER", raising=False)
-    monkeypatch.setattr("unfuse.service.local._served", start)
+    monkeypatch.setattr("unfuse.service.service._served", start)
     return unfuse
 
 

@@ -54,7 +54,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture(scope="module")
 def server(package: Package) -> Iterator[Client]:
     """A client, which knows nothing of the line, of a server that has it."""
-    with package.start("serve", "--no-workers", "--port", "0", "--drain-timeout", "0") as process:
+    with package.start("serve", "--workers", "none", "--port", "0", "--drain-timeout", "0") as process:
         assert process.stderr is not None
         said = next(line for line in process.stderr if " at http://" in line)
         with connect(said.split()[-1]) as client:

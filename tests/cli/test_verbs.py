@@ -34,7 +34,7 @@ from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import Limits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
-from unfuse.worker.exactness import Exactness
+from unfuse.worker.batches import Exactness
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]
@@ -69,6 +69,35 @@ def test_removed_flags_say_what_to_do(unfuse: Run, arguments: tuple[str, ...], a
 
 
 @pytest.mark.parametrize(
+    ("arguments", "replacement"),
+    [
+        (("serve", "--no-workers"), "--workers none"),
+        (("serve", "--encoders", "0"), "--workers encoder=1,denoiser=2,decoder=1"),
+        (("serve", "--denoisers=2"), "--workers encoder=1,denoiser=2,decoder=1"),
+        (("doctor", "--decoders", "2"), "--workers encoder=1,denoiser=2,decoder=1"),
+        (("serve", "--workers", "true"), "--workers split"),
+        (("serve", "--workers", "false"), "--workers none"),
+        (("serve", "--workers", "swap"), "--workers all=1 --max-loaded-models 1"),
+        (("worker", "--workers=swap"), "--workers all=1 --max-loaded-models 1"),
+        (("worker", "--hold", "model"), "--max-loaded-models 1"),
+    ],
+)
+def test_a_removed_spelling_of_a_layout_names_the_new_one(
+    unfuse: Run, arguments: tuple[str, ...], replacement: str
+) -> None:
+    code, out, err = unfuse(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert replacement in err
+
+
+def test_expert_settings_come_last_in_the_help(unfuse: Run) -> None:
+    out = unfuse("serve", "--help")[1]
+    expert = out[out.index("Expert:") :]
+    assert all(flag in expert for flag in ("--dispatch", "--loop", "--collective-s"))
+    assert "--order" not in expert and "--log-level" not in expert
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--api-key", "keys.txt"), "name a file of keys by --api-keys"),
@@ -80,7 +109,7 @@ def test_a_key_that_is_a_file_and_a_file_that_is_not_there_end_a_start(
     unfuse: Run, arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = unfuse("serve", "--no-workers", "--port", "0", *arguments)
+    code, out, err = unfuse("serve", "--workers", "none", "--port", "0", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
 
@@ -188,18 +217,18 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_models_are_look
     def look(options: object) -> None:
         raise AssertionError("it looked into the model")
 
-    monkeypatch.setattr("unfuse.service.service.plan", look)
-    code, _, err = unfuse("serve", "--no-workers", "--host", "0.0.0.0", "--port", "0")
+    monkeypatch.setattr("unfuse.service.options.plan", look)
+    code, _, err = unfuse("serve", "--workers", "none", "--host", "0.0.0.0", "--port", "0")
     assert (code, "set --api-keys FILE or --api-key KEY" in err) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = ["serve", "--no-workers", "--port", str(port)]
+        command = ["serve", "--workers", "none", "--port", str(port)]
         assert unfuse(*command)[2].endswith(f":{port}: Address already in use; choose another --port\n")
         with listening(server_socket(load().settings.run_dir, port)):
             assert "Address already in use; a server of yours has it; choose another" in unfuse(*command)[2]
 
 
-@pytest.mark.parametrize("verb", [["models", "add"], ["serve", "--no-workers", "--port", "0"], ["doctor"]])
+@pytest.mark.parametrize("verb", [["models", "add"], ["serve", "--workers", "none", "--port", "0"], ["doctor"]])
 def test_a_path_of_an_unknown_user_is_refused_as_one_that_is_not_there(
     unfuse: Run, verb: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +359,7 @@ def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_spl
 
 
 def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.service.resources.cpus", lambda group: 2.0)
+    monkeypatch.setattr("unfuse.service.plan.cpus", lambda group: 2.0)
     arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
     out = unfuse("doctor", *arguments)[1]
     assert "\nlayout all=2: each worker runs all stages, since models that fit whole keep a machine busiest\n" in out
@@ -393,7 +422,8 @@ def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(u
     folder = shutil.copytree(SHAPES, tmp_path / "sibling")
     file = folder / "scheduler" / "scheduler_config.json"
     file.write_text(file.read_text().replace("1.5", "3.0"))
-    out = unfuse("doctor", "unfuse/shapes", str(folder), "--device", "cpu", "--denoisers", "2", "--arena", "1MiB")[1]
+    workers = ("--workers", "encoder=1,denoiser=2,decoder=1")
+    out = unfuse("doctor", "unfuse/shapes", str(folder), "--device", "cpu", *workers, "--arena", "1MiB")[1]
     assert "gain: one text_encoder serves 2 models: 1.1 MiB less memory" in out
     assert "gain: one vae serves 2 models: 5.8 MiB less memory" in out
     assert "gain: 2 denoisers share encoder and decoder: 6.8 MiB less memory than as many undivided pipelines" in out

@@ -1,11 +1,14 @@
 """Random pipelines, and requests for them."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, StageSpec, compile_plan
-from unfuse.core.request import RequestContext, new_request_id
+from unfuse.core.request import GenerationRequest, RequestContext, new_request_id
 from unfuse.core.task import Claim, Task
+from unfuse.testing.queue_samples import request_context
 
 
 @st.composite
@@ -29,12 +32,13 @@ def _inputs(draw: st.DrawFn, values: dict[str, bool]) -> tuple[tuple[str, ...], 
     return tuple(names), draw(st.booleans()) or any(values[name] for name in names)
 
 
-def request_for(pipeline: Pipeline, samples: int = 1, **fields: object) -> RequestContext:
+def request_for(pipeline: Pipeline, samples: int = 1, **fields: Any) -> RequestContext:
     """A request whose stages wait in two pools, by the parity of their place in the pipeline."""
     pools = {stage.name: f"pool{place % 2}" for place, stage in enumerate(pipeline.stages)}
     plan = compile_plan(pipeline, pools, {"steps": 2}, [{"index": index} for index in range(samples)])
-    context = {"id": new_request_id(), "model": "m", "params": {"steps": 2}, "plan": plan, "stages": {}}
-    return RequestContext(**(context | fields))
+    names = [name for name in GenerationRequest.__struct_fields__ if name in fields]
+    asked = {"id": new_request_id(), "model": "m", "params": {"steps": 2}} | {name: fields.pop(name) for name in names}
+    return request_context(GenerationRequest(**asked), plan, **fields)
 
 
 def object_for(task: Task | Claim, name: str = "") -> ObjectRef:

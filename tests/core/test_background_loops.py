@@ -19,7 +19,7 @@ from zmq.utils import z85
 from tools.addresses import a_worker, unix_address
 from unfuse.arena.buddy import Usage
 from unfuse.core import supervisor
-from unfuse.core.messages import Accepted, Ask, Beat, Bye, Progress, Pulse, ToScheduler, ToWorker
+from unfuse.core.messages import Accepted, Ask, Beat, Bye, Progress, Pulse, ToScheduler, ToWorker, WorkerStatus
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim
 from unfuse.launch import local
@@ -34,6 +34,8 @@ from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.executor import Executor
+from unfuse.worker.link import Holding
+from unfuse.worker.loaded_models import Swapping
 from unfuse.worker.worker import Worker
 
 CLAIM = Claim("a", "s", 1, b"t")
@@ -175,11 +177,12 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     worker._link = Line()
     worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))
     usage = once(lambda: Usage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
-    objects: Any = SimpleNamespace(
-        copies=SimpleNamespace(served_at={}, counters=TransferCounters()), usage=usage, holding=list
-    )
+    worker._objects = SimpleNamespace(copies=SimpleNamespace(counters=TransferCounters()), usage=usage, holding=list)
+    worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
+    worker._swapping = Swapping({}, ())
+    worker._holding, worker._active, worker._beat_s = Holding(1, {}), {}, 1.0
     with capture_logs() as logs:
-        worker._background.forever("beating", partial(worker._beat, objects, set()))
+        worker._background.forever("beating", worker._beat)
         worker._background.forever("asking", worker._pull)
         while not (beaten.is_set() and asked.is_set()):
             worker._changed.set()

@@ -17,9 +17,10 @@ from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, Medium, Room, Workload, medium_for
 from unfuse.core.parameters import Parameter, Params
 from unfuse.core.plan import Pipeline, StageSpec, compile_plan
-from unfuse.core.request import Record, RequestContext, new_request_id
+from unfuse.core.request import GenerationRequest, Record, new_request_id
 from unfuse.scheduler.lifecycle import admitted
 from unfuse.server.request_objects import request_object
+from unfuse.testing.queue_samples import request_context
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media, "MEDIA", (IMAGE, VIDEO, TOLD))
     params, _ = check(TELLER, {"opening": "Once", "max_tokens": 12, "temperature": 1}, TOLD)
     plan = compile_plan(TELLER.pipeline, TELLER.pools(), params, [{"index": 0}])
-    context = RequestContext(new_request_id(TOLD), TELLER.name, params, plan, {})
+    context = request_context(GenerationRequest(new_request_id(TOLD), TELLER.name, params), plan)
 
     change = admitted(context, time.time())
 

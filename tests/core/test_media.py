@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import Delivery, check, check_delivery, size_from
+from unfuse.core.checking import check, check_delivery, size_from
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.media import IMAGE, MAX_SEED, MIN_SEED, VIDEO, Limits, Medium, nearest_size, seconds_of, size_like
 from unfuse.core.medium import nth_seed
 from unfuse.core.plan import Pipeline
+from unfuse.core.request import Delivery
 
 LIMITS = Limits(
     min_size=32,

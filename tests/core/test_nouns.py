@@ -15,11 +15,21 @@ from unfuse.core import errors
 from unfuse.core.card import ModelCard
 from unfuse.core.event import TERMINAL_EVENTS, EventType
 from unfuse.core.media import VIDEO
-from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, StageSpec
-from unfuse.core.request import REQUEST_MOVES, TERMINAL, RequestContext, RequestStatus, new_request_id
+from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, PlannedStage, StageSpec
+from unfuse.core.request import (
+    REQUEST_MOVES,
+    TERMINAL,
+    Caller,
+    Delivery,
+    GenerationRequest,
+    RequestContext,
+    RequestStatus,
+    StageState,
+    new_request_id,
+)
 from unfuse.core.task import TASK_MOVES, Claim, Lease, TaskStatus
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import task_of
+from unfuse.testing.queue_samples import request_context, task_of
 
 MODULES = [importlib.import_module(f"unfuse.core.{found.name}") for found in pkgutil.iter_modules(unfuse.core.__path__)]
 BACKGROUND = {f"unfuse.core.{name}" for name in ("observers", "own_thread", "supervisor", "time_budget")}
@@ -46,17 +56,18 @@ def test_a_noun_is_frozen(kind: type[msgspec.Struct]) -> None:
 
 
 def test_a_request_is_no_grab_bag() -> None:
-    """The last six came with callers that leave (`callers`), with results that are given again (`makes`), with pools
-    that sleep (`moved`), with starts that are told truly (`started_at`), with models that know few words
-    (`hint`), and with what the server derives (`derived`).
-    """
-    assert len(RequestContext.__struct_fields__) <= 29
-    assert {"tenant", "idempotency_key", "version"} <= set(RequestContext.__struct_fields__)
+    """What was asked for, by whom and how it is delivered are structs of their own; no fact has two homes."""
+    own = {*RequestContext.__struct_fields__}
+    assert len(own) <= 18
+    assert {"request", "caller", "delivery", "plan", "stages", "version"} <= own
+    assert own.isdisjoint({*GenerationRequest.__struct_fields__, *Caller.__struct_fields__})
+    assert own & {*Delivery.__struct_fields__} == {"webhook"}  # the address; and how far its call has come
+    assert {*StageState.__struct_fields__}.isdisjoint(PlannedStage.__struct_fields__)
 
 
 @pytest.mark.parametrize("status", typing.get_args(RequestStatus))
 def test_a_request_is_over_in_a_terminal_status(status: RequestStatus) -> None:
-    context = RequestContext("r", "m", {}, ExecutionPlan(()), {}, status=status)
+    context = request_context(GenerationRequest("r", "m", {}), ExecutionPlan(()), status=status)
     assert context.over == (status in TERMINAL) == (not REQUEST_MOVES[status])
 
 

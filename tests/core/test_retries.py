@@ -18,7 +18,7 @@ from unfuse.core.errors import (
 )
 from unfuse.core.retries import RULES, rule_of, type_name
 from unfuse.core.task import Claim
-from unfuse.worker.task_end import failure
+from unfuse.worker.compute_messages import failure
 
 CLAIM = Claim("req_1", "denoise", 1, b"token")
 

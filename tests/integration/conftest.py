@@ -42,5 +42,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def bare_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that starts no workers, with short leases; tests start workers by hand."""
-    with serving(tmp_path_factory.mktemp("bare"), "--no-workers", UNFUSE_LEASE__TTL_S="2") as server:
+    with serving(tmp_path_factory.mktemp("bare"), "--workers", "none", UNFUSE_LEASE__TTL_S="2") as server:
         yield server

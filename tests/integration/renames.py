@@ -31,20 +31,35 @@ class Renames(NamedTuple):
 
 HALVES = "what was the default happens always"
 MEASURED = "layouts and ranks are measured by bench/layouts.py and bench/degrees.py"
+COUNTED = "one plan says how many workers there are of each role: --workers encoder=1,denoiser=2,decoder=1"
+LOADED = "--max-loaded-models, of all verbs that start workers, is what --hold was"
 
 RENAMES = Renames(
     fields={},
     metrics={},
     labels={},
-    settings={},
+    settings={"UNFUSE_WORKER__HOLD": "UNFUSE_WORKER__MAX_LOADED_MODELS"},
     flags={},
     values={},
     removed={
         "fields": {"guidance-halves": HALVES},
         "metrics": {},
         "labels": {},
-        "settings": {"UNFUSE_COMPUTE__GUIDANCE_HALVES": HALVES},
-        "flags": {"--guidance-halves": HALVES, "--layouts": MEASURED},
+        "settings": {
+            "UNFUSE_COMPUTE__GUIDANCE_HALVES": HALVES,
+            "UNFUSE_SERVE__ENCODERS": COUNTED,
+            "UNFUSE_SERVE__DENOISERS": COUNTED,
+            "UNFUSE_SERVE__DECODERS": COUNTED,
+        },
+        "flags": {
+            "--guidance-halves": HALVES,
+            "--layouts": MEASURED,
+            "--no-workers": "it is --workers none",
+            "--encoders": COUNTED,
+            "--denoisers": COUNTED,
+            "--decoders": COUNTED,
+            "--hold": LOADED,
+        },
     },
-    added={"fields": {}, "metrics": {}, "labels": {}, "settings": {}, "flags": {}},
+    added={"fields": {}, "metrics": {}, "labels": {}, "settings": {}, "flags": {"--max-loaded-models": LOADED}},
 )

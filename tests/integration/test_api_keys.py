@@ -66,7 +66,7 @@ def test_keys_are_made_hashed_and_removed_while_a_server_runs(tmp_path: Path, ke
     file = tmp_path / "keys.txt"
     root = keys("add", "root", "--admin", "--file", str(file))
     file.write_text(f"{file.read_text()}# by hand\nbob {PLAIN} rate=100/s\n")
-    with serving(tmp_path, "--no-workers", "--api-keys", str(file)) as server:
+    with serving(tmp_path, "--workers", "none", "--api-keys", str(file)) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         until(lambda: "at http://" in server.log(), "the address to be printed", server.process)
         assert server.log().count("unfuse keys hash") == 1 and PLAIN not in server.log()
@@ -99,7 +99,7 @@ def test_keys_are_made_hashed_and_removed_while_a_server_runs(tmp_path: Path, ke
 
 def test_a_variable_with_a_path_in_the_place_of_a_key_ends_the_start(tmp_path: Path) -> None:
     path = "/etc/unfuse/keys.txt"
-    with serving(tmp_path, "--no-workers", "--host", "0.0.0.0", UNFUSE_API_KEY=path) as server:
+    with serving(tmp_path, "--workers", "none", "--host", "0.0.0.0", UNFUSE_API_KEY=path) as server:
         assert server.process.wait(60) == 2
         assert "looks like the path of a file" in server.log()
         assert path not in server.log() and "Traceback" not in server.log()

@@ -31,7 +31,7 @@ GROWS = ("_total", "_bucket", "_sum", "_count")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ("--no-workers", "--price", "cpu=1/h", "--arena", "64MiB")
+    arguments = ("--workers", "none", "--price", "cpu=1/h", "--arena", "64MiB")
     with serving(tmp_path_factory.mktemp("dashboards"), *arguments) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         yield server

@@ -132,7 +132,7 @@ def test_settings_of_three_machines_are_settings_that_go_together() -> None:
 
 
 def test_nobody_is_told_where_no_unit_started_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from unfuse.service.notify import READY, notify
+    from unfuse.service.stopping import READY, notify
 
     for address in ("", "relative", str(tmp_path / "nobody"), "@unfuse-nobody"):
         monkeypatch.setenv("NOTIFY_SOCKET", address)

@@ -75,7 +75,7 @@ def test_workers_started_by_hand_outlive_the_server(tmp_path: Path) -> None:
     """Given a task that is being computed while the server is away, then its worker reports it to the next one, and
     it is not done twice."""
     queue = f"sqlite:{tmp_path}/queue.db"
-    with serving(tmp_path, "--queue", queue, "--no-workers", UNFUSE_LEASE__TTL_S="10") as server:
+    with serving(tmp_path, "--queue", queue, "--workers", "none", UNFUSE_LEASE__TTL_S="10") as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
         for role in ("encoder", "denoiser", "decoder"):
             server.worker(role)

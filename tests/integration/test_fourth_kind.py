@@ -23,8 +23,7 @@ from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput
 from unfuse.stages.specs import TEXT_ENCODE
-from unfuse.weights.dtypes import choose_dtypes
-from unfuse.weights.folder import ModelFolder
+from unfuse.weights.folder import ModelFolder, choose_dtypes
 
 PARTS = ("reader", "mirror")
 PIPELINE = Pipeline(

@@ -58,7 +58,7 @@ def expected(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 def server(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Encoder and decoder; tests bring the denoiser, which has two slots."""
     with serving(
-        tmp_path_factory.mktemp("serve"), "--no-workers", "--loras", str(loras), UNFUSE_LEASE__TTL_S="2"
+        tmp_path_factory.mktemp("serve"), "--workers", "none", "--loras", str(loras), UNFUSE_LEASE__TTL_S="2"
     ) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         server.worker("encoder+decoder")
@@ -150,7 +150,9 @@ def test_a_machine_that_does_not_see_the_folder_gets_files_that_were_added_meanw
     keys = "--keys", str(tmp_path / "keys")
     with (
         second_host() as host,
-        serving(tmp_path, "--denoisers", "0", "--arena", "64MiB", "--loras", str(seen), *keys, at=host.near) as server,
+        serving(
+            tmp_path, "--workers", "encoder=1,decoder=1", "--arena", "64MiB", "--loras", str(seen), *keys, at=host.near
+        ) as server,
     ):
         host.hide(seen)
         until(lambda: server.get("/health"), "the server to answer", server.process)

@@ -191,7 +191,7 @@ def test_the_first_request_after_a_restart_is_told_when_it_will_be_done(server: 
     shutil.copy(server.folder / "costs.json", tmp_path)
     kept = json.loads((tmp_path / "costs.json").read_text())
     assert {device for devices in kept["times"].values() for device in devices} == {"cpu"}
-    with serving(tmp_path, "--no-workers") as heir:
+    with serving(tmp_path, "--workers", "none") as heir:
         until(lambda: heir.get("/health") is not None, "the gateway", heir.process)
         asked = {"prompt": CAPTIONS[0], "num_inference_steps": 100}
         assert heir.post("/v1/images/generations", asked, prefer="respond-async")["eta_s"] > 0

@@ -25,7 +25,7 @@ from tests.once import once
 from tools.redis_server import RedisServer
 from tools.server import Server, all_gone, computes_of, family_of, serving, until
 from tools.tiny import build
-from unfuse.service.load_progress import PHASES
+from unfuse.service.loading import PHASES
 
 pytestmark = pytest.mark.slow
 
@@ -188,7 +188,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, flux: Path
     (folder / "other").mkdir()
     with (
         serving(folder / "one", "unfuse/shapes", str(flux), "--workers", "all=1", *shared) as one,
-        serving(folder / "other", "unfuse/shapes", "--no-workers", *shared) as other,
+        serving(folder / "other", "unfuse/shapes", "--workers", "none", *shared) as other,
     ):
         yield one.ready(), other.ready()
 

@@ -44,7 +44,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @contextmanager
 def waiting(folder: Path, host: SecondHost, *arguments: str) -> Iterator[Server]:
     """A server that waits for denoisers of that host, at an address they reach it by."""
-    with serving(folder, "--denoisers", "0", "--arena", "64MiB", *arguments, at=host.near) as server:
+    with serving(folder, "--workers", "encoder=1,decoder=1", "--arena", "64MiB", *arguments, at=host.near) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         yield server
 
@@ -170,7 +170,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
     copies = tmp_path / "copies"
     kept = ["--durable", f"disk:{copies}"] if durable else []
     model, variables = ("unfuse/shapes", {"UNFUSE_LEASE__TTL_S": "2"}) if built_in else installed(tmp_path)
-    with serving(tmp_path, model, "--no-workers", *kept, **variables) as server:
+    with serving(tmp_path, model, "--workers", "none", *kept, **variables) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         server.worker("encoder", **variables)
         denoiser = server.worker("denoiser", **variables)
@@ -196,7 +196,7 @@ def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, keys: list[str], 
     them have the undivided pipeline's pixels."""
     faulty = ",".join(f"unfuse.testing.transfer_faults:Faulty{name}" for name in ("Tcp", "Zmq"))
     often = "drop=0.2,cut=0.2,corrupt=0.2,delay=0.2"
-    with serving(tmp_path, "--no-workers", *keys) as server:
+    with serving(tmp_path, "--workers", "none", *keys) as server:
         for node, role in enumerate(("encoder", "denoiser", "decoder")):
             bad = {"UNFUSE_TRANSFER__ENGINE": faulty, "TRANSFER_FAULTS": f"{often},seed={node}"}
             server.worker(role, *keys, **bad, **own_run_folder(role))

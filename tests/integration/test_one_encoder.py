@@ -21,7 +21,7 @@ FLUX = 8
 def test_a_worker_may_run_one_encoder_of_two(tmp_path: Path) -> None:
     """Given a worker for each of two text encoders, then each has a pool of its own, and pictures are as ever."""
     model = str(build("flux", tmp_path / "flux"))
-    with serving(tmp_path, model, "--served-model-name", "flux", "--no-workers") as server:
+    with serving(tmp_path, model, "--served-model-name", "flux", "--workers", "none") as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
         for role, *component in (
             ("encoder", "text_encoder"),

@@ -87,7 +87,9 @@ def test_models_are_listed_by_the_names_they_were_given(both: Server) -> None:
 
 @pytest.mark.nightly
 def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_hand(tmp_path: Path) -> None:
-    with serving(tmp_path, "--arena", "64MiB", "--decoders", "0", "--dtype", "transformer=bfloat16") as server:
+    with serving(
+        tmp_path, "--arena", "64MiB", "--workers", "encoder=1,denoiser=1", "--dtype", "transformer=bfloat16"
+    ) as server:
         server.worker("decoder", "--dtype", "float16")
         server.ready()
         pools = [declared(pool["id"]).split(":") for pool in server.get("/v1/pools")["data"]]

@@ -44,7 +44,7 @@ def test_what_was_spilled_is_pulled_from_another_node(tmp_path: Path, expected_p
     slow = tmp_path / "slow"
     keys = ["--keys", str(tmp_path / "keys")]
     subprocess.run(unfuse("keys", "new", keys[1]), check=True, capture_output=True)
-    spilling = ["--store", f"spill:shared_memory+disk:{slow}", "--no-workers", *keys]
+    spilling = ["--store", f"spill:shared_memory+disk:{slow}", "--workers", "none", *keys]
     with serving(tmp_path, *spilling, UNFUSE_SPILL__THRESHOLD="0.00001") as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         server.worker("encoder", *keys, **own_run_folder("a"))

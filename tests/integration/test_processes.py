@@ -47,7 +47,7 @@ def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_ano
 @pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["fast", "built-in"])
 def test_a_worker_told_to_stop_saves_what_it_runs_for_the_next_one_and_exits_0(built_in: bool, tmp_path: Path) -> None:
     model, variables = ("unfuse/shapes", {}) if built_in else installed(tmp_path)
-    with serving(tmp_path, model, "--no-workers", **variables) as server:
+    with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
         server.worker("encoder+decoder", **variables)
         worker = server.worker("denoiser", **variables)
@@ -69,7 +69,7 @@ def test_a_worker_told_to_stop_saves_what_it_runs_for_the_next_one_and_exits_0(b
 def test_a_worker_told_to_stop_leaves_what_it_made_for_others(tmp_path: Path) -> None:
     """Given latents that nobody has read yet, then a decoder that comes later reads a copy: nothing is made again."""
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--no-workers", **variables) as server:
+    with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
         server.worker("encoder", **variables)
         worker = server.worker("denoiser", **variables)
@@ -149,13 +149,13 @@ def test_a_missing_component_file_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_no_start_beyond_loopback_without_a_key(tmp_path: Path) -> None:
-    failed = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", str(free_port()), "--no-workers")
+    failed = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", str(free_port()), "--workers", "none")
     assert failed.returncode == 2
     assert "--api-key" in failed.stderr
 
 
 def test_a_request_that_is_over_is_forgotten_after_its_retention(tmp_path: Path) -> None:
-    with serving(tmp_path, "--no-workers", UNFUSE_SERVE__RETENTION_S="0.5") as server:
+    with serving(tmp_path, "--workers", "none", UNFUSE_SERVE__RETENTION_S="0.5") as server:
         until(lambda: server.get("/health") is not None, "the gateway", server.process)
         kept, ended = server.submit("a red circle on white"), server.submit("a red circle on white")
         server.post(f"/v1/requests/{ended}/cancel", {})

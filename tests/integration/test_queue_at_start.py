@@ -51,20 +51,20 @@ def waits_and_goes_on(server: Server, reason: str, comes: Callable[[], object]) 
 
 def test_a_redis_that_is_away_is_waited_for(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
-    with serving(tmp_path, "--no-workers", "--queue", redis.url) as server:
+    with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
         waits_and_goes_on(server, f"127.0.0.1:{redis.port}/0 does not answer", redis.start)
 
 
 def test_a_full_disk_of_sqlite_is_waited_for(tmp_path: Path) -> None:
     with small_disk(tmp_path, 4096) as disk:
         fill(disk)
-        with serving(tmp_path, "--no-workers", UNFUSE_DATA_DIR=str(disk)) as server:
+        with serving(tmp_path, "--workers", "none", UNFUSE_DATA_DIR=str(disk)) as server:
             waits_and_goes_on(server, "the disk of the queue is full", (disk / "filler").unlink)
 
 
 def test_with_queue_wait_0_the_start_fails(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
-    with serving(tmp_path, "--no-workers", "--queue", redis.url, "--queue-wait", "0") as server:
+    with serving(tmp_path, "--workers", "none", "--queue", redis.url, "--queue-wait", "0") as server:
         assert server.process.wait(60) == 3
         assert "does not answer" in server.log() and WAITS not in server.log()
 
@@ -83,7 +83,7 @@ def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer
         redis.client.hset("{unfuse}:meta", "arrivals", 1)
     before = file.read_bytes() if file.exists() else redis.client.hgetall("{unfuse}:meta")
 
-    with serving(tmp_path, "--no-workers", "--queue", queue) as server:
+    with serving(tmp_path, "--workers", "none", "--queue", queue) as server:
         assert server.process.wait(60) == 2
         assert server.log().count(what_to_do) == 1 and "Traceback" not in server.log()
 
@@ -92,7 +92,7 @@ def test_a_queue_of_another_version_ends_the_start(kind: str, redis: RedisServer
 
 def test_a_server_that_waits_can_be_stopped(redis: RedisServer, tmp_path: Path) -> None:
     redis.kill()
-    with serving(tmp_path, "--no-workers", "--queue", redis.url) as server:
+    with serving(tmp_path, "--workers", "none", "--queue", redis.url) as server:
         until(lambda: WAITS in server.log(), "it to wait", server.process)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

@@ -57,10 +57,10 @@ def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp
 
 def test_a_second_server_on_the_folder_is_told_what_to_do(tmp_path: Path) -> None:
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--no-workers", **variables) as server:
+    with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
         ports = ("--port", str(free_port()), "--listen", f"tcp://127.0.0.1:{free_port()}")
-        command = unfuse("serve", model, "--no-workers", *ports)
+        command = unfuse("serve", model, "--workers", "none", *ports)
         second = subprocess.run(
             command, env=environment(tmp_path) | variables, capture_output=True, text=True, timeout=110
         )
@@ -82,7 +82,7 @@ def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> 
     model, variables = installed(tmp_path)
     code = f"import unfuse\nwith unfuse.local({model!r}) as u: print(len(u.generate('a star').data))"
     environ = environment(tmp_path) | variables
-    with serving(tmp_path, model, "--no-workers", **variables) as server:
+    with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
         command = [*unfuse()[:1], "-c", code]
         made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
@@ -95,7 +95,7 @@ def test_workers_give_up_what_they_keep_for_a_server_that_stays_away(tmp_path: P
     """Given requests that are encoded and wait when the server ends, then its encoder gives the encodings up after a
     while, the denoiser finishes what it runs first, and with the next server all are made again and complete."""
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--no-workers", **variables) as server:
+    with serving(tmp_path, model, "--workers", "none", **variables) as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
         for role in ("encoder", "denoiser", "decoder"):
             server.worker(role, **variables, UNFUSE_STORE__ORPHAN_S="2", UNFUSE_COMPUTE__MAX_BATCH="1")

@@ -30,7 +30,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, copies: Path) -> Iterator[Server]:
     """Encoder and decoder, on one node; tests bring the denoisers."""
-    arguments = ["--no-workers", "--durable", f"disk:{copies}", "--checkpoint", str(EVERY)]
+    arguments = ["--workers", "none", "--durable", f"disk:{copies}", "--checkpoint", str(EVERY)]
     with serving(tmp_path_factory.mktemp("serve"), *arguments, UNFUSE_LEASE__TTL_S="2") as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         server.worker("encoder+decoder", "--node", "a")

@@ -92,7 +92,10 @@ def test_two_models_of_which_one_fits_at_a_time_are_served_by_turns_and_a_restin
 ) -> None:
     """Given two models and a device with room for one, when clients ask for both, then a request for the one that rests
     is accepted as loading, with an eta, all are completed, and each model makes the bytes that it made before."""
-    assert "layout swap: each worker has one model at a time, since all do not fit together" in said(capped)
+    assert (
+        "layout all=1 --max-loaded-models 1: each worker has one model at a time, since all do not fit together"
+        in said(capped)
+    )
     before, model = swaps(capped), resting(capped)
     first = capped.post("/v1/images/generations", {"model": model, "seed": 1, **ASKED}, prefer="respond-async")
     assert (first["status"], first["state"]) == ("queued", "loading")
@@ -128,7 +131,18 @@ def test_a_model_that_cannot_be_loaded_again_leaves_the_other_one_served(
     """Given a resting model whose weights have vanished, when it is asked for, then its request fails with the reason,
     and the other model goes on."""
     folder = shifted(tmp_path / "sibling", 6.0)
-    arguments = ["unfuse/shapes", str(folder), "--arena", "64MiB", "--workers", "swap", "--log-level", "info"]
+    arguments = [
+        "unfuse/shapes",
+        str(folder),
+        "--arena",
+        "64MiB",
+        "--workers",
+        "all=1",
+        "--max-loaded-models",
+        "1",
+        "--log-level",
+        "info",
+    ]
     with serving(tmp_path_factory.mktemp("broken"), *arguments) as server:
         server.ready()
         shutil.rmtree(folder / "transformer")
@@ -269,7 +283,19 @@ def test_two_servers_over_one_redis_never_leave_a_model_together(tmp_path: Path,
             weights.write(bytes(4))
     names = [text for name in MODELS for text in ("--served-model-name", name)]
     shared = ["--queue", redis_server.url, "--results", f"disk:{tmp_path}/results", "--arena", "64MiB"]
-    arguments = ["unfuse/shapes", str(sibling), *names, "--workers", "swap", "--threads", "1", "--log-level", "info"]
+    arguments = [
+        "unfuse/shapes",
+        str(sibling),
+        *names,
+        "--workers",
+        "all=1",
+        "--max-loaded-models",
+        "1",
+        "--threads",
+        "1",
+        "--log-level",
+        "info",
+    ]
     with ExitStack() as stack:
         for name in ("one", "other"):
             (tmp_path / name).mkdir()

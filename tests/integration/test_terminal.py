@@ -180,7 +180,7 @@ def test_quiet_is_quiet(tmp_path: Path, home: dict[str, str]) -> None:
 def test_a_busy_port_is_one_sentence_on_what_to_do(home: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [*COMMAND, "serve", "--no-workers", "--port", port, "--queue", "memory", "-q"]
+        command = [*COMMAND, "serve", "--workers", "none", "--port", port, "--queue", "memory", "-q"]
         done = subprocess.run(command, env=home, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == f"unfuse: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"

@@ -21,7 +21,7 @@ def test_a_request_for_a_pool_that_sleeps_waits_for_it_beyond_its_deadline_and_t
     it says that it is waking, and is made; when they left again, the next one's eta is what that took, also for a
     server that was started again."""
     model, variables = installed(tmp_path)
-    arguments = "--no-workers", "--asleep", "all=2", "--wake-limit", "60"
+    arguments = "--workers", "none", "--asleep", "all=2", "--wake-limit", "60"
     with serving(tmp_path, model, *arguments, **variables) as server:
         server.ready()
         asked = {"prompt": SLOW, "seed": 1, "num_inference_steps": 4}

@@ -14,7 +14,7 @@ from tools.redis_server import RedisServer
 from tools.server import Server, serving, until
 
 SECRET = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
-FLAGS = ("--no-workers", "--webhook-hosts", "127.0.0.0/8", "--webhook-secret", SECRET)
+FLAGS = ("--workers", "none", "--webhook-hosts", "127.0.0.0/8", "--webhook-secret", SECRET)
 
 
 @pytest.fixture

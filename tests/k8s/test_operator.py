@@ -13,8 +13,8 @@ import pytest
 
 from tests.k8s.server import KINDS, MORE, PEERING, Server
 from unfuse.core.errors import UsageError
-from unfuse.k8s.leaving import staying
 from unfuse.k8s.operator import operate
+from unfuse.k8s.reconcile import staying
 from unfuse.k8s.spec import Object
 
 SERVED: Object = {"model": "unfuse/shapes", "scheduler": {"redis": {"host": "r"}}, "results": {"url": "s3://b"}}

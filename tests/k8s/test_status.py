@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from unfuse.k8s.reconcile import Found, condition, conditions, of_workload
 from unfuse.k8s.spec import Object, Wrong
-from unfuse.k8s.status import Found, condition, conditions, of_workload
 
 BODY: Object = {"metadata": {"name": "p", "generation": 3}}
 

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from unfuse.core.reading import Reading
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS as REASONING, reasoning_of
-from unfuse.language.answer_reader import AnswerReader, opened
-from unfuse.language.tool_calls import Part
+from unfuse.language.answer_reader import (
+    CALL_FORMATS,
+    REASONING_FORMATS as REASONING,
+    AnswerReader,
+    Part,
+    opened,
+    reasoning_of,
+)
 
 HERMES, QWEN3, R1 = CALL_FORMATS["hermes"], REASONING["qwen3"], REASONING["deepseek_r1"]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

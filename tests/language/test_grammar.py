@@ -9,8 +9,8 @@ import pytest
 
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter
-from unfuse.language.answer_formats import CALL_FORMATS as FORMATS
-from unfuse.language.grammar import MAX_CHARS, Grammar, digest, packed
+from unfuse.language.answer_reader import CALL_FORMATS as FORMATS
+from unfuse.language.grammars import MAX_CHARS, Grammar, grammar_digest, pack_grammar
 from unfuse.language.structured_outputs import FORMAT, answer_format
 from unfuse.language.tools import grammar_of, read_tools
 
@@ -95,15 +95,15 @@ def test_what_is_too_long_or_too_deep_or_no_text_is_refused() -> None:
     while deep:  # or the end of it would be just as deep
         deep = deep["items"]
     with pytest.raises(InvalidParameter, match="characters of grammar"):
-        packed(Grammar("regex", "a" * (MAX_CHARS + 1)), FORMAT)
+        pack_grammar(Grammar("regex", "a" * (MAX_CHARS + 1)), FORMAT)
     with pytest.raises(InvalidParameter, match="surrogate"):
-        packed(Grammar("regex", "\ud800"), FORMAT)
+        pack_grammar(Grammar("regex", "\ud800"), FORMAT)
 
 
 def test_a_packed_grammar_is_read_again_and_has_its_own_hash() -> None:
     one, other = Grammar("regex", "ä+"), Grammar("lark", "ä+")
-    assert decode(packed(one, FORMAT), Grammar) == one
-    assert digest(packed(one, FORMAT)) != digest(packed(other, FORMAT))
+    assert decode(pack_grammar(one, FORMAT), Grammar) == one
+    assert grammar_digest(pack_grammar(one, FORMAT)) != grammar_digest(pack_grammar(other, FORMAT))
 
 
 @pytest.mark.parametrize("said", [{}, {"tools": None}, {"tools": []}, {"tools": [tool()], "tool_choice": "none"}])

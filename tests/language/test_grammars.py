@@ -17,23 +17,21 @@ from tools.tiny_language import make_language_model
 from unfuse.core.errors import TransientError
 from unfuse.core.schemas import schema_text
 from unfuse.language import grammars
-from unfuse.language.answer_formats import CALL_FORMATS as FORMATS
-from unfuse.language.grammar import Grammar, packed
-from unfuse.language.grammars import BrokenGrammar, Constraint, Grammars
+from unfuse.language.answer_reader import CALL_FORMATS as FORMATS, CallReader
+from unfuse.language.grammars import BrokenGrammar, Constraint, Grammar, Grammars, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
-from unfuse.language.tool_calls import CallReader
 from unfuse.language.tools import grammar_of, read_tools
 
 pytestmark = pytest.mark.slow
-WORD = packed(Grammar("regex", "(red|green) circle"), "x")
+WORD = pack_grammar(Grammar("regex", "(red|green) circle"), "x")
 
 
 def schema(said: Any) -> bytes:
-    return packed(Grammar("json_schema", schema_text(said, True, "x")), "x")
+    return pack_grammar(Grammar("json_schema", schema_text(said, True, "x")), "x")
 
 
 def lark(text: str) -> bytes:
-    return packed(Grammar("lark", text), "x")
+    return pack_grammar(Grammar("lark", text), "x")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Gramm
     said = {"tools": [{"type": "function", "function": function}]}
     found = grammar_of(None, read_tools(said), FORMATS["hermes"])
     assert found
-    held, call = packed(found, "x"), '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
+    held, call = pack_grammar(found, "x"), '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
     for text in ("", "a <b> text", "<tool", call, f"Let me see.\n{call}\nand {call} so"):
         constraint = opened.open(held)
         written(constraint, text, tokenizer)
@@ -124,7 +122,7 @@ def test_what_must_be_called_is_written_and_read_in_each_format(
     call = how.head.replace("NAME", "f") + '{"a": 1}' + how.tail
     calls = [call, call] if how.between else [call]
     text = how.open + how.between.join(calls) + how.close
-    constraint = opened.open(packed(found, "x"))
+    constraint = opened.open(pack_grammar(found, "x"))
     written(constraint, text, tokenizer)
     constraint.close()
     parts = CallReader(how, tools.types).feed(text)
@@ -143,7 +141,7 @@ tail-two ::= [^a-z"]
 
 @pytest.mark.parametrize("text", ["yes!", 'n"o! ', "abc!\nxx", "ab!xÄ"])
 def test_a_grammar_in_ebnf_is_followed(text: str, opened: Grammars, tokenizer: ChatTokenizer) -> None:
-    constraint = opened.open(packed(Grammar("ebnf", EBNF), "x"))
+    constraint = opened.open(pack_grammar(Grammar("ebnf", EBNF), "x"))
     written(constraint, text, tokenizer)
     constraint.close()
 
@@ -206,14 +204,14 @@ def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
 @pytest.mark.parametrize(
     ("grammar", "says"),
     [
-        (packed(Grammar("regex", "((("), "x"), "unclosed group"),
-        (packed(Grammar("regex", "(?=a)b"), "x"), "look-around"),
+        (pack_grammar(Grammar("regex", "((("), "x"), "unclosed group"),
+        (pack_grammar(Grammar("regex", "(?=a)b"), "x"), "look-around"),
         (lark("start: A\nA: /a/ & /b/"), "no text matches"),
         (lark("begin: A"), ""),
         (lark('start: "a" <|im_end|>'), ""),
         (lark("start: " + "(" * 100_000), "nested"),
-        (packed(Grammar("ebnf", "root ::= ("), "x"), "no EBNF"),
-        (packed(Grammar("ebnf", 'start ::= "a"'), "x"), ""),
+        (pack_grammar(Grammar("ebnf", "root ::= ("), "x"), "no EBNF"),
+        (pack_grammar(Grammar("ebnf", 'start ::= "a"'), "x"), ""),
         (schema({"not": {}}), '"not"'),
         (schema({"enum": []}), "Unsatisfiable"),
         (schema(False), "Unsatisfiable"),
@@ -223,8 +221,8 @@ def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
         (schema({"$ref": "file:///etc/passwd"}), "retriev"),
         (schema({"type": "string", "format": "weird"}), "weird"),
         (schema({"type": float("nan")}), ""),
-        (packed(Grammar("json_schema", "[" * 100_000), "x"), ""),
-        (packed(Grammar("json_schema", "3"), "x"), ""),
+        (pack_grammar(Grammar("json_schema", "[" * 100_000), "x"), ""),
+        (pack_grammar(Grammar("json_schema", "3"), "x"), ""),
     ],
 )
 def test_what_cannot_be_held_to_is_refused_in_a_line(grammar: bytes, says: str, trial: Grammars) -> None:
@@ -273,7 +271,7 @@ def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeyp
     monkeypatch.setattr(grammars, "KEPT", 2)
     opened = Grammars(str(folder), patience_s=None)
     for number in range(5):
-        constraint = opened.open(packed(Grammar("regex", f"a{number}"), "x"))
+        constraint = opened.open(pack_grammar(Grammar("regex", f"a{number}"), "x"))
         assert constraint.allowed([])
         constraint.close()
     until(lambda: len(program().children()) == 2, "processes of grammars to end")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unfuse.language.history import read_leniently, simplified
+from unfuse.language.messages import read_leniently, simplified
 
 
 def read(message: Any, **more: Any) -> Any:

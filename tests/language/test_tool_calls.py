@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from unfuse.language.answer_formats import CALL_FORMATS as FORMATS, format_of
-from unfuse.language.tool_calls import CallReader, Part
+from unfuse.language.answer_reader import CALL_FORMATS as FORMATS, CallReader, Part, format_of
 
 FUNCTIONS = {"f": {"a": "integer", "b": "string", "c": "array", "d": "boolean", "e": "string|null"}, "g": {}}
 JSON = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1, "]}"]}}'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.language.tool_messages import with_calls
+from unfuse.language.messages import with_calls
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SAID = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -52,20 +52,10 @@ def test_without_tools_messages_are_as_they_were() -> None:
     assert with_calls([3], None, knows=False) == [3]  # type: ignore[list-item]  # who reads it refuses it
 
 
-@pytest.mark.parametrize(
-    ("calls", "says"),
-    [
-        (3, "list of calls"),
-        ([3], r"tool_calls\[0\]"),
-        ([{"function": {}}], "has a name"),
-        ([{"function": {"name": "f", "arguments": "{"}}], "must be JSON"),
-        ([{"function": {"name": "f", "arguments": "[" * 100_000}}], "must be JSON"),
-        ([{"function": {"name": "f", "arguments": "[]"}}], "JSON object"),
-    ],
-)
+@pytest.mark.parametrize("calls", [3, [3], [{"function": {}}]])
 @pytest.mark.parametrize("knows", [False, True])
-def test_what_are_no_calls_is_refused(calls: Any, says: str, knows: bool) -> None:
-    with pytest.raises(InvalidParameter, match=says):
+def test_what_are_no_calls_is_refused(calls: Any, knows: bool) -> None:
+    with pytest.raises(InvalidParameter, match="list of calls of functions"):
         with_calls([{"role": "assistant", "tool_calls": calls}], None, knows)
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from tests.descriptors import descriptors, settled
 from tools.server import environment, family_of, unfuse, until
-from unfuse.launch.forks import Forks, InheritedForks
-from unfuse.launch.local import LocalLauncher
+from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 
 pytestmark = pytest.mark.slow
 

@@ -40,7 +40,7 @@ asyncio.run(check_launcher(opener("ray")))
 """
 REACHED = """
 import psutil
-from unfuse.launch.ray_nodes import Nodes
+from unfuse.launch.ray import Nodes
 
 Nodes("")
 us = psutil.Process()
@@ -51,7 +51,7 @@ STARTER = """
 import asyncio, msgspec, sys
 from unfuse.launch import opener
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.output import pass_on
+from unfuse.launch.local import pass_on
 
 async def main():
     opened(specs, pass_on).start()

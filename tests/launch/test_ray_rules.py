@@ -12,8 +12,7 @@ import structlog
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.launch import opener
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.ray import LOST, RayLauncher, renumbered, takes
-from unfuse.launch.ray_worker import RayWorker
+from unfuse.launch.ray import LOST, RayLauncher, RayWorker, renumbered, takes
 
 SPEC = WorkerSpec("encoder", flags={"threads": "2"})
 
@@ -191,7 +190,7 @@ def test_gpus_are_numbered_as_the_worker_sees_them() -> None:
 def test_what_is_not_installed_and_what_is_no_address_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("unfuse.launch.ray_nodes.find_spec", lambda name: None)
+    monkeypatch.setattr("unfuse.launch.ray.find_spec", lambda name: None)
     for url, said in (
         ("ray", "pip install 'unfuse\\[ray\\]'"),
         ("ray:10.0.0.1:6379", "pip install 'unfuse\\[ray\\]'"),

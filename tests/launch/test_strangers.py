@@ -87,7 +87,10 @@ async def test_another_user_of_the_machine_gets_nothing_from_a_server_with_defau
 async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said_at_the_start_lets_one_in(
     model: Path, run: Path, data: Path, tmp_path: Path
 ) -> None:
-    with serving(model, "--listen", "tcp://127.0.0.1:0", "--encoders", "0") as (_, url), connect(url) as client:
+    with (
+        serving(model, "--listen", "tcp://127.0.0.1:0", "--workers", "denoiser=1,decoder=1") as (_, url),
+        connect(url) as client,
+    ):
         address = tcp_of(model)
         assert not stranger.HEARD & {*await stranger.says(address)}
         assert f"copy {data}/keys/worker.key" in said(model)
@@ -109,7 +112,7 @@ async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said
 async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_so(
     model: Path, run: Path, data: Path
 ) -> None:
-    arguments = ("--listen", "tcp://127.0.0.1:0", "--insecure-listen", "--encoders", "0")
+    arguments = ("--listen", "tcp://127.0.0.1:0", "--insecure-listen", "--workers", "denoiser=1,decoder=1")
     with serving(model, *arguments) as (_, url), connect(url) as client:
         address = tcp_of(model)
         assert f"WARNING: {address} is open: whoever reaches it may be a worker" in said(model)
@@ -120,13 +123,17 @@ async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_
 
 
 def test_a_worker_without_a_flag_finds_the_server_and_comes_back_to_one_that_was_killed(model: Path, run: Path) -> None:
-    with serving(model, "--encoders", "0") as (server, url), connect(url) as client, working() as worker:
+    with (
+        serving(model, "--workers", "denoiser=1,decoder=1") as (server, url),
+        connect(url) as client,
+        working() as worker,
+    ):
         assert client.generate("hello").data == [b"olleh"]
         port = url.rpartition(":")[2]
         server.kill()
         server.wait()
         assert (run / f"serve-{port}.sock").is_socket(), "a killed one leaves it"
-        with serving(model, "--encoders", "0", "--port", port) as (_, again), connect(again) as other:
+        with serving(model, "--workers", "denoiser=1,decoder=1", "--port", port) as (_, again), connect(again) as other:
             assert again == url
             assert other.generate("again").data == [b"niaga"]
             assert worker.poll() is None
@@ -151,7 +158,8 @@ def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, r
                 *UNFUSE,
                 "serve",
                 str(model),
-                "--no-workers",
+                "--workers",
+                "none",
                 "--queue",
                 "memory",
                 "--port",
@@ -172,7 +180,7 @@ def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, r
 @pytest.mark.nightly
 def test_of_two_servers_a_worker_takes_the_one_that_is_named(model: Path, run: Path, tmp_path: Path) -> None:
     other = outside.model(tmp_path / "other")
-    with serving(model, "--no-workers") as (_, url), serving(other, "--no-workers") as (_, second):
+    with serving(model, "--workers", "none") as (_, url), serving(other, "--workers", "none") as (_, second):
         ports = sorted(int(one.rpartition(":")[2]) for one in (url, second))
         refused = subprocess.run([*UNFUSE, "worker"], capture_output=True, text=True)
         assert refused.returncode == 2

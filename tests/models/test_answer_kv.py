@@ -25,8 +25,8 @@ from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
+from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel
-from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 
 NO_END = {"0": -100, "1": -100, "2": -100}
@@ -70,7 +70,7 @@ def prefilling(prefill: Prefill, given: StageInput, found: Portions) -> tuple[Ma
         (stepped,) = next_states(prefill, [state])
         assert not isinstance(stepped, Exception)
         state = stepped
-        found |= {digests[number]: prefill.portion(state, number) for number in prefill.kept(state)}
+        found |= {digests[block.number]: block.read() for block in prefill.prefix_blocks(state)}
     made = {name: tensor.clone() for name, tensor in prefill.finish(state).tensors.items() if tensor is not None}
     prefill.let_go(state)
     return made, started
@@ -82,7 +82,7 @@ def stepped(decode: Decode, states: Sequence[Writing], found: Portions) -> list[
     for state in next_states(decode, states):
         assert isinstance(state, Writing)
         decode.grown(state)
-        found |= {decode.digest(state, number): decode.portion(state, number) for number in decode.kept(state)}
+        found |= {block.digest: block.read() for block in decode.prefix_blocks(state)}
         made.append(state)
     return made
 

@@ -11,7 +11,7 @@ from tests.models import conftest as c
 from tools.tiny import KINDS
 from unfuse.core.errors import ConfigError
 from unfuse.models import find, resolve_source, served_classes
-from unfuse.weights.names import hub_name, pipeline_class
+from unfuse.weights.source import hub_name, pipeline_class
 
 
 @pytest.mark.parametrize(("name", "pipeline", "family"), [
@@ -42,7 +42,7 @@ def test_a_model_is_known_by_its_exact_name_then_by_pattern(name: str, pipeline:
 
 
 def test_an_exact_name_goes_before_a_pattern_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.weights.names.PLANS", {"a/b-*": "Pattern", "a/b-c": "Exact"})
+    monkeypatch.setattr("unfuse.weights.source.PLANS", {"a/b-*": "Pattern", "a/b-c": "Exact"})
 
     assert pipeline_class("a/b-c") == "Exact"
     assert pipeline_class("a/b-d") == "Pattern"

@@ -14,7 +14,7 @@ from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.models.base import weights_ids
-from unfuse.models.text import true_cfg_scale
+from unfuse.models.components import true_cfg_scale
 from unfuse.stages.base import StageInput
 from unfuse.weights.folder import ModelFolder
 

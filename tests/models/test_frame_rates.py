@@ -11,8 +11,7 @@ import pytest
 
 from tools.tiny_whole import build
 from unfuse.models import card_of, whole
-from unfuse.models.declared import declared
-from unfuse.models.frame_rates import frame_rate
+from unfuse.models.declared import declared, frame_rate
 
 MAKERS = {
     "HunyuanSkyreelsImageToVideoPipeline": 24, "HunyuanVideo15Pipeline": 24, "HunyuanVideoImageToVideoPipeline": 24,

@@ -17,14 +17,13 @@ from unfuse.core.codec import encode
 from unfuse.core.derived import GRAMMAR
 from unfuse.core.errors import PermanentError
 from unfuse.core.schemas import schema_text
-from unfuse.language.grammar import Grammar, packed
-from unfuse.language.grammars import BrokenGrammar
+from unfuse.language.grammars import BrokenGrammar, Grammar, pack_grammar
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
-JSON = packed(Grammar("json_schema", schema_text(SCHEMA, True, "x")), "x")
+JSON = pack_grammar(Grammar("json_schema", schema_text(SCHEMA, True, "x")), "x")
 MOST = 60
 
 

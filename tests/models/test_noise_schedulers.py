@@ -21,17 +21,18 @@ from unfuse.core.errors import ConfigError, UnfuseError
 from unfuse.core.plan import Params
 from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES, card_of, find
-from unfuse.models.base import DiffusersFamily, Loader, Runtime
-from unfuse.models.declared import declared
-from unfuse.models.noise_schedulers import (
+from unfuse.models.base import (
     EULER,
     MULTISTEP,
+    DiffusersFamily,
+    Loader,
+    Runtime,
     draws_noise,
     is_split,
-    misfit,
-    scheduler_classes,
     unreadable_field,
 )
+from unfuse.models.declared import declared, scheduler_classes
+from unfuse.models.whole import misfit
 from unfuse.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.slow

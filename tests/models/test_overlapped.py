@@ -21,7 +21,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.core.text import CHUNK, Piece
 from unfuse.stages.language import Prefill
-from unfuse.worker.exactness import Exactness
+from unfuse.worker.batches import Exactness
 from unfuse.worker.step_loop import StepLoop
 
 WAIT_S = 20.0

@@ -9,7 +9,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.stages.base import Stage, StageInput
-from unfuse.worker.exactness import culprit, difference
+from unfuse.worker.batches import culprit, difference
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
 """Of each tiny model one call that it can take."""

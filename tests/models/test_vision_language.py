@@ -35,8 +35,8 @@ from unfuse.models.base import Runtime
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
+from unfuse.stages.language_model import Sight
 from unfuse.stages.media import Video
-from unfuse.stages.sight import Sight
 
 MOST = 12
 WORDS = "the quick brown fox jumps over a lazy dog and what is the capital of France "
@@ -271,7 +271,7 @@ def portions_of(prefill: Prefill, task: StageInput) -> list[dict[str, Any]]:
         (stepped,) = next_states(prefill, [state])
         assert not isinstance(stepped, Exception)
         state = stepped
-        portions += [dict(prefill.portion(state, number)) for number in prefill.kept(state)]
+        portions += [dict(block.read()) for block in prefill.prefix_blocks(state)]
     prefill.let_go(state)
     return portions
 
@@ -314,7 +314,7 @@ def test_the_turn_behind_an_answer_about_pictures_goes_on_from_that(folder: Path
     while len({*decode.progress(state)}) > 1:
         (state,) = next_states(decode, [state])
         decode.grown(state)
-        added |= {decode.digest(state, number): decode.portion(state, number) for number in decode.kept(state)}
+        added |= {block.digest: block.read() for block in decode.prefix_blocks(state)}
     decode.let_go(state)
 
     assert chat.card.vision

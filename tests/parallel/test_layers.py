@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from unfuse.parallel.layers import held_by
+from unfuse.parallel.spreading import held_by
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.data())

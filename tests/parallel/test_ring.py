@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unfuse.parallel.ring import _attention
+from unfuse.parallel.sequence import _attention
 
 
 def test_keys_that_are_all_hidden_weigh_nothing() -> None:

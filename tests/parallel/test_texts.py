@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.spread import Spread, parse_parallel, refuse
 from unfuse.models import card_of
 from unfuse.models.base import Loader, Runtime, held
-from unfuse.models.vision_language import _seeing, _speaking
+from unfuse.models.language import _seeing, _speaking
 from unfuse.planning.placement import Device, Wanted
 from unfuse.service.plan import look_into, needs
 from unfuse.weights.folder import LANGUAGE, VISION, WHOLE, ModelFolder

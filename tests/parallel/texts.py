@@ -53,7 +53,7 @@ class Ranks:
         going = True
         while going:
             (state,) = next_states(prefill, [state])
-            portions += [self._of_first(dict(prefill.portion(state, number))) for number in prefill.kept(state)]
+            portions += [self._of_first(dict(block.read())) for block in prefill.prefix_blocks(state)]
             going = len({*prefill.progress(state)}) > 1
         made = self._of_first(dict(prefill.finish(state).tensors))
         prefill.let_go(state)
@@ -66,8 +66,8 @@ class Ranks:
         while len({*decode.progress(state)}) > 1:
             (state,) = next_states(decode, [state])
             decode.grown(state)
-            for number in decode.kept(state):
-                found[decode.digest(state, number)] = self._of_first(dict(decode.portion(state, number)))["kv"]
+            for block in decode.prefix_blocks(state):
+                found[block.digest] = self._of_first(dict(block.read()))["kv"]
         decode.let_go(state)
         return found
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute import ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of, resolve_source
 from unfuse.planning import layout
@@ -35,7 +35,7 @@ def found(
 ) -> Layouts:
     """For a model of 22 GiB on such a machine."""
     devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
-    wanted = Wanted({}, {}, ComputeOptions(threads=threads), auto=True, first=FIRST)
+    wanted = Wanted(None, {}, ComputeOptions(threads=threads), auto=True, first=FIRST)
     return layouts([CARD], NEEDS, wanted, devices, Means(cores, limit, costs))
 
 
@@ -82,7 +82,7 @@ def test_on_gpus_what_fits_one_is_whole_and_what_does_not_is_taken_apart(gpus: t
 
 
 def test_what_fits_no_gpu_at_all_is_refused_as_a_split_is() -> None:
-    wanted = found(16, 8 * GIB).chosen.of(Wanted({}, {}, auto=True, first=FIRST))
+    wanted = found(16, 8 * GIB).chosen.of(Wanted(None, {}, auto=True, first=FIRST))
     with pytest.raises(ConfigError, match="the models do not fit"):
         place(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
 
@@ -111,7 +111,7 @@ def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) 
 
 
 def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
-    needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted({}, {}, auto=True, first=frozenset({"whole"}))
+    needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted(None, {}, auto=True, first=frozenset({"whole"}))
     chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), Means(2))
     assert chosen.why == "layout all=2: each worker runs all stages, since all have the role whole"
 
@@ -158,7 +158,7 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
     placed = [Placed(role, CPU, ()) for role, count in counts.items() for _ in range(count)]
     if not placed:
         return
-    found = rate(placed, shares, Wanted({}, {}, ComputeOptions(threads=1)), Means(cores))
+    found = rate(placed, shares, Wanted(None, {}, ComputeOptions(threads=1)), Means(cores))
     assert found <= cores + 1e-6
     spare = sum(max(0.0, found * shares[role] - counts[role]) for role in shares)
     assert spare <= whole + 1e-6
@@ -170,9 +170,9 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
 def test_on_a_gpu_workers_take_turns() -> None:
     shares = {"encoder": 0.2, "denoiser": 0.6, "decoder": 0.2}
     one = [Placed(role, "cuda:0", ()) for role in shares]
-    assert rate(one, shares, Wanted({}, {}), Means(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
+    assert rate(one, shares, Wanted(None, {}), Means(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
     two = [Placed("denoiser", "cuda:1", ()), *(Placed(role, "cuda:0", ()) for role in ("encoder", "decoder"))]
-    assert rate(two, shares, Wanted({}, {}), Means(16)) == pytest.approx(1 / 0.6, abs=0.01)
+    assert rate(two, shares, Wanted(None, {}), Means(16)) == pytest.approx(1 / 0.6, abs=0.01)
     assert CONTEXT > 0
 
 
@@ -183,25 +183,32 @@ TWO = {
 """Two models of 22 GiB that share nothing."""
 
 
-def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0) -> Layouts:
+def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0, loaded: MaxLoadedModels = "all") -> Layouts:
     devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
-    wanted = Wanted({}, {}, ComputeOptions(), auto=True, first=FIRST)
+    wanted = Wanted(None, {}, ComputeOptions(), auto=True, first=FIRST, max_loaded_models=loaded)
     return layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, Means(4, limit))
 
 
 def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device() -> None:
     assert of_two(80 * GIB, 80 * GIB).chosen.workers == "all=2"
     found = of_two(24 * GIB, 24 * GIB)
-    assert found.chosen.workers == "swap"
-    assert found.why == "layout swap: each worker has one model at a time, since all do not fit together"
-    workers = place(TWO, found.chosen.of(Wanted({}, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS))
-    assert [(worker.role, worker.device, worker.swaps) for worker in workers] == [
-        ("all", "cuda:0", True), ("all", "cuda:1", True)
-    ]  # fmt: skip
+    assert found.chosen.written == "all=2 --max-loaded-models 1"
+    assert found.why == (
+        "layout all=2 --max-loaded-models 1: each worker has one model at a time, since all do not fit together"
+    )
+    workers = place(TWO, found.chosen.of(Wanted(None, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS))
+    assert [(worker.role, worker.device) for worker in workers] == [("all", "cuda:0"), ("all", "cuda:1")]
     assert {sum(part.bytes for part in worker.parts) for worker in workers} == {WHOLE}
-    assert of_two(host=WHOLE + 2 * PROCESS).chosen.workers == "swap"
-    assert of_two(limit=WHOLE + PROCESS).chosen.workers == "swap"
+    assert of_two(host=WHOLE + 2 * PROCESS).chosen.written == "all=1 --max-loaded-models 1"
+    assert of_two(limit=WHOLE + PROCESS).chosen.written == "all=1 --max-loaded-models 1"
     assert of_two(limit=24 * GIB + PROCESS).chosen.workers == "encoder=1,denoiser=4,decoder=1"
+
+
+def test_one_model_at_a_time_is_chosen_where_that_is_asked_for() -> None:
+    found = of_two(80 * GIB, loaded="1")
+    assert [layout.written for layout in found.found] == ["all=1 --max-loaded-models 1"]
+    assert found.why == "layout all=1 --max-loaded-models 1: each worker has one model at a time"
+    assert "the models do not fit" in of_two(8 * GIB, loaded="1").chosen.refusal
 
 
 def test_models_of_which_none_fits_alone_are_refused() -> None:

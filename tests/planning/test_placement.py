@@ -42,7 +42,7 @@ def gpus(*free: float) -> tuple[Device, ...]:
 
 
 def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> Wanted:
-    roles = {role: counts.get(role, 1) for role in ROLES}
+    roles = {role: counts.get(role, 1) for role in ROLES} if counts else None
     compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
     return Wanted(
         roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}), parted=frozenset({"denoiser"})
@@ -99,7 +99,22 @@ def test_a_device_for_all_holds_what_has_no_device_of_its_own() -> None:
 
 def test_a_role_without_workers_needs_no_room() -> None:
     assert seats(place(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
-    assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7"), split=False), (HOST,)) == ()
+    assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
+
+
+@pytest.mark.parametrize(
+    ("counts", "named", "said"),
+    [
+        (None, "all=cpu", "--place all: no worker of that name is started, only: encoder, denoiser, decoder"),
+        ({"all": 1}, "denoiser=cpu", "--place denoiser: no worker of that name is started, only: all"),
+        ({"all": 1, "decoder": 0}, "all=cpu,decoder=cpu", "place one of these, or write decoder=1 in --workers"),
+        ({}, "decoder=cpu", "--place decoder: no worker of that name is started, only: none"),
+    ],
+)
+def test_a_place_of_a_worker_that_is_not_started_is_refused(
+    counts: dict[str, int] | None, named: str, said: str
+) -> None:
+    assert said in refusal(NEEDS, Wanted(counts, parse_place(named)), (HOST,))
 
 
 def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
@@ -150,7 +165,7 @@ def test_a_refusal_says_the_sum_what_is_free_and_what_would_help() -> None:
 def test_a_refusal_does_not_promise_what_would_not_help() -> None:
     small = (Device(CPU, GIB), Device("cuda:0", GIB))
     assert "is enough alone: it takes more memory" in refusal(NEEDS, wanted(), small)
-    float32 = {role: tuple(part.full for part in parts) for role, parts in NEEDS.items()}
+    float32 = {role: tuple(part.stored_as("float32") for part in parts) for role, parts in NEEDS.items()}
     assert "it would fit with --dtype bfloat16" in refusal(float32, wanted(), (Device(CPU, 40 * GIB),))
     assert "it would fit with --arena 64MiB" in refusal(NEEDS, wanted(arena=2 * GIB), (Device(CPU, 40 * GIB),))
     assert "it would fit with one worker for each role" in refusal(NEEDS, wanted(denoiser=2), (Device(CPU, 40 * GIB),))
@@ -225,7 +240,7 @@ def test_ranks_that_hold_a_part_each_have_room_where_one_has_none(how: str) -> N
 
 def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whole() -> None:
     mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in NEEDS.items()}
-    want = replace(spread("ulysses:2+shard:2"), counts={"all": 1}, split=False)
+    want = replace(spread("ulysses:2+shard:2"), counts={"all": 1})
     (whole,) = place(mapped, want, (HOST,))
     assert [part.bytes for part in whole.parts] == [10 * GIB, GIB, 12 * GIB, GIB // 2]
     assert whole.takes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
@@ -239,7 +254,8 @@ def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
     assert placed[1].takes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
     with pytest.raises(ConfigError, match="do not fit"):
         place(NEEDS, want, gpus(13, 13, 13, 13))
-    assert (shared.full.shared, replace(shared, dtype="float32").half.shared) == (32 * GIB, 8 * GIB)
+    halved = replace(shared, dtype="float32").stored_as("bfloat16")
+    assert (shared.stored_as("float32").shared, halved.shared) == (32 * GIB, 8 * GIB)
     mapped = replace(shared, mapped=True)
     assert [mapped.of_rank(Spread.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
 
@@ -278,12 +294,12 @@ def test_devices_that_do_not_fit_ranks_are_refused(want: Wanted, says: str) -> N
 
 
 def test_workers_may_have_several_roles() -> None:
-    want = Wanted(parse_workers("encoder+decoder, denoiser=2"), split=False, first=frozenset({"denoiser"}))
+    want = Wanted(parse_workers("encoder+decoder, denoiser=2"), first=frozenset({"denoiser"}))
     placed = place(NEEDS, want, (HOST,))
     assert [(worker.role, worker.parts) for worker in placed] == [
         ("encoder+decoder", (T5, CLIP, VAE)), ("denoiser", (TRANSFORMER,)), ("denoiser", (TRANSFORMER,))
     ]  # fmt: skip
-    (whole,) = place(NEEDS, Wanted({"all": 1}, split=False), (HOST,))
+    (whole,) = place(NEEDS, Wanted({"all": 1}), (HOST,))
     assert whole.parts == (T5, CLIP, TRANSFORMER, VAE)
 
 
@@ -293,7 +309,23 @@ def test_how_many_of_what_is_said_so(text: str) -> None:
         parse_workers(text)
 
 
-@pytest.mark.parametrize("want", [Wanted({"sculptor": 1}, split=False), Wanted(place={"sculptor": (CPU,)})])
+@pytest.mark.parametrize("text", ["", ","])
+def test_an_empty_plan_is_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(ConfigError, match="write auto, none, split, or a plan like all=2"):
+        parse_workers(text)
+
+
+def test_workers_with_one_model_at_a_time_take_turns_over_the_devices() -> None:
+    needs = {"encoder": (replace(T5, models=("one", "two")),), "denoiser": (replace(TRANSFORMER, models=("two",)),)}
+    mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in needs.items()}
+    want = Wanted({"all": 3}, max_loaded_models="1")
+    placed = place(mapped, want, gpus(80, 300))
+    assert seats(placed) == [("all", "cuda:0"), ("all", "cuda:1"), ("all", "cuda:0")]
+    two = place(mapped, replace(want, counts={"all": 2}), (Device(CPU, 90 * GIB),))
+    assert taken(two, want)[CPU] == 2 * (PROCESS + 34 * GIB), "each may have another model loaded"
+
+
+@pytest.mark.parametrize("want", [Wanted({"sculptor": 1}), Wanted(place={"sculptor": (CPU,)})])
 def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: Wanted) -> None:
     with pytest.raises(ConfigError, match="the role sculptor: roles are encoder, denoiser, decoder, and all"):
         place(NEEDS, want, (HOST,))

@@ -12,7 +12,7 @@ import msgspec
 from tests.queues.twins import POOLS, Side, Twins
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.core.request import Allowance, Who
+from unfuse.core.request import Allowance, Caller
 from unfuse.core.task import Task
 from unfuse.queues.base import Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
@@ -85,10 +85,10 @@ class ShardedTwins(Twins):
         self.clock.advance(1 / 64)
         may = limits.tenant if limits.tenant != Allowance() else Allowance(50)
         limits = Limits(10**6, 10**6, tenant=may if tenant == "u" else Allowance())
-        if name in self.sides[0].queue._state.requests:  # type: ignore[attr-defined]
+        if name in self.sides[0].queue._requests:  # type: ignore[attr-defined]
             return name, limits
         names = (f"{name}.{number}" for number in count())
-        return self.sides[1].queue.placed(names, Who(tenant, key, allowance=limits.tenant)), limits
+        return self.sides[1].queue.placed(names, Caller(tenant, key, allowance=limits.tenant)), limits
 
     def pushed(self, side: Side, name: str, pushed: dict[str, Any]) -> list[Task]:
         tasks = super().pushed(side, name, pushed)

@@ -18,13 +18,12 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import RequestContext, StageState
+from unfuse.core.request import GenerationRequest, RequestContext, StageState
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter, QueueBackend
-from unfuse.queues.journal import Journal
+from unfuse.queues.journal import Journal, Row
 from unfuse.queues.redis import RedisQueue
 from unfuse.queues.sqlite import SqliteQueue
-from unfuse.queues.stored import Row
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -37,6 +36,7 @@ from unfuse.testing.queue_samples import (
     leased,
     passing,
     request,
+    request_context,
     task,
     wanted,
 )
@@ -200,7 +200,7 @@ def some(cuts: list[T], request: pytest.FixtureRequest, few: int = FEW) -> list[
 class TestSqlite:
     @staticmethod
     def standing(queue: SqliteQueue) -> list[tuple[str, str, int]]:
-        rows = [row for entry in queue._state.requests.values() if (row := queue._state.row(entry))]
+        rows = [row for entry in queue._requests.values() if (row := queue._row(entry))]
         return [(*stood.task.key, stood.task.attempt) for row in rows for stood in row.tasks]
 
     async def lived(self, path: Path, clock: ManualClock, states: list[object] | None, disk: Disk | None = None) -> int:
@@ -297,7 +297,7 @@ class TestSqlite:
 
 
 def _context(name: str) -> RequestContext:
-    return RequestContext(name, "model", {"prompt": "x" * 20_000}, ExecutionPlan(()), {})
+    return request_context(GenerationRequest(name, "model", {"prompt": "x" * 20_000}), ExecutionPlan(()))
 
 
 class TestRedisAndValkey:

@@ -12,8 +12,8 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.queues import connection
-from unfuse.queues.address import parse_address
 from unfuse.queues.base import QueueBackend
+from unfuse.queues.connection import parse_address
 from unfuse.testing.queue_samples import (
     TTL,
     done,

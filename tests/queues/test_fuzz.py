@@ -12,8 +12,7 @@ from unfuse import queues
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.task import Claim
-from unfuse.queues.base import Filter, QueueBackend
-from unfuse.queues.stored import EXACT
+from unfuse.queues.base import EXACT, Filter, QueueBackend
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
-from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.queues.base import Filter, Limits, QueueBackend
-from unfuse.queues.index import BLOCK, Entry, SortedEntries
+from unfuse.queues.index import Entry
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
@@ -95,7 +93,7 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
         return fits(entry, which)
 
     counted = []
-    for first, more in ((0, 40), (40, 2 * BLOCK)):
+    for first, more in ((0, 40), (40, 1000)):
         await fill(queue, more, first)
         counted.append([])
         with patch.object(Entry, "fits", counting):
@@ -180,25 +178,4 @@ async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
     await queue.drop("t")
     await queue.forget(3e9)
 
-    assert (len(queue._state.requests), len(queue._state.index), [*queue._state.index.over_before(3e9)]) == (0, 0, [])
-
-
-@settings(max_examples=examples(30), deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=120), st.integers(-1, 41))
-def test_blocks_keep_the_order(moves: list[tuple[bool, int]], key: int) -> None:
-    """Given small blocks, when entries come and go, then both directions go through them in order, from any key."""
-    with patch("unfuse.queues.index.BLOCK", 3):
-        ordered, there = SortedEntries(lambda entry: entry.number), dict[int, Entry]()
-        for comes, number in moves:
-            if comes and number not in there:
-                there[number] = Entry(request("a"), number)
-                ordered.add(there[number])
-            elif not comes and number in there:
-                ordered.remove(there.pop(number))
-
-    numbers = sorted(there)
-    assert [entry.number for entry in ordered.after()] == numbers
-    assert [entry.number for entry in ordered.before()] == numbers[::-1]
-    assert [entry.number for entry in ordered.after(key)] == [number for number in numbers if number > key]
-    assert [entry.number for entry in ordered.before(key)] == [number for number in numbers if number < key][::-1]
-    assert bool(ordered) == bool(numbers)
+    assert (queue._requests, queue._index._under, queue._index.over_before(3e9)) == ({}, {}, [])

@@ -14,11 +14,11 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, done
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost
-from unfuse.core.request import Change, Record, Running
+from unfuse.core.request import Change, Delivery, Record, Running
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.known import KNOWN_S, MOST_KNOWN, KnownRecords
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
+from unfuse.queues.script import KNOWN_S, MOST_KNOWN, KnownRecords
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import request, task, wanted
@@ -150,7 +150,7 @@ class TestTwoSchedulersOverOneServer:
             await other._apply("img_1", lambda record, _: renamed(record))
             assert one.queue.known(lease.claim) == known
             record, _ = await one.complete(done(lease), WORKER)
-            assert (record.context.metadata, record.context.version) == ({"by": "other"}, 2)
+            assert (record.context.delivery.metadata, record.context.version) == ({"by": "other"}, 2)
             assert record.context.stages[lease.task.stage].status == "done"
 
     async def test_a_lease_that_the_other_ended_is_lost(self, server: Server) -> None:
@@ -200,7 +200,7 @@ class Mistaken(MemoryQueue):
     """A queue that takes another worker for the one to whom a task is leased."""
 
     def known(self, claim: Claim) -> Record | None:
-        record = self._state.record(self._state.entry(claim.request))
+        record = self._record(self._entry(claim.request))
         return msgspec.structs.replace(record, running=(Running(claim.stage, claim.attempt, "another", 0.0),))
 
 
@@ -217,4 +217,6 @@ async def test_what_is_refused_by_a_record_that_is_known_is_decided_by_the_store
 
 def renamed(record: Record) -> Change:
     context = record.context
-    return Change(msgspec.structs.replace(context, version=context.version + 1, metadata={"by": "other"}))
+    return Change(
+        msgspec.structs.replace(context, version=context.version + 1, delivery=Delivery(metadata={"by": "other"}))
+    )

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections import OrderedDict
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import msgspec
@@ -17,13 +16,10 @@ from unfuse.core.event import Event
 from unfuse.core.registry import resolve
 from unfuse.core.request import Change
 from unfuse.core.task import Claim, Lease
-from unfuse.queues import local
 from unfuse.queues.base import Offer, Wanted
 from unfuse.queues.index import MAX_EVENTS, Entry, History
-from unfuse.queues.local import Waiters, follow
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.state import QueueState
-from unfuse.queues.tasks import Held, Leases, Rank
+from unfuse.queues.tasks import LeasedTask, Leases, QueuedTask
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -69,14 +65,14 @@ class TestTheSuiteCanFail:
 
     @staticmethod
     async def broken_rules(
-        queue: type[MemoryQueue] = MemoryQueue, *, patience: float = 30.0, **parts: type
+        queue: type[MemoryQueue] = MemoryQueue, *, patience: float = 30.0, leases: type[Leases] = Leases
     ) -> set[str]:
-        """The rules that a queue breaks which is made of these parts. One that hangs breaks a rule after `patience`
+        """The rules that a queue breaks which has these leases. One that hangs breaks a rule after `patience`
         seconds: few where many do, and else as many as a rule that looks through everything takes on a busy machine."""
         clock = ManualClock()
 
         async def fresh() -> MemoryQueue:
-            with patch.multiple(local, **parts) if parts else nullcontext():
+            with patch("unfuse.queues.memory.Leases", leases):
                 return queue(clock)
 
         with patch("unfuse.testing.queue_suite.PATIENCE_S", patience), pytest.raises(ExceptionGroup) as failure:
@@ -84,32 +80,32 @@ class TestTheSuiteCanFail:
         return {error.__notes__[-1].split(":")[0].removeprefix("rule ") for error in failure.value.exceptions}
 
     async def test_when_order_is_not_kept(self) -> None:
-        class Unordered(QueueState):
-            def _put(self, rank: Rank) -> None:
-                super()._put((0.0, 0.0, *rank[2:]))
+        class Unordered(MemoryQueue):
+            def _put(self, queued: QueuedTask) -> None:
+                rank = property(lambda queued: (0.0, 0.0, queued.arrival, queued))
+                with patch.object(QueuedTask, "rank", rank):
+                    super()._put(queued)
 
-        broken = await self.broken_rules(patience=2.0, QueueState=Unordered)
+        broken = await self.broken_rules(Unordered, patience=2.0)
         assert {"a_higher_priority_goes_first", "a_lower_order_number_goes_first"} <= broken
         assert "tasks_of_one_priority_leave_as_they_arrived" not in broken
 
     async def test_when_tokens_are_not_checked(self) -> None:
         class Trusting(Leases):
-            def held(self, claim: Claim) -> Held | None:
+            def held(self, claim: Claim) -> LeasedTask | None:
                 return self.of(claim.key)
 
-        with patch("unfuse.queues.state.Leases", Trusting):
-            broken = await self.broken_rules()
+        broken = await self.broken_rules(leases=Trusting)
         assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= broken
 
     async def test_when_tokens_are_checked_in_part(self) -> None:
         class Hurried(Leases):
-            def held(self, claim: Claim) -> Held | None:
+            def held(self, claim: Claim) -> LeasedTask | None:
                 held = self.of(claim.key)
                 alike = held is not None and held.lease.token[:15] == claim.token[:15]
                 return held if alike and held and held.lease.task.attempt == claim.attempt else None
 
-        with patch("unfuse.queues.state.Leases", Hurried):
-            assert await self.broken_rules() == {"a_claim_counts_as_a_whole"}
+        assert await self.broken_rules(leases=Hurried) == {"a_claim_counts_as_a_whole"}
 
     @pytest.mark.parametrize(
         ("ignored", "rules"),
@@ -161,34 +157,33 @@ class TestTheSuiteCanFail:
                 self._swept = swept
                 return super().expired(now, ttl)
 
-        with patch("unfuse.queues.state.Leases", Blind):
-            assert "a_gap_in_sweeping_is_forgiven" in await self.broken_rules()
+        assert "a_gap_in_sweeping_is_forgiven" in await self.broken_rules(leases=Blind)
 
     async def test_when_only_the_pools_that_were_taken_from_are_told(self) -> None:
-        class Absent(QueueState):
-            def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
-                leases = super().claim(worker, wanted, ttl)
-                self.changed_pools = dict.fromkeys(lease.task.planned.pool for lease in leases)
+        class Absent(MemoryQueue):
+            def _claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
+                leases = super()._claim(worker, wanted, ttl)
+                self._changed_pools = dict.fromkeys(lease.task.planned.pool for lease in leases)
                 return leases
 
-        broken = await self.broken_rules(patience=2.0, QueueState=Absent)
+        broken = await self.broken_rules(Absent, patience=2.0)
         assert broken == {"nobody_waits_beside_a_task_they_could_take"}
 
     async def test_when_effects_come_before_checks(self) -> None:
-        class Hasty(QueueState):
-            def commit(self, change: Change) -> Entry:
-                for key in change.close:
-                    self._remove_task(key)
-                return super().commit(change)
+        class Hasty(MemoryQueue):
+            def _commit(self, change: Change) -> Entry:
+                for id, stage in change.close:
+                    self._remove_task(self._requests[id], stage)
+                return super()._commit(change)
 
-        assert await self.broken_rules(QueueState=Hasty) == {"a_commit_that_raises_has_no_effect"}
+        assert await self.broken_rules(Hasty) == {"a_commit_that_raises_has_no_effect"}
 
     async def test_when_nobody_is_woken(self) -> None:
-        class Sleepy(Waiters):
+        class Sleepy(MemoryQueue):
             def _wake_for(self, pool: str) -> None:
                 pass
 
-        broken = await self.broken_rules(patience=0.5, Waiters=Sleepy)
+        broken = await self.broken_rules(Sleepy, patience=0.5)
         assert broken >= {"a_push_wakes_who_waits", "time_and_hand_backs_wake_too", "each_push_finds_its_waiter"}
 
     async def test_when_a_cancelled_waiter_keeps_the_wake_up(self) -> None:
@@ -206,8 +201,7 @@ class TestTheSuiteCanFail:
                     self.end(lease.claim.key)
                 return late
 
-        with patch("unfuse.queues.state.Leases", Impatient):
-            assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules()
+        assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules(leases=Impatient)
 
     async def test_when_the_log_has_no_bound(self) -> None:
         with patch("unfuse.queues.index.MAX_EVENTS", 10_000):
@@ -299,7 +293,7 @@ async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClo
     clock.advance(60)
     await asyncio.wait(waiting)
     assert sorted(len(one.result()) for one in waiting[1:]) == [0, 1]
-    assert not queue._waiters._waiters
+    assert not queue._waiters
 
 
 async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
@@ -332,7 +326,7 @@ async def test_a_history_of_structure_alone_is_bounded_too() -> None:
     for number in range(MAX_EVENTS + 10):
         history.publish(Event("stage_started", attempt=number), wall=5.0)
     history.end()
-    events = [event async for event in follow(history, 0)]
+    events = [event async for event in history.follow(0)]
     assert [event.seq for event in events] == list(range(11, MAX_EVENTS + 11))
     assert {event.at for event in events} == {5.0}
 
@@ -377,8 +371,8 @@ async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
     """Given followers who leave before anything happens, as clients of event streams do, then none is kept."""
     history = History()
     for _ in range(3):
-        waiting = asyncio.ensure_future(anext(follow(history, 0)))
+        waiting = asyncio.ensure_future(anext(history.follow(0)))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-    assert not history._listeners
+    assert not history._followers

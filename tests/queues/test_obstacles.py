@@ -110,7 +110,7 @@ async def test_nobody_listening_is_waited_for() -> None:
 
 @pytest.mark.slow
 def test_serve_ends_with_that_sentence(server: Server) -> None:
-    flags = ["--no-workers", "--port", "0", "--queue", f"redis://me:wrong@127.0.0.1:{server.port}/0"]
+    flags = ["--workers", "none", "--port", "0", "--queue", f"redis://me:wrong@127.0.0.1:{server.port}/0"]
     command = [sys.executable, "-m", "unfuse", "serve", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode not in (0, None)

@@ -14,10 +14,10 @@ from tests.queues.sharded import Spread, TickingClock, Together
 from tests.queues.test_shards import BETWEEN, OF_ALL
 from unfuse import queues
 from unfuse.core.errors import ConfigError, Conflict, LeaseLost, Overloaded, TransientError
-from unfuse.core.request import Who, request_ids
+from unfuse.core.request import Caller, request_ids
 from unfuse.core.task import Lease
-from unfuse.queues.address import parse_address
 from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.connection import parse_address
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -193,7 +193,7 @@ class Load:
 
     async def submit(self, queue: QueueBackend) -> None:
         while not self.over:
-            id = queue.placed(request_ids(), Who())
+            id = queue.placed(request_ids(), Caller())
             try:
                 await queue.submit(request(id), [task(id)], [], LIMITS)
                 self.accepted[id] = asyncio.get_running_loop().time()
@@ -283,7 +283,7 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
     url = f"redis+cluster://127.0.0.1:{masters[1].port},127.0.0.1:{masters[0].port}?shards=6"
     queue = queues.open(url)
     await queue.reach()
-    names = [queue.placed(request_ids(), Who()) for _ in range(40)]
+    names = [queue.placed(request_ids(), Caller()) for _ in range(40)]
     for name in names:
         await submitted(queue, name)
     found = [{re.sub(rb":meta$", b"", key) for key in one.client.keys("{unfuse:*:meta")} for one in masters]
@@ -299,7 +299,7 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
     move(masters, source, target, tag)
     while len(await queue.list(Filter(), limit=100)) < 40:
         await asyncio.sleep(0.02)
-    moved = next(name for name in iter(lambda: queue.placed(request_ids(), Who()), "") if home(queue, name) == tag)
+    moved = next(name for name in iter(lambda: queue.placed(request_ids(), Caller()), "") if home(queue, name) == tag)
     await until_done(lambda: submitted(queue, moved, pool="q"))
     assert [lease.task.request for lease in await waiting] == [moved]
     await queue.commit(change(await queue.load(moved), status="cancelled"))

@@ -11,8 +11,8 @@ from tests.queues.test_twins import FEW, MANY, Record, compared
 from unfuse.core.errors import NotFound, Overloaded, TransientError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
-from unfuse.core.request import Allowance, Who, request_ids
-from unfuse.queues import turns
+from unfuse.core.request import Allowance, Caller, request_ids
+from unfuse.queues import shards as sharding
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
@@ -128,21 +128,21 @@ async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
 
 async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
-    homes = Counter(queue.home(queue.placed(request_ids(), Who(tenant="t"))) for _ in range(400))
+    homes = Counter(queue.home(queue.placed(request_ids(), Caller(tenant="t"))) for _ in range(400))
     assert set(homes) == set(range(4))
     assert min(homes.values()) > 50
-    keyed = [queue.home(queue.placed(request_ids(), Who("t", f"k{number}"))) for number in range(50)]
+    keyed = [queue.home(queue.placed(request_ids(), Caller("t", f"k{number}"))) for number in range(50)]
     assert len({*keyed}) == 4
-    for who in (Who("t", "k1"), Who("t", allowance=Allowance(1)), Who("t", "k9", allowance=Allowance(rate=1))):
+    for who in (Caller("t", "k1"), Caller("t", allowance=Allowance(1)), Caller("t", "k9", allowance=Allowance(rate=1))):
         assert len({queue.home(queue.placed(request_ids(), who)) for _ in range(20)}) == 1
-    again = [queue.placed(request_ids(after="img_1"), Who("t", "retry of img_1")) for _ in range(2)]
+    again = [queue.placed(request_ids(after="img_1"), Caller("t", "retry of img_1")) for _ in range(2)]
     assert again[0] == again[1]
 
 
 async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     limits = Limits(1000, 1000, tenant=Allowance(concurrent=3))
-    who = Who("t", allowance=limits.tenant)
+    who = Caller("t", allowance=limits.tenant)
     for number in range(3):
         name = queue.placed(iter(ids(f"{number}.")), who)
         await queue.submit(request(name, tenant="t"), [task(name)], [], limits)
@@ -153,7 +153,7 @@ async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingCloc
 async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
     for may, key in ((Allowance(), "k"), (Allowance(5), "l")):
-        name = queue.placed(iter(ids(key)), Who("t", key, allowance=may))
+        name = queue.placed(iter(ids(key)), Caller("t", key, allowance=may))
         await queue.submit(request(name, tenant="t", idempotency_key=key), [task(name)], [], LIMITS)
         found = await queue.list(Filter(tenant="t", idempotency_key=key))
         assert [one.context.id for one in found] == [name]
@@ -287,7 +287,7 @@ class TestOneAway:
 
     @pytest.fixture
     async def queue(self, shards: list[Cut], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(turns, "LOOK_S", 0.001)
+        monkeypatch.setattr(sharding, "LOOK_S", 0.001)
         queue = Spread(shards)
         for name in "ab":
             await submitted(queue, name)
@@ -317,7 +317,7 @@ class TestOneAway:
         assert await queue.over(["a", "b", "d"]) == ["d"]
         assert await queue.expired(TTL) == []
         await queue.commit(done(await queue.load("b"), lease))
-        assert {queue.home(queue.placed(iter("abcdef"), Who())) for _ in range(3)} == {queue.home("b")}
+        assert {queue.home(queue.placed(iter("abcdef"), Caller())) for _ in range(3)} == {queue.home("b")}
         assert await queue.now() > 0
 
     async def test_a_lease_there_counts_as_held(self, queue: Spread, shards: list[Cut]) -> None:
@@ -338,7 +338,7 @@ class TestOneAway:
         self.away(queue, shards).gone = True
         await raised(TransientError, queue.load("a"))
         await raised(TransientError, queue.list(Filter(tenant="t", idempotency_key=key)))
-        who = Who("t", next(key for key in "abcdef" if queue._together("t", key)[1] == home))
+        who = Caller("t", next(key for key in "abcdef" if queue._together("t", key)[1] == home))
         assert queue.home(queue.placed(iter("abcdef"), who)) == home
 
     async def test_who_waits_gets_what_others_have(self, queue: Spread, shards: list[Cut]) -> None:
@@ -352,7 +352,7 @@ class TestOneAway:
     async def test_one_that_hangs_is_given_up_soon(
         self, queue: Spread, shards: list[Cut], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(sharding, "PATIENCE_S", 0.01)
         self.away(queue, shards).frozen = True
         assert [one.context.id for one in await queue.list(Filter())] == ["b"]
         assert "no answer in" in queue.away()[0]

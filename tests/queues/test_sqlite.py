@@ -32,12 +32,12 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import StageState
+from unfuse.core.request import Delivery, StageState
 from unfuse.queues import journal
 from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
+from unfuse.queues.journal import StoredTask
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
-from unfuse.queues.stored import StoredTask
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -115,9 +115,9 @@ async def test_a_rule_of_the_port_after_a_restart(rule: Rule, clock: ManualClock
 class TestARestart:
     async def test_keeps_every_field_of_context_and_task(self, queue: SqliteQueue, clock: ManualClock) -> None:
         stages = {"s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3)}
-        context = request("a", tenant="ü", fingerprint="f", deadline=1.5, metadata={"k": "v"}, created_at=0.1)
+        own = {"tenant": "ü", "fingerprint": "f", "deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1}
         params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
-        context = msgspec.structs.replace(context, stages=stages, params=params)
+        context = request("a", params=params, stages=stages, **own)
         sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, near="n", affinity="a")
         await queue.submit(context, [sent], [], LIMITS)
         queue = await again(queue, clock)
@@ -265,7 +265,7 @@ class TestARestart:
         params = {"prompt": "a red circle on white" * 50}
         for batch in range(10):
             names = [f"{batch}-{number}" for number in range(100)]
-            contexts = [msgspec.structs.replace(request(name), params=params) for name in names]
+            contexts = [request(name, params=params) for name in names]
             await asyncio.gather(*(queue.submit(context, [task(context.id)], [], LIMITS) for context in contexts))
             over = [change(await queue.load(name), status="completed", completed_at=1.0) for name in names]
             await asyncio.gather(*(queue.commit(one) for one in over))
@@ -478,7 +478,8 @@ class TestADiskThatIsFull:
             disk.full = True
             ending = done(record, lease, status="completed")
             assert "full" in str(await raised(TransientError, queue.commit(ending)))
-            queue._state.submit(request("d"), [], [], LIMITS)
+            with patch.object(queue, "_check_writable"):
+                await raised(TransientError, queue.submit(request("d"), [], [], LIMITS))
 
             async def listed(**which: Any) -> list[tuple[str, str]]:
                 return [(one.context.id, one.status) for one in await queue.list(Filter(**which))]
@@ -488,7 +489,7 @@ class TestADiskThatIsFull:
             assert await listed(status="queued") == [("b", "queued")]
             assert await queue.over(["a", "b", "c", "unknown"]) == ["c", "unknown"]
             disk.full = False
-            while queue._writer.is_blocked(queue._state.entry("a")):
+            while queue._writer.is_blocked(queue._entry("a")):
                 await asyncio.sleep(0.01)
             assert [id for id, _ in await listed()] == ["d", "c", "b", "a"]
             assert await listed(status="completed") == [("a", "completed")]
@@ -502,7 +503,8 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)
-            await raised(TransientError, queue.commit(change(record, metadata={"k": "v" * 50_000})))
+            large = Delivery(metadata={"k": "v" * 50_000})
+            await raised(TransientError, queue.commit(change(record, delivery=large)))
             await queue.close()
             (disk / "filler").unlink()
             queue = SqliteQueue(disk / "queue.db", clock)
@@ -531,7 +533,8 @@ class TestADiskThatIsFull:
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)
-            refusal = await raised(TransientError, queue.commit(change(record, metadata={"k": "v" * 50_000})))
+            large = Delivery(metadata={"k": "v" * 50_000})
+            refusal = await raised(TransientError, queue.commit(change(record, delivery=large)))
             assert "full" in str(refusal)
             (disk / "filler").unlink()
             while True:
@@ -539,7 +542,7 @@ class TestADiskThatIsFull:
                     await queue.check()
                     break
                 await asyncio.sleep(0.01)
-            assert (await queue.load("a")).context.metadata == {"k": "v" * 50_000}
+            assert (await queue.load("a")).context.delivery.metadata == {"k": "v" * 50_000}
             await queue.close()
 
 
@@ -670,13 +673,16 @@ async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(q
     """Also where another request of that id follows in it."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
-    growing = await started(append(queue, lease.claim, 0, [b"a"]))
-    queue._state.commit(change(record, status="cancelled", completed_at=1.0))
-    queue._state.drop("a")
-    submitting = await started(submitted(queue, "a"))
-    (lease,) = queue._state.claim("w", wanted("p"), TTL)
-    assert await append(queue, lease.claim, 0, [b"of the next"])
-    await asyncio.gather(growing, submitting)
+    with patch.object(queue._writer, "_flush") as flush:
+        growing = await started(append(queue, lease.claim, 0, [b"a"]))
+        ending = await started(queue.commit(change(record, status="cancelled", completed_at=1.0)))
+        dropping = await started(queue.drop("a"))
+        submitting = await started(submitted(queue, "a"))
+        (lease,) = await queue.lease("w", wanted("p"), TTL)
+        next_growing = await started(append(queue, lease.claim, 0, [b"of the next"]))
+        flush.assert_called()
+    queue._writer._flush()
+    await asyncio.gather(growing, ending, dropping, submitting, next_growing)
     assert await queue.appended("a", "s") == [b"of the next"]
     assert len(stored_pieces(queue)) == 1
 
@@ -810,7 +816,7 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
             assert context.version >= version
             assert context.version > version or context.status == status
             waiting = {stage for stage, state in context.stages.items() if state.status == "queued"}
-            row = queue._state.row(queue._state.entry(name))
+            row = queue._row(queue._entry(name))
             assert row
             there = [stood.task.stage for stood in row.tasks]
             assert sorted(there) == ([] if context.over else sorted(waiting))

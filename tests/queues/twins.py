@@ -20,7 +20,7 @@ from unfuse.core.errors import NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
-from unfuse.core.request import Allowance, Change, Record, RequestContext, StageState, Webhook
+from unfuse.core.request import Allowance, Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
@@ -227,7 +227,7 @@ class Twins(RuleBasedStateMachine):
             "cost": float(again % 3),
             "plan": PLANS[again % 3],
             "order": again / 4,
-            "webhook": Webhook("http://h") if again % 2 else None,
+            "webhook": "http://h" if again % 2 else "",
         }
         context = request(name, **fields)
         self.both(lambda side: side.queue.submit(context, self.pushed(side, name, pushed), [Event("queued")], limits))
@@ -348,7 +348,7 @@ class Twins(RuleBasedStateMachine):
 
         async def ask(side: Side) -> Record:
             context = (await side.queue.load(name)).context
-            fields: dict[str, Any] = {"priority": number % 3, "version": context.version + 1 + skipped}
+            fields: dict[str, Any] = {"order": float(number % 3), "version": context.version + 1 + skipped}
             if end == "looked at":
                 fields |= {"dead": False}
             elif end and not context.over:
@@ -433,7 +433,7 @@ class Twins(RuleBasedStateMachine):
 
     async def followed(self, side: Side, name: str, after: int) -> list[Event]:
         """What is there of the events of one that is over; of another, as many as there are."""
-        entry = self.sides[0].queue._state.requests.get(name)  # type: ignore[attr-defined]
+        entry = self.sides[0].queue._requests.get(name)  # type: ignore[attr-defined]
         last = None if entry is None or entry.context.over else entry.history.last
         if last is not None and after >= last:
             return []

@@ -147,7 +147,7 @@ class Fleet:
         """Have something happen that no worker does."""
         scheduler = self.schedulers[which % len(self.schedulers)]
         if act == "submit":
-            record = await scheduler.submit(*asking(CARD, params(), n=1 + which % 2, ends_with_client=True))
+            record = await scheduler.submit(*asking(CARD, params(), n=1 + which % 2, cancel_on_disconnect=True))
             self.requests.append(record.context.id)
         elif act == "lose a lease" and self.leases:
             await scheduler.upkeep.end(list(self.leases.values())[which % len(self.leases)])

@@ -18,13 +18,14 @@ from tests.scheduler.test_scheduler import WORKER, done, info, run_to_the_end, s
 from tools.asking import asking
 from unfuse.core.errors import Overloaded
 from unfuse.core.plan import Value, compile_plan
-from unfuse.core.request import RequestContext, StageState, Timings
+from unfuse.core.request import GenerationRequest, RequestContext, StageState, Timings
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.costs import LEARNED, UNMEASURED_S, Costs
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.upkeep import REVIEW_S
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import request_context
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 SECONDS = {"text_encode": 1.0, "denoise": 8.0, "vae_decode": 3.0}
@@ -48,7 +49,7 @@ def asked(**more: Value) -> RequestContext:
     """A request for one picture."""
     given = params(num_inference_steps=20, max_sequence_length=64, negative_prompt="", guidance_scale=4.0) | more
     plan = compile_plan(CARD.pipeline, CARD.pools(), given, [{"index": 0}])
-    return RequestContext(f"req_{random.randbytes(8).hex()}", CARD.name, given, plan, {})
+    return request_context(GenerationRequest(f"req_{random.randbytes(8).hex()}", CARD.name, given), plan)
 
 
 def completed(changes: dict[str, Changes] | None = None, worker: str = WORKER, **more: Value) -> RequestContext:

@@ -102,6 +102,6 @@ async def test_what_is_over_is_forgotten_and_no_more_is_known_than_a_bound(monke
         ids = [id for id, _ in begun_ones]
         for _, lease in begun_ones[:3]:
             await scheduler.growing.append([pieces(lease, 0, 1)])
-        assert [*scheduler.growing._requests] == ids[1:3]
+        assert [request for request, _ in scheduler.growing._outputs] == ids[1:3]
         await scheduler.cancel(ids[1])
-        assert [*scheduler.growing._requests] == ids[2:3]
+        assert [request for request, _ in scheduler.growing._outputs] == ids[2:3]

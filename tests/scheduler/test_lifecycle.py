@@ -420,7 +420,7 @@ class TestTheEnd:
 
     def test_a_chain_that_ran_for_longer_than_it_may_ends_and_queues_do_not_count(self, first: Change) -> None:
         """Given a limit of 10 s, when a stage was leased for 4, waited for an hour and runs for 7, then it is over."""
-        limited = msgspec.structs.replace(first, context=msgspec.structs.replace(first.context, limit_s=10.0))
+        limited = msgspec.structs.replace(first, context=_limited(first.context, 10.0))
         text = (Running("text", 1, "w", WALL, ran_s=4.0),)
         once = fail(limited, "text", "transient", running=text, wall=WALL + 4).context
         assert once.stages["text"].leased_s == 4
@@ -436,7 +436,7 @@ class TestTheEnd:
         assert (change.context.status, change.context.error.code) == ("expired", "expired")
         assert "10 s" in change.context.error.message
         assert lifecycle.overran(change.context, WALL + 9999, again(99.0)) is None
-        assert lifecycle.overran(msgspec.structs.replace(once, limit_s=None), WALL + 9999, again(99.0)) is None
+        assert lifecycle.overran(_limited(once, None), WALL + 9999, again(99.0)) is None
 
     @pytest.mark.parametrize("status", [name for name, moves in REQUEST_MOVES.items() if not moves])
     def test_what_is_over_stays_as_it_is(self, first: Change, status: Any) -> None:
@@ -817,11 +817,11 @@ class TestCheckpoints:
         assert kept == (end not in ("done", "cancelled"))
 
 
-@pytest.mark.parametrize("ends_with_client", [True, False])
-def test_a_client_that_disconnects_ends_what_nobody_else_can_want(ends_with_client: bool) -> None:
-    context = lifecycle.admitted(request_for(PICTURE, ends_with_client=ends_with_client), WALL).context
+@pytest.mark.parametrize("cancel_on_disconnect", [True, False])
+def test_a_client_that_disconnects_ends_what_nobody_else_can_want(cancel_on_disconnect: bool) -> None:
+    context = lifecycle.admitted(request_for(PICTURE, cancel_on_disconnect=cancel_on_disconnect), WALL).context
     change = lifecycle.client_disconnected(context, WALL)
-    if not ends_with_client:
+    if not cancel_on_disconnect:
         assert change is None
         return
     assert change is not None
@@ -829,3 +829,8 @@ def test_a_client_that_disconnects_ends_what_nobody_else_can_want(ends_with_clie
     assert change.context.error == ErrorInfo("cancelled", "its client disconnected")
     assert [event.type for event in change.events] == ["cancelled"]
     assert lifecycle.client_disconnected(change.context, WALL) is None
+
+
+def _limited(context: RequestContext, seconds: float | None) -> RequestContext:
+    request = msgspec.structs.replace(context.request, time_limit_s=seconds)
+    return msgspec.structs.replace(context, request=request)

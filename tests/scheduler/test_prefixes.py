@@ -50,9 +50,7 @@ async def leased(
     scheduler: Scheduler, begins: Sequence[str], worker: str = ONE, tenant: str = "default", cache: bool = True
 ) -> Lease:
     """The lease of the encoder of a new request that begins so."""
-    asked, delivery, who = asking(GOES_ON, params(), cache=cache)
-    asked = msgspec.structs.replace(asked, begins=tuple(begins))
-    await scheduler.submit(asked, delivery, msgspec.structs.replace(who, tenant=tenant))
+    await scheduler.submit(*asking(GOES_ON, params(), prefixes=begins, cache=cache, tenant=tenant))
     (lease,) = await scheduler.queue.lease(worker, wanted(ENCODE), scheduler.lease_ttl)
     return await scheduler.resumed(lease)
 

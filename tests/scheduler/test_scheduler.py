@@ -341,8 +341,10 @@ async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() 
         assert (await scheduler.queue.load(old.id)).context.dead
         new = (await scheduler.retry(old.id)).context
         assert new.id != old.id
-        assert (new.params, new.plan, new.tenant, new.priority) == (old.params, old.plan, "t", 3)
-        assert (new.metadata, new.idempotency_key, new.deadline) == ({"a": "b", "retry_of": old.id}, "", None)
+        assert (new.request.params, new.plan) == (old.request.params, old.plan)
+        assert (new.caller.tenant, new.delivery.priority) == ("t", 3)
+        assert new.delivery.metadata == {"a": "b", "retry_of": old.id}
+        assert (new.caller.idempotency_key, new.deadline) == ("", None)
         assert not (await scheduler.queue.load(old.id)).context.dead
         with pytest.raises(NotFound, match="not among the dead"):
             await scheduler.retry(old.id)
@@ -412,14 +414,20 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
 
 async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted() -> None:
     async with scheduling() as (scheduler, clock):
-        unknown = await scheduler.submit(*asking(CARD, params(), limit_s=1.0))
-        assert unknown.context.limit_s is None  # nothing was measured: a slow machine's first picture is not ended
+        unknown = await scheduler.submit(*asking(CARD, params(), time_limit_s=1.0))
+        assert (
+            unknown.context.request.time_limit_s is None
+        )  # nothing was measured: a slow machine's first picture is not ended
         while leases := await take(scheduler):
             timings = Timings(run_s=2.0)
             await scheduler.complete(msgspec.structs.replace(done(leases[0]), timings=timings), WORKER)
-        assert (await scheduler.submit(*asking(CARD, params(), limit_s=1.0))).context.limit_s == pytest.approx(30.0)
-        assert (await scheduler.submit(*asking(CARD, params(), limit_s=300.0))).context.limit_s == 300.0
-        assert (await scheduler.submit(*asking(CARD, params()))).context.limit_s is None
+        assert (
+            await scheduler.submit(*asking(CARD, params(), time_limit_s=1.0))
+        ).context.request.time_limit_s == pytest.approx(30.0)
+        assert (
+            await scheduler.submit(*asking(CARD, params(), time_limit_s=300.0))
+        ).context.request.time_limit_s == 300.0
+        assert (await scheduler.submit(*asking(CARD, params()))).context.request.time_limit_s is None
 
         await take(scheduler)
         await pass_by(scheduler, clock, 31.0)

@@ -68,7 +68,8 @@ async def test_a_clock_set_forward_ends_no_running_request(reading: str) -> None
     await scheduler.start()
     await queue.hello(info("w", ENCODE), [CARD])
     request = (await scheduler.submit(*asking(CARD, params()))).context
-    await queue.commit(Change(msgspec.structs.replace(request, version=request.version + 1, limit_s=300.0)))
+    limited = msgspec.structs.replace(request.request, time_limit_s=300.0)
+    await queue.commit(Change(msgspec.structs.replace(request, version=request.version + 1, request=limited)))
     (lease,) = await queue.lease("w", wanted(ENCODE), 15.0)
 
     async def run_for(seconds: float) -> None:

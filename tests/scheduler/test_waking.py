@@ -19,13 +19,14 @@ from tools.asking import asking
 from tools.redis_server import RedisServer
 from unfuse import queues
 from unfuse.core.plan import ExecutionPlan, PlannedStage
-from unfuse.core.request import RequestContext, StageState, Waking
+from unfuse.core.request import GenerationRequest, RequestContext, StageState, Waking
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.waking import USUAL_S, due, last_waking, waiting
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import request_context
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 ASLEEP = {"denoiser": 2}
@@ -287,7 +288,7 @@ class TestWaiting:
     ) -> None:
         plan = ExecutionPlan(tuple(PlannedStage(pool, "", pool, (), {}, 0, False) for pool in CARD.pools().values()))
         states = {stage.name: StageState() for stage in plan.stages}
-        context = RequestContext("r", CARD.name, {}, plan, states, deadline=10.0)
+        context = request_context(GenerationRequest("r", CARD.name, {}), plan, stages=states, deadline=10.0)
         wall, began = 1000.0, 1000.0
         for seconds, asleep in looks:
             wall += seconds

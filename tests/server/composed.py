@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import Service, plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 
 TIMEOUT_S = 60.0
@@ -27,8 +27,8 @@ TIMEOUT_S = 60.0
 
 @contextmanager
 def composed(folder: Path, **serve: object) -> Iterator[int]:
-    """The port of `unfuse serve --no-workers` with these of its settings, and defaults for the others."""
-    own = {"workers": False, "port": 0, **serve}
+    """The port of `unfuse serve --workers none` with these of its settings, and defaults for the others."""
+    own = {"workers": "none", "port": 0, **serve}
     places = {"data_dir": str(folder), "run_dir": os.environ["UNFUSE_RUN_DIR"]}
     settings = {f"serve.{name}": value for name, value in own.items()} | places
     chosen = options(load(settings, environment={}))

@@ -207,7 +207,7 @@ def test_a_call_with_a_key_continues_without_its_client(hasty: Served, http: htt
     assert ended(hasty, request) == "completed"
     again = http.post(URL, json={**ASKED, "stream": stream}, headers={"idempotency-key": key})
     assert again.status_code == 200
-    assert [id for id in ids(hasty) if context(hasty, id).idempotency_key == key] == [request]
+    assert [id for id in ids(hasty) if context(hasty, id).caller.idempotency_key == key] == [request]
 
 
 def test_a_call_with_a_webhook_continues_without_its_client(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_request_has_the_server_s_threshold_unless_it_says_otherwise(
     ):
         answer = http.post(IMAGES, json={"prompt": "a cat", **asked})
         assert answer.status_code == 200, answer.text
-        params = running.run(running.queue.load(answer.json()["id"])).context.params
+        params = running.run(running.queue.load(answer.json()["id"])).context.request.params
         (shown,) = http.get("/v1/models").json()["data"]
     assert params["feature_cache"] == expected
     assert shown["defaults"]["feature_cache"] == 0.2

@@ -243,7 +243,7 @@ def test_a_model_that_is_a_folder_is_called_by_its_last_part(tmp_path: Path) -> 
             for asked in (name, own):
                 answer = http.post(URL, json={"prompt": "a", "model": asked}, headers=ASYNC)
                 assert answer.json()["model"] == name
-                assert served.run(served.queue.load(answer.json()["id"])).context.model == own
+                assert served.run(served.queue.load(answer.json()["id"])).context.request.model == own
             assert http.get(f"/v1/models/{own}").json()["id"] == name
         pages = ["/v1/models", "/v1/workers", "/v1/pools", "/v1/requests", "/ready", "/metrics"]
         assert not [page for page in pages if "secret" in http.get(page).text]

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from unfuse.core.errors import InvalidParameter, TransientError
-from unfuse.language.grammar import Grammar, packed
+from unfuse.language.grammars import Grammar, pack_grammar
 from unfuse.server import chat_formats
 from unfuse.server.chat_formats import GRAMMARS_AT_ONCE, GrammarChecker
 from unfuse.server.metrics import Metrics
@@ -47,7 +47,7 @@ def trial(tried: Tried, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> Gr
 
 
 def grammar(text: str) -> bytes:
-    return packed(Grammar("regex", text), "x")
+    return pack_grammar(Grammar("regex", text), "x")
 
 
 async def test_what_came_of_a_grammar_is_known_afterwards(trial: GrammarChecker, tried: Tried) -> None:

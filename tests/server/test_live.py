@@ -389,7 +389,7 @@ class Course:
 
     def __init__(self, folder: Path, moves: Sequence[str], ends: bool, strays: set[int]) -> None:
         self.results, self.id = open_results(f"disk:{folder}?fsync=no"), new_request_id()
-        self.queue, self.params = self, {"fps": 8}
+        self.queue, self.request = self, SimpleNamespace(params={"fps": 8})
         self.plan = SimpleNamespace(
             stages=[SimpleNamespace(name="denoise.0", final=False)] + [SimpleNamespace(name=STAGE, final=True)]
         )

@@ -42,7 +42,7 @@ def ask(http: httpx2.Client, **given: Any) -> httpx2.Response:
 def params_of(served: Served, reply: httpx2.Response) -> Params:
     assert reply.status_code == 202, reply.text
     context = served.run(served.queue.load(reply.json()["id"])).context
-    return context.params | context.derived.values()
+    return context.request.params | context.request.derived.values()
 
 
 def error_of(reply: httpx2.Response) -> dict[str, Any]:

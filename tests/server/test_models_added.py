@@ -26,11 +26,11 @@ from unfuse.models import resolve_source
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import Service, plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
-from unfuse.weights.composed import with_components
+from unfuse.weights.source import with_components
 from unfuse.worker.registration import _source_here, decide_served
 
 SHAPES = Path(unfuse.models.__file__).parent / "shapes"
@@ -332,7 +332,9 @@ def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
 def test_a_revision_is_of_the_models_that_were_named_with_it(folder: Path) -> None:
     """Given a server with --revision, when a model is added that would be planned together with those of its start,
     then that is refused, since one plan has one revision; alone each has its own."""
-    chosen = options(load({"serve.workers": "swap", "serve.revision": "main"}, None, {}))
+    chosen = options(
+        load({"serve.workers": "all=1", "worker.max_loaded_models": "1", "serve.revision": "main"}, None, {})
+    )
     service = Service(chosen, plan(chosen), Logs())
     first, added = {"unfuse/shapes": "unfuse/shapes"}, {"added": str(folder)}
     for named in (first, added):

@@ -6,7 +6,7 @@ import pytest
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.reading import Reading
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.tools import Tools, read_tools
 from unfuse.server.chat_formats import Parsers, reading_of
 

@@ -47,9 +47,9 @@ def kept(gallery: Served, response: httpx2.Response) -> dict[str, bytes]:
     """The uploads of a request that was accepted, of which it has the hashes."""
     assert response.status_code == 202, response.text
     context = gallery.run(gallery.queue.load(response.json()["id"])).context
-    found = {name: gallery.results.attached(context.id, name) for name in context.derived.pictures}
+    found = {name: gallery.results.attached(context.id, name) for name in context.request.derived.pictures}
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
-    assert hashes == context.derived.pictures
+    assert hashes == context.request.derived.pictures
     return found
 
 

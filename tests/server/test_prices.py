@@ -12,19 +12,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ExecutionPlan
-from unfuse.core.request import RequestContext, Running, StageState, Timings
+from unfuse.core.request import GenerationRequest, RequestContext, Running, StageState, Timings
 from unfuse.core.usage import billed_seconds, lost_seconds
 from unfuse.edge.keys import Keys
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.gateway import Gateway
 from unfuse.server.request_objects import FREE, Prices
+from unfuse.testing.queue_samples import request_context
 
 H100 = "NVIDIA H100 80GB HBM3"
 
 
 def context(tenant: str = "ada", **timings: Timings) -> RequestContext:
     stages = {name: StageState("done", attempt=1, timings=one) for name, one in timings.items()}
-    return RequestContext("req_" + "0" * 32, "m", {}, ExecutionPlan(()), stages, tenant, status="completed")
+    request = GenerationRequest("req_" + "0" * 32, "m", {})
+    return request_context(request, ExecutionPlan(()), stages=stages, tenant=tenant, status="completed")
 
 
 def test_who_shares_a_forward_has_a_part_and_who_is_spread_has_all_devices() -> None:

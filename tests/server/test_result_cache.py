@@ -18,12 +18,12 @@ from tests.server.served import MOVING, PICTURES, Served, picture, serve
 from tools.cards import STILL
 from tools.redis_server import RedisServer
 from unfuse.core import checking
-from unfuse.core.checking import Delivery
 from unfuse.core.derived import Derived
 from unfuse.core.errors import NotFound, ResultsUnavailable
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import Pipeline
 from unfuse.core.pool import manned
+from unfuse.core.request import Delivery
 from unfuse.queues.base import Limits
 from unfuse.server.calls import Call
 from unfuse.server.result_cache import result_key

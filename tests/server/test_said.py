@@ -11,7 +11,7 @@ import pytest
 from unfuse.core.derived import Derived
 from unfuse.core.reading import Reading
 from unfuse.core.text import Answer
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.said import GrowingMessage, whole
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -20,7 +20,7 @@ BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
 
 def context(**about: Any) -> Any:
     reading = Reading(CALL_FORMATS["hermes"], {"f": {}}, reasoning=REASONING_FORMATS["qwen3"], **about)
-    return SimpleNamespace(id="chat_1", derived=Derived(reading=reading))
+    return SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=Derived(reading=reading)))
 
 
 def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_a_call_that_was_cut_ends_for_its_length() -> None:
 
 
 def test_plain_text_is_content() -> None:
-    plain: Any = SimpleNamespace(id="chat_1", derived=Derived())
+    plain: Any = SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=Derived()))
     assert whole(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
     assert not GrowingMessage(plain, 0).looks_back
 

@@ -6,7 +6,7 @@ import pytest
 
 from unfuse.core.reading import Reading
 from unfuse.core.text import Answer, Piece
-from unfuse.language.answer_formats import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.chat import reasoning_tokens
 
 QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]

@@ -119,8 +119,8 @@ def test_every_parameter_may_be_a_form_field(served: Served, http: httpx2.Client
     assert (view["seed"], view["metadata"]) == (7, {"job": "7", "of": "mine"})
     context = served.run(served.queue.load(view["id"])).context
     sent = {"num_inference_steps": 3, "guidance_scale": 1.5, "negative_prompt": "blue", "preview_every": 1}
-    assert sent.items() <= context.params.items()
-    assert context.priority == 2
+    assert sent.items() <= context.request.params.items()
+    assert context.delivery.priority == 2
     assert context.deadline is not None
 
 

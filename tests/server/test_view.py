@@ -156,7 +156,7 @@ async def test_a_request_shows_its_steps_and_its_bill_while_it_runs_and_after() 
 
 async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None:
     async with scheduling() as (scheduler, clock):
-        id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, name="my model"))).context.id
+        id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, alias="my model"))).context.id
         waiting = request_object(await scheduler.queue.load(id), "")
 
         assert (waiting["model"], waiting["medium"], waiting["tenant"], waiting["priority"]) == (

@@ -23,9 +23,9 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service.crews import Crews
 from unfuse.service.logs import Logs
-from unfuse.service.options import options as options_of
+from unfuse.service.options import options as options_of, plan as plan_of
 from unfuse.service.plan import Plan
-from unfuse.service.service import Service, plan as plan_of
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 
 ONE = 64 + 18
@@ -37,7 +37,7 @@ class Started(Launcher):
 
     def __init__(self, plan: Plan) -> None:
         self.models, self.stopped = [model.card.name for model in plan.models], False
-        self.swaps = [worker.swaps for worker in plan.workers]
+        self.max_loaded_models = plan.wanted.max_loaded_models
         self.failed = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:

@@ -12,7 +12,7 @@ from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
 from unfuse.edge.refusal import Refusal
 from unfuse.planning.placement import PROCESS
-from unfuse.server.gateway import JoinProgress
+from unfuse.server.served_models import JoinProgress
 from unfuse.service import crews as module
 
 TWO = 2 * ONE + PROCESS // (1 << 20)

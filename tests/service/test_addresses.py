@@ -15,8 +15,9 @@ from structlog.testing import capture_logs
 from unfuse.cli.exit_codes import exit_code
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service import addresses
-from unfuse.service.addresses import await_scheduler, invitations, listens, schedulers, trust, worker_trust
+from unfuse.service.addresses import await_scheduler, invitations, keys_folder, listens, schedulers, trust, worker_trust
 from unfuse.service.options import options
+from unfuse.service.plan import environment_of
 from unfuse.service.settings import Loaded, load
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.keys import Keys, make, make_once, read
@@ -118,7 +119,7 @@ def test_tcp_makes_keys_once_for_its_owner_alone_and_takes_them_again(run: Path,
 
     assert isinstance(composed.trust, Keys)
     assert composed.trust == again.trust == read(str(data / "keys"), "scheduler")
-    assert composed.worker_flags["keys"] == str(data / "keys")
+    assert keys_folder(composed.settings, "worker") == str(data / "keys")
     assert stat.S_IMODE((data / "keys").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (data / "keys").iterdir()} == {0o600}
     assert [path.name for path in data.iterdir()] == ["keys"]
@@ -139,15 +140,15 @@ def test_keys_that_are_named_go_before_those_of_the_data_folder(run: Path, data:
     make(data / "named")
     composed = options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"], keys=str(data / "named")))
     assert composed.trust == read(str(data / "named"), "scheduler")
-    assert composed.worker_flags["keys"] == str(data / "named")
+    assert keys_folder(composed.settings, "worker") == str(data / "named")
     assert not (data / "keys").exists()
 
 
 def test_insecure_listen_makes_no_keys_and_uses_none_but_named_ones(run: Path, data: Path) -> None:
     flags = {"serve__listen": ["tcp://0.0.0.0:0"], "insecure_listen": True}
     composed = options(loaded(run, data, **flags))
-    assert (composed.trust, composed.worker_flags["keys"]) == (INSECURE, "")
-    assert load({}, None, composed.worker_environment).settings.insecure_listen
+    assert (composed.trust, keys_folder(composed.settings, "worker")) == (INSECURE, "")
+    assert load({}, None, environment_of(composed.settings)).settings.insecure_listen
     assert not (data / "keys").exists()
 
     make_once(data / "keys")

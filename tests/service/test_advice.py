@@ -8,10 +8,10 @@ import pytest
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.planning.placement import Device, Part, Wanted, place
-from unfuse.service.advice import batches_of, gains, verdict
 from unfuse.service.plan import Plan, plan_for
-from unfuse.worker.exactness import TRUSTED, Exactness
-from unfuse.worker.options import EXACTNESS
+from unfuse.service.report import batches_of, gains, verdict
+from unfuse.worker.batches import TRUSTED, Exactness
+from unfuse.worker.compute_messages import EXACTNESS
 
 ROLES = ("encoder", "denoiser", "decoder")
 FIRST = frozenset({"denoiser"})
@@ -31,7 +31,7 @@ FIRST = frozenset({"denoiser"})
             "undivided, the components take 10.0 GiB, more than the 5.0",
         ),
         (
-            Wanted({"denoiser": 2}, first=FIRST),
+            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}, first=FIRST),
             80,
             "2 denoisers share encoder and decoder: 4.0 GiB less",
         ),

@@ -17,8 +17,8 @@ from tests.worker import outside
 from tools.addresses import a_worker
 from tools.redis_server import RedisServer
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import Service, plan
+from unfuse.service.options import options, plan
+from unfuse.service.service import Service
 from unfuse.service.settings import load
 from unfuse.worker.worker import Worker
 

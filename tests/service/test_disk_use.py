@@ -13,7 +13,7 @@ from unfuse.cli.main import run
 from unfuse.core.errors import NotFound, TransientError, UsageError
 from unfuse.queues.memory import MemoryQueue
 from unfuse.service import service
-from unfuse.service.disk_use import disk_use
+from unfuse.service.disk import disk_use
 from unfuse.service.settings import load
 from unfuse.stores.results import DiskResults, open_results
 from unfuse.testing import ManualClock

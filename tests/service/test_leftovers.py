@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from unfuse.service import leftovers
-from unfuse.service.leftovers import PASSING, passing_folder
+from unfuse.service import disk
+from unfuse.service.disk import PASSING, passing_folder
 
 OLD = 1_000_000_000
 
@@ -27,7 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(variable, str(tmp_path / name))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(leftovers, "_workers", lambda: False)
+    monkeypatch.setattr(disk, "_workers", lambda: False)
     yield tmp_path
 
 
@@ -35,7 +35,7 @@ def left(folder: Path, *, locked: bool = False) -> Path:
     """A temporary folder as a process leaves it that is killed."""
     made = folder / "tmp" / f"{PASSING}x{len(list((folder / 'tmp').iterdir()))}"
     made.mkdir()
-    (made / leftovers.LOCK).touch()
+    (made / disk.LOCK).touch()
     (made / "picture").write_bytes(b"x" * 1000)
     os.utime(made, (OLD, OLD))
     return made
@@ -116,9 +116,9 @@ def test_spilled_objects_go_when_no_worker_lives_and_copies_stay(
     object.parent.mkdir(parents=True)
     object.write_bytes(b"x" * 5000)
     monkeypatch.setenv("UNFUSE_SERVE__STORE", f"spill:shared_memory+disk:{spill}")
-    monkeypatch.setattr(leftovers, "_workers", lambda: True)
+    monkeypatch.setattr(disk, "_workers", lambda: True)
     assert removed(unfuse) == {}
-    monkeypatch.setattr(leftovers, "_workers", lambda: False)
+    monkeypatch.setattr(disk, "_workers", lambda: False)
     text = unfuse("doctor", "--clean")[1]
     assert "4.9 KiB" in text
     assert not object.exists()

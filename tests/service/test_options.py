@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,12 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places
 from unfuse.edge.keys import Key
-from unfuse.planning.placement import Wanted
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
-from unfuse.service.local import own_pools
 from unfuse.service.logs import Logs
-from unfuse.service.options import options
-from unfuse.service.service import ServeOptions, Service, plan, public_names
+from unfuse.service.options import ServeOptions, options, plan
+from unfuse.service.plan import environment_of, specs_of
+from unfuse.service.service import Service, own_pools, public_names
 from unfuse.service.settings import load
 
 
@@ -29,7 +29,7 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
     environment = {"UNFUSE_API_KEY": "short", "UNFUSE_SERVE__API_KEYS": "/nowhere/keys", "UNFUSE_DATA_DIR": "/d"}
     loaded = load({}, None, environment)
     composed: list[ServeOptions] = []
-    monkeypatch.setattr("unfuse.service.local.plan", composed.append)
+    monkeypatch.setattr("unfuse.service.service.plan", composed.append)
     with pytest.raises(AttributeError, match="workers"), own_pools(loaded, Logs(), Loading(())):
         pass
     assert not composed[0].keys
@@ -38,8 +38,12 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
 
 
 def test_settings_become_what_is_composed() -> None:
-    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16, "UNFUSE_SERVE__DENOISERS": "3"}
-    environment |= {"UNFUSE_SERVE__PLACE": "decoder=cpu", "UNFUSE_RUN_DIR": "/r"}
+    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k" * 16}
+    environment |= {
+        "UNFUSE_SERVE__WORKERS": "encoder=1,denoiser=3,decoder=1",
+        "UNFUSE_SERVE__PLACE": "decoder=cpu",
+        "UNFUSE_RUN_DIR": "/r",
+    }
     environment |= {
         "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
         "UNFUSE_SERVE__DURABLE_STAGES": "denoise,text_encode",
@@ -55,18 +59,17 @@ def test_settings_become_what_is_composed() -> None:
     kinds = ("denoise", "text_encode")
     assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
     assert decode(encode(composed.places), Places) == composed.places, "workers are told"
-    assert load({}, None, composed.worker_environment).settings.transfer == Transfer(
+    assert load({}, None, environment_of(composed.settings)).settings.transfer == Transfer(
         engine=("zmq", "tcp"), trusted_network=True
     )
-    assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
-    assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
+    assert load({}, None, environment_of(composed.settings)).settings.run_dir == "/r"
+    assert load({}, None, environment_of(composed.settings)).settings.store.orphan_s == 77.0
     assert composed.keys.of("k" * 16) == Key("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA
-    assert composed.limits.max_active == 7
     assert composed.queue == "sqlite:/d/queue.db"
-    assert options(load({"serve.workers": False}, None, environment)).workers == Wanted(split=False)
+    assert options(load({"serve.workers": "none"}, None, environment)).workers.counts == {}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +86,7 @@ def test_workers_are_told_what_is_set_for_their_role_or_for_all(
 ) -> None:
     """0 leaves it to what their stages say."""
     chosen = options(load({"serve.workers": "split", **settings}, None, {}))
-    service = Service(chosen, plan(chosen), Logs())
-    service.addresses = ["unix:/run/nobody"]
-    slots = {spec.role: spec.flags["slots"] for spec in service._specs(plan(chosen))}
+    slots = {spec.role: spec.flags["slots"] for spec in specs_of(plan(chosen), chosen.settings, {}, {})}
     assert (slots["encoder"], slots["denoiser"]) == (encoder, denoiser)
 
 
@@ -99,34 +100,32 @@ def test_workers_that_no_stage_has_a_role_for_are_refused_before_anything_is_sta
 @pytest.mark.parametrize(("given", "slots"), [((), "0"), (("denoiser=3", "decoder=2"), "2")])
 def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(given: tuple[str, ...], slots: str) -> None:
     chosen = options(load({"serve.workers": "all=1", "serve.slots": given}, None, {}))
-    service = Service(chosen, plan(chosen), Logs())
-    service.addresses = ["unix:/run/nobody"]
-    assert [spec.flags["slots"] for spec in service._specs(plan(chosen))] == [slots]
-    assert service._specs(plan(chosen))[0].arguments[-2:] == ["--model", "unfuse/shapes"], "whatever is added later"
+    assert [spec.flags["slots"] for spec in specs_of(plan(chosen), chosen.settings, {}, {})] == [slots]
 
 
-def test_models_in_turns_have_a_worker_on_each_device_that_is_told_to_hold_one() -> None:
-    chosen = options(load({"serve.workers": "swap"}, None, {}))
-    service = Service(chosen, plan(chosen), Logs())
-    service.addresses = ["unix:/run/nobody"]
-    assert [(spec.role, spec.flags["hold"]) for spec in service._specs(plan(chosen))] == [("all", "model")]
-    for other in ({"compute.parallel": "denoiser=cfg:2"}, {"serve.place": "denoiser=cpu"}):
-        with pytest.raises(ConfigError, match="--workers swap is one worker on each device: leave out --parallel and"):
-            options(load({"serve.workers": "swap", **other}, None, {}))
+def test_workers_of_models_in_turns_are_started_with_one_model_at_a_time() -> None:
+    chosen = options(load({"serve.workers": "all=1", "worker.max_loaded_models": "1"}, None, {}))
+    (spec,) = specs_of(plan(chosen), chosen.settings, {}, {})
+    assert (spec.role, spec.flags["max-loaded-models"]) == ("all", "1")
 
 
-def test_how_many_is_said_once() -> None:
-    with pytest.raises(ConfigError, match="--workers all=2 and --denoisers both say how many: leave one out"):
-        options(load({"serve.workers": "all=2", "serve.denoisers": 3}, None, {}))
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"serve.workers": "split"}, {"serve.workers": "all=1,denoiser=1"}, {"serve.place": "denoiser=cpu"},
+        {"compute.parallel": "denoiser=cfg:2"}, {"serve.workers": "all=1", "compute.parallel": "denoiser=cfg:2"},
+    ],
+)  # fmt: skip
+def test_one_model_at_a_time_needs_workers_of_all_stages(other: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="--max-loaded-models 1 needs workers of all stages: write --workers all=1"):
+        options(load({"worker.max_loaded_models": "1", **other}, None, {}))
 
 
 @pytest.mark.parametrize(
     ("text", "workers"),
     [
         ("split", ["encoder", "denoiser", "decoder"]),
-        ("true", ["encoder", "denoiser", "decoder"]),
         ("none", []),
-        ("false", []),
         ("all=2", ["all", "all"]),
         ("encoder+decoder=1,denoiser=2", ["encoder+decoder", "denoiser", "denoiser"]),
     ],
@@ -190,9 +189,9 @@ def test_a_spread_that_cannot_be_is_refused_before_anything_is_started(spread: s
 
 
 def opened_elsewhere(address: str) -> Any:
-    """A launcher that is named in the settings; what it is to launch is of no interest here."""
+    """A launcher that is named in the settings. It starts nothing, and keeps what it was to start."""
     del address
-    return lambda specs, hear: None
+    return lambda specs, hear: SimpleNamespace(specs=specs, start=lambda: None)
 
 
 def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
@@ -209,11 +208,12 @@ def test_workers_elsewhere_are_told_how_others_reach_us_and_no_secret(
     service = Service(chosen, planned := plan(chosen), Logs())
     service.addresses = ["unix:/r/7.sock", "tcp://0.0.0.0:7"]
 
-    one, _ = service._specs(planned)
+    one, _ = service._launch(planned, 0).specs  # type: ignore[attr-defined]
 
     assert {device.name: device.free for device in planned.devices} == {"cpu": 900 << 30, "cuda:0": 80 << 30}
     assert (one.flags["scheduler"], one.flags["keys"]) == ("tcp://127.0.0.1:7", str(tmp_path / "keys"))
     assert "listen" not in one.flags
+    assert one.arguments[-2:] == ["--model", "unfuse/shapes"], "whatever is added later"
     assert "UNFUSE_RUN_DIR" not in one.environment
     assert "UNFUSE_STORE__ORPHAN_S" in one.environment
     secret = (tmp_path / "keys" / "worker.key").read_text().split()[1]

@@ -21,9 +21,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source
 from unfuse.planning.placement import CONTEXT, CPU, Device, Part, Placed, Wanted, parse_place
-from unfuse.service.options import options
+from unfuse.service.options import options, plan
 from unfuse.service.plan import Model, Plan, explicit_dtypes, look_into, needs, plan_for
-from unfuse.service.service import plan
 from unfuse.service.settings import load
 
 GIB = 1 << 30
@@ -43,7 +42,7 @@ def sibling(tmp_path: Path) -> str:
 
 
 def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> Wanted:
-    return Wanted({}, parse_place(place), ComputeOptions(device=device, dtype=dtype))
+    return Wanted(None, parse_place(place), ComputeOptions(device=device, dtype=dtype))
 
 
 def look(want: Wanted, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[Model, ...]:
@@ -244,14 +243,14 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
     described = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(described).to_bytes(8, "little") + described + bytes(4000))
     together, apart = (
-        plan_for([str(tmp_path)], "", Wanted(workers, {}, ComputeOptions(), split=False), GPUS).workers
+        plan_for([str(tmp_path)], "", Wanted(workers, {}, ComputeOptions()), GPUS).workers
         for workers in ({"language": 1}, {"prefill": 1, "decode": 1})
     )
     kept, full = (4096 + 2 * 2 * 16 * 64 * width for width in (2, 4))
     assert [[part.bytes for part in worker.parts] for worker in together] == [[2000, kept]]
     assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000, kept], [2000, kept]]
     ranks = {"parallel": "language=tensor:2", "device": "cpu+cpu"}
-    (worker,) = plan_for([str(tmp_path)], "", Wanted({}, {}, ComputeOptions(**ranks)), HOST).workers
+    (worker,) = plan_for([str(tmp_path)], "", Wanted(None, {}, ComputeOptions(**ranks)), HOST).workers
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])
 
 

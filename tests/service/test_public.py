@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import unfuse
 from unfuse.client import Request, Result
 from unfuse.core import errors
+from unfuse.service.options import options
 from unfuse.service.service import listen
+from unfuse.service.settings import load
 
 
 def test_every_public_name_is_there() -> None:
@@ -52,7 +55,7 @@ def test_a_model_that_is_not_there_is_refused_in_the_caller_s_process() -> None:
         pytest.fail("it started")
 
 
-def test_answers_are_not_held_back_until_their_first_half_is_acknowledged() -> None:
+def test_answers_are_not_held_back_until_their_first_half_is_acknowledged(tmp_path: Path) -> None:
     """asyncio turns Nagle's algorithm off for sockets that name their protocol: 40 ms a reply, otherwise."""
-    with listen("127.0.0.1", 0, "") as listener:
+    with listen(options(load({"serve.port": 0}, None, {"UNFUSE_DATA_DIR": str(tmp_path)}))) as listener:
         assert listener.proto == socket.IPPROTO_TCP

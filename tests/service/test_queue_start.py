@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.service.queue_start import RETRY_S, QueueStart, ServiceStopped
+from unfuse.service.service import RETRY_S, QueueStart, ServiceStopped
 from unfuse.testing.virtual_time import in_virtual_time
 
 

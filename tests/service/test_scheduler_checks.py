@@ -192,7 +192,7 @@ def test_a_machine_that_could_run_no_stage_without_the_results_is_told(
     places = elsewhere(tmp_path / "results")
     whole = msgspec.structs.replace(PICTURES, pipeline=Pipeline((WHOLE,)))
     with monkeypatch.context() as patch, scheduler(keys, offer(places=places)) as address:
-        patch.setattr("unfuse.service.scheduler_checks.card_of", lambda *_: whole)
+        patch.setattr("unfuse.service.worker.card_of", lambda *_: whole)
         code, found = checked(unfuse, address, keys)
     assert code == 1
     assert "every stage of these models needs it: a shared folder" in only_failing(found, "results")

@@ -15,20 +15,19 @@ from tools.settings_page import PAGE, page
 from tools.snippets import PAGES, blocks
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Settings
-from unfuse.service.service import ServeOptions
-from unfuse.service.settings import FIELDS, load
-from unfuse.service.size import Size
+from unfuse.service.options import ServeOptions
+from unfuse.service.settings import FIELDS, Size, load
 from unfuse.transfer.base import TransferOptions, TransferSettings
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A settings file that says port 1 and two encoders."""
+    """A settings file that says port 1 and a queue of two."""
     path = tmp_path / "unfuse.toml"
-    path.write_text('[serve]\nport = 1\nencoders = 2\n[arena]\nbytes = "1MiB"\n')
+    path.write_text('[serve]\nport = 1\nmax_queue = 2\n[arena]\nbytes = "1MiB"\n')
     return path
 
 
@@ -65,22 +64,22 @@ def test_a_home_folder_that_is_not_there_is_refused() -> None:
 
 
 def test_flag_beats_environment_beats_file_beats_default(file: Path) -> None:
-    environment = {"UNFUSE_SERVE__PORT": "2", "UNFUSE_SERVE__DECODERS": "5"}
+    environment = {"UNFUSE_SERVE__PORT": "2", "UNFUSE_SERVE__MAX_ACTIVE": "5"}
 
     loaded = load({"serve.port": 3, "serve.host": None}, file, environment)
 
     serve = loaded.settings.serve
-    assert (serve.port, serve.decoders, serve.encoders, serve.denoisers, serve.host) == (3, 5, 2, 1, "127.0.0.1")
+    assert (serve.port, serve.max_active, serve.max_queue, serve.order, serve.host) == (3, 5, 2, "fifo", "127.0.0.1")
     assert loaded.origins["serve.port"] == "flag --port"
-    assert loaded.origins["serve.decoders"] == "environment UNFUSE_SERVE__DECODERS"
-    assert loaded.origins["serve.encoders"] == f"file {file}"
-    assert loaded.origins["serve.denoisers"] == "default"
+    assert loaded.origins["serve.max_active"] == "environment UNFUSE_SERVE__MAX_ACTIVE"
+    assert loaded.origins["serve.max_queue"] == f"file {file}"
+    assert loaded.origins["serve.order"] == "default"
     assert load({}, file, environment).settings.serve.port == 2
 
 
 def test_the_environment_reads_numbers_truth_lists_and_sizes() -> None:
     environment = {
-        "UNFUSE_SERVE__WORKERS": "false",
+        "UNFUSE_SERVE__STRICT_PARAMS": "true",
         "UNFUSE_SERVE__MODELS": "one, two",
         "UNFUSE_ARENA__BYTES": "1.5GiB",
         "UNFUSE_LEASE__TTL_S": "2.5",
@@ -88,7 +87,7 @@ def test_the_environment_reads_numbers_truth_lists_and_sizes() -> None:
 
     settings = load({}, None, environment).settings
 
-    assert settings.serve.workers == "false"
+    assert settings.serve.strict_params
     assert settings.serve.models == ("one", "two")
     assert settings.arena.bytes == 3 << 29
     assert settings.lease.ttl_s == 2.5
@@ -132,6 +131,36 @@ def test_a_removed_setting_says_what_to_do(tmp_path: Path) -> None:
         assert "is not a setting any more; leave it out: both halves of guidance share a forward" in said
 
 
+@pytest.mark.parametrize(
+    ("group", "name", "value", "replacement"),
+    [
+        ("serve", "encoders", "0", "--workers encoder=1,denoiser=2,decoder=1"),
+        ("serve", "denoisers", "2", "--workers encoder=1,denoiser=2,decoder=1"),
+        ("serve", "decoders", "2", "--workers encoder=1,denoiser=2,decoder=1"),
+        ("serve", "workers", "true", "--workers split"),
+        ("serve", "workers", "false", "--workers none"),
+        ("serve", "workers", "swap", "--workers all=1 --max-loaded-models 1"),
+        ("worker", "workers", "swap", "--workers all=1 --max-loaded-models 1"),
+        ("worker", "hold", "model", "--max-loaded-models 1"),
+    ],
+)
+def test_removed_layout_settings_name_the_new_spelling(
+    tmp_path: Path, group: str, name: str, value: str, replacement: str
+) -> None:
+    assert replacement in refusal(**{f"UNFUSE_{group}__{name}".upper(): value})
+    path = tmp_path / "old.toml"
+    for written in (f'"{value}"', value if value in ("true", "false") else f'"{value}"'):
+        path.write_text(f"[{group}]\n{name} = {written}\n")
+        assert replacement in refusal(config=path)
+
+
+def test_a_file_may_have_the_number_of_loaded_models(tmp_path: Path) -> None:
+    path = tmp_path / "one.toml"
+    path.write_text("[worker]\nmax_loaded_models = 1\n")
+    assert load({}, path, {}).settings.worker.max_loaded_models == "1"
+    assert "one of 1, all" in refusal(UNFUSE_WORKER__MAX_LOADED_MODELS="2")
+
+
 def test_other_programs_variables_are_left_alone() -> None:
     assert load({}, None, {"UNFUSED": "1", "PATH": "/bin"}).origins["server"] == "default"
 
@@ -141,7 +170,7 @@ def test_other_programs_variables_are_left_alone() -> None:
     [
         ("UNFUSE_SERVE__PORT", "http"),
         ("UNFUSE_SERVE__PORT", "70000"),
-        ("UNFUSE_SERVE__ENCODERS", "-1"),
+        ("UNFUSE_SERVE__MAX_ACTIVE", "-1"),
         ("UNFUSE_LEASE__TTL_S", "0"),
         ("UNFUSE_ARENA__BYTES", "2 apples"),
         ("UNFUSE_ARENA__BYTES", "9" * 400),
@@ -174,7 +203,8 @@ def plain(value: object) -> bool:
 
 
 @given(
-    st.lists(st.sampled_from([name for name, field in FIELDS.items() if field.in_bytes]), unique=True), st.booleans()
+    st.lists(st.sampled_from([name for name, field in FIELDS.items() if field.unit == "byte"]), unique=True),
+    st.booleans(),
 )
 def test_every_setting_arrives_as_a_plain_value(sizes: list[str], as_text: bool) -> None:
     """Given sizes as flags, as people write them or as numbers, then nothing says any more how they were written."""

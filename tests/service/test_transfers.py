@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from unfuse.core.errors import ConfigError
+from unfuse.service.addresses import engines, require_engines, transfers
 from unfuse.service.options import options
 from unfuse.service.settings import load
-from unfuse.service.transfers import engines, require_engines, transfers
 from unfuse.testing import Faults, FaultyEngine
 from unfuse.transfer.base import TransferOptions
 
@@ -67,8 +67,7 @@ def test_the_engine_that_is_named_is_listed() -> None:
 def test_an_engine_that_cannot_run_ends_a_start_before_workers_open_it(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = {"unfuse.service": object()}
-    monkeypatch.setattr("unfuse.service.transfers.find_spec", there.get)
+    monkeypatch.setattr("unfuse.service.addresses.find_spec", lambda library: None)
     variables = {"UNFUSE_DATA_DIR": str(tmp_path), "UNFUSE_TRANSFER__ENGINE": f"tcp,{name}"}
     flags = {"serve.listen": ["tcp://127.0.0.1:0"]}
     with pytest.raises(ConfigError, match=said):

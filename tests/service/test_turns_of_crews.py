@@ -51,18 +51,18 @@ async def test_what_has_no_room_beside_a_model_takes_turns_with_it_and_is_loaded
     assert machine.live == [["unfuse/shapes"]], "no call waits until workers have ended"
     await machine.crews.look()
     everyone = [*reversed(siblings), "unfuse/shapes"]
-    assert (machine.live, machine.launchers[-1].swaps) == ([everyone], [True])
+    assert (machine.live, machine.launchers[-1].max_loaded_models) == ([everyone], "1")
     assert machine.offered[-1] == sorted(everyone)
 
     await machine.scheduler.registry.dismiss(siblings[0])
     for _ in range(module.QUIET):
         assert machine.live == [everyone]
         await machine.crews.look()
-    assert (machine.live, machine.launchers[-1].swaps) == ([[siblings[1], "unfuse/shapes"]], [True])
+    assert (machine.live, machine.launchers[-1].max_loaded_models) == ([[siblings[1], "unfuse/shapes"]], "1")
     await machine.scheduler.registry.dismiss(siblings[1])
     for _ in range(module.QUIET):
         await machine.crews.look()
-    assert (machine.live, machine.launchers[-1].swaps) == ([["unfuse/shapes"]], [False])
+    assert (machine.live, machine.launchers[-1].max_loaded_models) == ([["unfuse/shapes"]], "all")
 
 
 async def test_where_there_is_room_a_model_has_workers_of_its_own(machine: Machine, siblings: list[str]) -> None:

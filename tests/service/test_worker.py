@@ -14,13 +14,13 @@ from tests.cli.conftest import Run
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.planning.placement import Device
-from unfuse.service.machine_workers import plan_here
+from unfuse.service.plan import environment_of
 from unfuse.service.settings import load
-from unfuse.service.specs import environment_of
+from unfuse.service.worker import plan_here
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.keys import make
 from unfuse.wire.run_folder import machine_id
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import WorkerOptions
 
 
 @pytest.fixture
@@ -71,12 +71,20 @@ def test_a_worker_is_pulled_from_only_by_who_has_its_keys(composed: Any, tmp_pat
     assert set(engines) == {"tcp", "zmq"} and options.transfer.authentic
 
 
-@pytest.mark.parametrize("flag", ["--role=denoiser", "--hold=model", "--component=vae", "--model=unfuse/shapes"])
+@pytest.mark.parametrize("flag", ["--role=denoiser", "--component=vae", "--model=unfuse/shapes"])
 def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, flag: str) -> None:
     code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", flag)
     assert (code, err) == (
         2,
         f"unfuse: --workers starts all that the scheduler serves: leave out {flag.split('=')[0]}\n",
+    )
+
+
+def test_one_worker_has_a_device_and_no_places(unfuse: Run) -> None:
+    code, _, err = unfuse("worker", "--role", "denoiser", "--scheduler", "unix:/run/nobody", "--place", "denoiser=cpu")
+    assert (code, err) == (
+        2,
+        "unfuse: --place is for --workers, which starts several: name the device of one worker by --device\n",
     )
 
 

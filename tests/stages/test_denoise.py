@@ -13,10 +13,9 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Stage, StageInput, need, next_states
+from unfuse.stages.base import Stage, StageInput, guidance_scale, need, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
-from unfuse.stages.guidance import guidance_scale
-from unfuse.stages.preview import Preview
+from unfuse.stages.vae_decode import Preview
 
 PARAMS: Params = {
     "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0, "width": 16, "height": 8, "num_frames": 1,

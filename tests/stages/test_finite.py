@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unfuse.core.plan import Params
-from unfuse.stages.finite import remedy
+from unfuse.stages.media import remedy
 
 
 @pytest.mark.row("P47")

@@ -21,6 +21,8 @@ PARAMS: Params = {"width": 4, "height": 2, "num_frames": 1}
 class Pixels:
     """An encoder whose encoding of a picture is its first pixel; it would keep gradients."""
 
+    each, beside = False, ()
+
     def __init__(self) -> None:
         self.weight = torch.ones(1, requires_grad=True)
 

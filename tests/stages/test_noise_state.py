@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.examples import examples
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
-from unfuse.stages import noise_state
+from unfuse.stages.denoise import restore_scheduler, scheduler_state
 
 FLOW = {"prediction_type": "flow_prediction", "flow_shift": 3.0}
 MAKERS: dict[str, Any] = {
@@ -49,11 +49,11 @@ def test_a_scheduler_goes_on_in_another_process_as_if_nothing_had_been(kind: str
     scheduler = fresh(kind, steps)
     latents = walk(scheduler, noise, 0, made)
 
-    tensors, values = noise_state.save(scheduler, fresh(kind, steps))
+    tensors, values = scheduler_state(scheduler, fresh(kind, steps))
     sent = {name: tensor.clone() for name, tensor in tensors.items()}
     kept, expected = latents.clone(), walk(scheduler, latents, made, steps)
     other = fresh(kind, steps)
-    noise_state.resume(other, sent, decode(encode(values), dict[str, Any]), torch.device("cpu"))
+    restore_scheduler(other, sent, decode(encode(values), dict[str, Any]), torch.device("cpu"))
 
     assert torch.equal(walk(other, kept, made, steps), expected)
 
@@ -61,14 +61,14 @@ def test_a_scheduler_goes_on_in_another_process_as_if_nothing_had_been(kind: str
 def test_a_first_order_scheduler_has_only_its_place_to_remember() -> None:
     scheduler = fresh("euler", 8)
     walk(scheduler, torch.ones(1, 2), 0, 3)
-    tensors, values = noise_state.save(scheduler, fresh("euler", 8))
+    tensors, values = scheduler_state(scheduler, fresh("euler", 8))
     assert (tensors, values) == ({}, {"_step_index": 3})
 
 
 def test_what_was_taken_does_not_move_with_the_scheduler() -> None:
     scheduler = fresh("unipc", 6)
     latents = walk(scheduler, torch.ones(1, 2), 0, 3)
-    tensors, _ = noise_state.save(scheduler, fresh("unipc", 6))
+    tensors, _ = scheduler_state(scheduler, fresh("unipc", 6))
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     walk(scheduler, latents, 3, 6)
     assert before
@@ -79,4 +79,4 @@ def test_a_scheduler_with_a_secret_cannot_be_saved() -> None:
     scheduler = fresh("euler", 4)
     scheduler.secret = object()
     with pytest.raises(PermanentError, match="object in scheduler.secret cannot be saved"):
-        noise_state.save(scheduler, fresh("euler", 4))
+        scheduler_state(scheduler, fresh("euler", 4))

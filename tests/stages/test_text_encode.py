@@ -8,8 +8,7 @@ from torch import Tensor
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Stage, StageInput
-from unfuse.stages.guidance import guidance_scale
+from unfuse.stages.base import Stage, StageInput, guidance_scale
 from unfuse.stages.text_encode import TextEncode
 
 PARAMS: Params = {"prompt": "ab", "negative_prompt": "c", "guidance_scale": 2.0, "max_sequence_length": 4}

@@ -18,6 +18,7 @@ from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
 from unfuse.stores.blobs import StoredBlob, open_blobs
 from unfuse.stores.memory import MemoryBackend
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.stores.unsealed import Unsealed
 from unfuse.testing import check_store
 
 CAPACITY = 48 << 20
@@ -224,7 +225,7 @@ def test_a_byte_that_changed_in_memory_is_found(parent: TensorStore, where: str)
 
 
 def test_a_put_that_fails_half_way_leaves_nothing(parent: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.stores.tensor_store.flat_bytes", lambda value: 1 / 0)
+    monkeypatch.setattr("unfuse.stores.unsealed.flat_bytes", lambda value: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         parent.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
     assert parent.usage().used == 0
@@ -233,15 +234,13 @@ def test_a_put_that_fails_half_way_leaves_nothing(parent: TensorStore, monkeypat
 def test_a_put_for_a_request_that_was_released_meanwhile_is_lost(
     parent: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unfuse.stores import tensor_store
-
-    request, write = new_request_id(), tensor_store._write
+    request, write = new_request_id(), Unsealed.write
 
     def release_while_writing(*arguments):  # type: ignore[no-untyped-def]
         parent.release(request)
         return write(*arguments)
 
-    monkeypatch.setattr(tensor_store, "_write", release_while_writing)
+    monkeypatch.setattr(Unsealed, "write", release_while_writing)
     with pytest.raises(ObjectLost, match="its request is over"):
         parent.put({"x": np.ones(3)}, request=request, stage="s", attempt=1)
     assert parent.usage().used == 0

@@ -11,8 +11,9 @@ from typing_extensions import override
 from unfuse.arena.arena import Arena
 from unfuse.parallel.pairs import TorchPairs
 from unfuse.transfer.pairs import GlooEngine
-from unfuse.worker.compute_messages import ForPairs, FromCompute, PairDone
-from unfuse.worker.pairs import ComputePairs, PairServer
+from unfuse.worker.compute import PairServer
+from unfuse.worker.compute_messages import FromCompute, PairCall, PairDone
+from unfuse.worker.executor import ComputePairs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +41,7 @@ def local_pairs(memory: NDArray[np.uint8]) -> ComputePairs:
         assert isinstance(message, PairDone)
         loop.call_soon_threadsafe(pairs.heard, message)
 
-    async def send(message: ForPairs) -> bool:
+    async def send(message: PairCall) -> bool:
         server.take(message)
         return True
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.transfer.conftest import SECRET
 from unfuse.core.object_ref import ObjectRef
+from unfuse.service.addresses import engines
 from unfuse.service.groups import Settings
-from unfuse.service.transfers import engines
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 

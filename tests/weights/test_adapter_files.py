@@ -10,8 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from unfuse.core.errors import Unsuitable
-from unfuse.weights.adapter_files import TensorEntry, entries, fitted, left_out, not_finite, other_half, refusal
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import Loras, TensorEntry, entries, fitted, left_out, not_finite, other_half, refusal
 from unfuse.weights.traced import sources_of, traced
 
 PAIR = {"a.lora_A.weight": TensorEntry("F32", (2, 8)), "a.lora_B.weight": TensorEntry("BF16", (8, 2))}

@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 from tests.integration.pictures import SHAPES
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.models import card_of, resolve_source
-from unfuse.weights.composed import parse_component_sources, split_name, with_components
 from unfuse.weights.fingerprints import FINGERPRINTS
-from unfuse.weights.source import is_local, source_of
+from unfuse.weights.source import is_local, parse_component_sources, source_of, split_name, with_components
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.weights.gguf import QUANTISED as TYPES
 from unfuse.weights.gguf_model import CHUNK, GgufModel, files_of
-from unfuse.worker.weight_files import WeightFiles, states_of
+from unfuse.worker.loaded_models import WeightFiles, states_of
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -165,7 +165,7 @@ def test_a_worker_notices_that_the_file_it_has_loaded_is_replaced(
     (tmp_path / "new").write_bytes(data)
     (tmp_path / "new").replace(copy)
     files.look()
-    monkeypatch.setattr("unfuse.worker.weight_files.time.time", lambda: copy.stat().st_ctime + 60)
+    monkeypatch.setattr("unfuse.worker.loaded_models.time.time", lambda: copy.stat().st_ctime + 60)
     files.compare()
 
     assert files.look()

@@ -18,7 +18,7 @@ from unfuse.models import find
 from unfuse.models.base import Runtime
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.quantised import codes
-from unfuse.weights.unplaced import unplaced
+from unfuse.weights.single import unplaced
 
 Copied = Callable[[str], Path]
 Change = Callable[[dict[str, torch.Tensor]], None]

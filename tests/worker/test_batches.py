@@ -8,11 +8,9 @@ from itertools import cycle
 from random import Random
 from statistics import mode
 
-import pytest
-import torch
 from hypothesis import example, given, settings, strategies as st
 
-from unfuse.worker.batches import MAX_KEYS, SAMPLES, BatchSizes, out_of_memory
+from unfuse.worker.batches import MAX_KEYS, SAMPLES, BatchSizes
 
 SIZES = (1, 2, 4, 8)
 
@@ -260,16 +258,3 @@ def test_keys_do_not_disturb_each_other_and_old_ones_are_dropped() -> None:
     for number in range(MAX_KEYS):
         sizes.size(number, 9)
     assert sizes.size("a", 9) == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "is_it"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("size mismatch"), False),
-    ],
-)
-def test_running_out_of_memory_is_known_from_other_errors(error: Exception, is_it: bool) -> None:
-    assert out_of_memory(error) is is_it

@@ -118,7 +118,7 @@ async def test_a_task_whose_input_went_with_a_process_is_handed_back(tmp_path: P
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("memory", owner="w") as store:
         executor = Executor([load(store, tmp_path)], heard.put)
-        executor.passing._passed.add((waiting := lease()).claim)
+        executor.passing._has_all[(waiting := lease()).claim] = True
         executor.passing.lost()
         for _ in range(2):
             await executor.run(waiting, {})

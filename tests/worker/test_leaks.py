@@ -21,8 +21,8 @@ from unfuse.stages.base import StageInput
 from unfuse.stages.sequences import Sequences
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Leak, LeaksFound
-from unfuse.worker.leaks import MOST_LINES, ComputeLeakCheck, WorkerLeakCheck
-from unfuse.worker.objects import Objects
+from unfuse.worker.objects import MOST_LINES, Objects, WorkerLeakCheck
+from unfuse.worker.step_loop import ComputeLeakCheck
 
 __all__ = ["far", "folders", "near"]
 

@@ -22,11 +22,13 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.stores.keyed import remains_at
+from unfuse.stores.results import copies_here
+from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
-from unfuse.worker import copies
+from unfuse.worker import remote_inputs
 from unfuse.worker.objects import Objects
 
 PIECE = 64 * 1024
@@ -41,12 +43,20 @@ def folders() -> Iterator[Callable[[], str]]:
         yield lambda: stack.enter_context(TemporaryDirectory(prefix="run-"))
 
 
+def opened(name: str, places: Places, **own: str) -> TensorStore:
+    """The store of a worker."""
+    copies, options = copies_here(places), {"node": name, "durable": places.durable} | own
+    return TensorStore.create(places.store, owner=name, capacity=CAPACITY, copies=copies, **options)  # type: ignore[arg-type]
+
+
 @asynccontextmanager
 async def node(
     name: str, run_dir: str, places: Places | None = None, called: str = "", keys: bool = True
 ) -> AsyncIterator[Objects]:
     engines = {"tcp": open_engine("tcp", OPTIONS)} if keys else {}
-    objects = Objects(name, called or name, CAPACITY, places or Places(""), engines, OPTIONS, run_dir)
+    places = places or Places("")
+    store = opened(name, places, run_dir=run_dir, node=called or name)
+    objects = Objects(store, places, engines, OPTIONS)
     try:
         yield objects
     finally:
@@ -214,7 +224,7 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near
 
 async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanwhile(far: Objects) -> None:
     patient = msgspec.structs.replace(OPTIONS, heartbeat_s=15.0, max_missed=4)
-    near = Objects("near", "near", CAPACITY, Places(""), {"tcp": open_engine("tcp", patient)}, patient)
+    near = Objects(opened("near", Places("")), Places(""), {"tcp": open_engine("tcp", patient)}, patient)
     with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
         address = {"tcp": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
         waiting = []
@@ -253,7 +263,7 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
     kind: FailureKind, reason: str, far: Objects, near: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given inputs that were brought, when compute dies, then they are kept, for a while, and do not come twice."""
-    monkeypatch.setattr(copies, "KEPT_S", 600.0)
+    monkeypatch.setattr(remote_inputs, "KEPT_S", 600.0)
     first = reading(made(far))
     again, last = (msgspec.structs.replace(first, token=token) for token in (b"again", b"last"))
     assert await near.copies.bring(first, granted(far))
@@ -265,7 +275,7 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
     near.end_task(again, Failed(again.claim, "transient", "it failed"), False)
     await freed(near)
 
-    monkeypatch.setattr(copies, "KEPT_S", 0.0)
+    monkeypatch.setattr(remote_inputs, "KEPT_S", 0.0)
     assert await near.copies.bring(last, granted(far))
     near.end_task(last, Failed(last.claim, kind, "it died", reason=reason), False)
     await freed(near)
@@ -277,7 +287,7 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
     """Given an input that was brought, when its task is done, and others here read what it made, or when the task is
     withdrawn since another input will not come, then the input does not come twice; nor is its owner needed any more.
     """
-    monkeypatch.setattr(copies, "NEXT_S", 600.0)
+    monkeypatch.setattr(remote_inputs, "NEXT_S", 600.0)
     there = made(far)
     announced = msgspec.structs.replace(there, id="announced", checksums=())
     first, lost, last = (msgspec.structs.replace(reading(there), token=token) for token in (b"1", b"2", b"3"))
@@ -318,7 +328,7 @@ async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
     async with node("near", folders(), Places("", durable=f"disk:{tmp_path}")) as near:
         ref = made(near)
         near.made(Done(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
-        await near.durable.wait_until_written()
+        await near.wait_until_copied()
         assert len(list(files(tmp_path))) == (kind == "denoise")
         near.store.delete(ref)
         assert near.holding() == ({"req_a"} if kind == "denoise" else set())
@@ -346,7 +356,7 @@ async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
     """Given results on a disk and nothing else that lasts, when a worker stops, then the outputs and checkpoints of
     requests that are not over can be read, and of a request that reads another one's object that, too."""
     places = Places(f"disk:{tmp_path}")
-    objects = Objects("w", "n", CAPACITY, places, {}, OPTIONS, folders())
+    objects = Objects(opened("w", places, run_dir=folders()), places, {}, OPTIONS)
     output, checkpoint = made(objects, 1), made(objects, 2)
     over, cached = made(objects, 3, request="req_b"), made(objects, 4, request="req_c")
     for ref in (output, over, cached):

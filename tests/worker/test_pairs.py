@@ -7,18 +7,19 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from unfuse.worker.compute_messages import ForPairs, Join, Move, Offer, PairDone, Part
-from unfuse.worker.pairs import ComputePairs, PairServer
+from unfuse.worker.compute import PairServer
+from unfuse.worker.compute_messages import PairCall, PairDone
+from unfuse.worker.executor import ComputePairs
 
 
 class Process:
     """A compute process that answers when it is told to."""
 
     def __init__(self) -> None:
-        self.runs, self.asked = True, asyncio.Queue[ForPairs]()
+        self.runs, self.asked = True, asyncio.Queue[PairCall]()
         self.pairs = ComputePairs(self.send)
 
-    async def send(self, message: ForPairs) -> bool:
+    async def send(self, message: PairCall) -> bool:
         await self.asked.put(message)
         return self.runs
 
@@ -31,7 +32,7 @@ async def process() -> AsyncIterator[Process]:
 async def test_a_call_ends_with_its_answer(process: Process) -> None:
     offering = asyncio.create_task(asyncio.to_thread(process.pairs.offer, "a", "gloo", "127.0.0.1", 1.0))
     joining = asyncio.create_task(asyncio.to_thread(process.pairs.join, "b", "gloo", "127.0.0.1", 1.0, ("h", 7)))
-    assert {type(await process.asked.get()) for _ in range(2)} == {Offer, Join}
+    assert {(await process.asked.get()).method for _ in range(2)} == {"offer", "join"}
     process.pairs.heard(PairDone("b", error="nobody is there"))
     process.pairs.heard(PairDone("a", 4711))
     assert await offering == 4711
@@ -42,9 +43,9 @@ async def test_a_call_ends_with_its_answer(process: Process) -> None:
 async def test_a_call_ends_with_the_process(process: Process) -> None:
     """Not before: until then it may write to the arena."""
     moving = asyncio.create_task(asyncio.to_thread(process.pairs.move, "a", 0, 10))
-    assert await process.asked.get() == Move("a", 0, 10)
+    assert await process.asked.get() == PairCall("move", "a", (0, 10))
     process.pairs.part("a")
-    assert await process.asked.get() == Part("a")
+    assert await process.asked.get() == PairCall("part", "a")
     assert not moving.done()
     process.pairs.lost()
     with pytest.raises(ConnectionError, match="ended"):
@@ -75,5 +76,5 @@ async def test_whatever_fails_in_the_process_is_told(process: Process) -> None:
 
     server = PairServer(missing, lambda message: loop.call_soon_threadsafe(told.put_nowait, message))
     for _ in range(2):
-        server.take(Move("a", 0, 10))
+        server.take(PairCall("move", "a", (0, 10)))
         assert await told.get() == PairDone("a", error="ImportError: no torch")

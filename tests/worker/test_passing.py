@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from threading import Event
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -24,6 +25,7 @@ KV = replace(ref(8 * CHUNK_BYTES), stage="prefill")
 TASK = task_of(
     "req_a", "decode.0", 1, "decode:abc:float32@12", "decode", "m", {}, (KV,), derived=Derived(prompt_tokens=100)
 )
+WANTED: Any = SimpleNamespace(cancelled=False)  # the session of a transfer that goes on
 ARRIVED = Arrived(Lease(TASK, "w", b"t", 0.0), KV, 0, 0, 10)
 
 
@@ -57,7 +59,7 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
     what is dropped is told to the process."""
     gone, process = Passing(50, Process(there=False).send), Process()
     with pytest.raises(TransientError, match="no compute process runs"):
-        await gone._pass(ARRIVED)
+        await gone._pass(ARRIVED, WANTED)
     passing = Passing(50, process.send)
     answers = (
         ("no room", lambda: passing.heard(Taken(ARRIVED.lease.claim, KV.id, "no room"))),
@@ -66,11 +68,11 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
     for says, happens in answers:
         passing._loop.call_later(0.01, happens)
         with pytest.raises(TransientError, match=says):
-            await passing._pass(ARRIVED)
+            await passing._pass(ARRIVED, WANTED)
     assert not passing.begins(ARRIVED.lease.claim)
     passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim, KV.id))
     passing._loop.call_later(0.005, passing.heard, Taken(ARRIVED.lease.claim, "another", "of no matter"))
-    await passing._pass(ARRIVED)
+    await passing._pass(ARRIVED, WANTED)
     await passing.drop(ARRIVED.lease.claim)
     assert process.sent == [ARRIVED] * 3 + [Cancel(ARRIVED.lease.claim)]
     for one in (gone, passing):
@@ -82,7 +84,7 @@ async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
     process = Process()
     passing, taken = Passing(50, process.send, 3), Taken(ARRIVED.lease.claim, KV.id)
     for error in ("", "no memory"):
-        piece = asyncio.create_task(passing._pass(ARRIVED))
+        piece = asyncio.create_task(passing._pass(ARRIVED, WANTED))
         for answer in (replace(taken, error=error), taken):
             await asyncio.sleep(0)
             passing.heard(answer)
@@ -94,7 +96,7 @@ async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
                 await piece
         else:
             await piece
-    piece = asyncio.create_task(passing._pass(ARRIVED))
+    piece = asyncio.create_task(passing._pass(ARRIVED, WANTED))
     await asyncio.sleep(0)
     passing.heard(taken)
     passing.lost()
@@ -110,14 +112,14 @@ async def test_what_processes_had_taken_that_are_gone_no_task_begins_with() -> N
     passing, claim = Passing(50, process.send), ARRIVED.lease.claim
     other = replace(ARRIVED, lease=replace(ARRIVED.lease, token=b"another"))
     for arrived in (ARRIVED, other):
-        piece = asyncio.create_task(passing._pass(arrived))
+        piece = asyncio.create_task(passing._pass(arrived, WANTED))
         await asyncio.sleep(0)
         passing.heard(Taken(arrived.lease.claim, KV.id))
         await piece
     assert passing.begins(other.lease.claim)
     passing.lost()
     with pytest.raises(TransientError, match="the compute process ended"):
-        await passing._pass(replace(ARRIVED, start=10, stop=20))
+        await passing._pass(replace(ARRIVED, start=10, stop=20), WANTED)
     assert process.sent == [ARRIVED, other]
     assert passing.begins(other.lease.claim) and not passing.begins(claim)
     assert passing.begins(claim)
@@ -128,7 +130,7 @@ class Slow:
     """A store, and a transfer into it that brings nothing, and ends only when it may."""
 
     def __init__(self) -> None:
-        self.arena, self.may_end, self.wanted = Arena(1 << 26), Event(), True
+        self.arena, self.may_end, self.cancelled = Arena(1 << 26), Event(), False
         self.reserve = self.arena.create
 
     def fetch(self, ref: object, window: Window) -> Slow:
@@ -136,7 +138,7 @@ class Slow:
         return self
 
     def cancel(self) -> None:
-        self.wanted = False
+        self.cancelled = True
 
     def wait(self) -> None:
         self.may_end.wait()
@@ -150,9 +152,8 @@ async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
     """Given an input on its way, when its task is cancelled, and again while the transfer still ends, then its room is
     free when that has ended, and nothing more is passed on."""
     slow, process = Slow(), Process()
-    passing, store = Passing(50, process.send), slow
-    through: Any = passing.through
-    task = asyncio.create_task(through(ARRIVED.lease, KV, store, slow, 1.0))
+    passing, store = Passing(50, process.send), cast(Any, slow)
+    task = asyncio.create_task(passing.through(ARRIVED.lease, KV, store, store, 1.0))
     try:
         while not passing.extents:
             await asyncio.sleep(0)
@@ -161,10 +162,10 @@ async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
             task.cancel()
             for _ in range(3):
                 await asyncio.sleep(0)
-        assert task.cancelled() and not slow.wanted
+        assert task.cancelled() and slow.cancelled
         assert slow.arena.unfinished() == [window], "the transfer may still write there"
         with pytest.raises(TransientError, match="not wanted"):
-            await passing._pass(ARRIVED)
+            await passing._pass(ARRIVED, store)
     finally:
         slow.end()
     async with asyncio.timeout(60):

@@ -21,10 +21,10 @@ from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import Done, Failed, Stopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
+from unfuse.worker.batches import TRUSTED, Exactness
 from unfuse.worker.compute import _agree
 from unfuse.worker.compute_messages import Arrived, Cancel, FromCompute, RankStatus, Run, Taken, Turn, Waits
-from unfuse.worker.exactness import TRUSTED, Exactness
-from unfuse.worker.ranks import SeveralRanks
+from unfuse.worker.ranks import Ranks
 from unfuse.worker.step_loop import StepLoop
 
 WAIT_S = 20.0
@@ -99,7 +99,7 @@ class Group:
         sure = Exactness(folder / f"{rank.rank}.json", chance=lambda: 1.0) if exact else None
         loop = StepLoop(
             {"count": stage}, self.bench.store, self.bench.results, self.inboxes[rank.rank], send, 4, exactness=sure,
-            ranks=SeveralRanks(rank, send), overlapped=self.overlapped,
+            ranks=Ranks(rank, send), overlapped=self.overlapped,
         )  # fmt: skip
         loop._batches.sizes = Large(4)
         return loop
@@ -308,7 +308,7 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
             return nullcontext()
 
     others = [encode(rank) for rank in said[1:]]
-    agreed = SeveralRanks(Heard(), lambda turn: None).agree(said[0])
+    agreed = Ranks(Heard(), lambda turn: None).agree(said[0])
     for task, found in enumerate(agreed):
         own = [rank[task] for rank in said]
         if isinstance(found, int) and found >= 0:

@@ -41,12 +41,12 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.said import pieces
+from unfuse.server.output_stream import output_stream
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
 from unfuse.worker import progress
-from unfuse.worker.copies import Copies
 from unfuse.worker.link import Link
+from unfuse.worker.remote_inputs import Copies
 from unfuse.worker.worker import Worker
 
 STEPS = 75  # one and a half seconds
@@ -248,14 +248,13 @@ async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
     async with town(model) as found:
         worker = found.work()
         request = await found.submit("speak", steps=60)
-        stream = pieces(found.queue, request, "denoise.0")
-        said = [await anext(stream)]
-        assert worker._executor
+        stream = output_stream(found.queue, request, {"denoise.0": 0})
+        said = [(await anext(stream))[1]]
         for pid in worker._executor.pids:
             os.kill(pid, signal.SIGKILL)
-        said += [await anext(stream) for _ in range(20)]
+        said += [(await anext(stream))[1] for _ in range(20)]
         await found.kill(0)
-        said += [piece async for piece in stream]
+        said += [piece async for _, piece in stream]
         assert [int(piece.split()[0]) for piece in said] == list(range(1, 61))
         makers = [piece.split()[1] for piece in said]
         assert len(set(makers)) == 2 and makers == sorted(makers, key=makers.index)

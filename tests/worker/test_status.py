@@ -15,8 +15,8 @@ from unfuse.core.messages import Sharing
 from unfuse.core.text import TextLoad
 from unfuse.worker.compute import _device, device_memory
 from unfuse.worker.compute_messages import RankStatus
-from unfuse.worker.ranks import Ranks
-from unfuse.worker.status import OVER_S, PAGE, BusyShare, StatusReporter, resident
+from unfuse.worker.executor import OVER_S, PAGE, BusyShare, resident
+from unfuse.worker.ranks import Ranks, StatusReporter
 
 Reported = tuple[StatusReporter, list[RankStatus]]
 

@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace as changed
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,14 +28,13 @@ from unfuse.core.plan import NOTHING_DERIVED, Params, Value, prefix_key
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease
 from unfuse.core.text import TextLoad
-from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, Tensors
+from unfuse.stages.base import Media, PrefixBlock, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
-from unfuse.worker.batches import BatchSizes
+from unfuse.worker.batches import TRUSTED, BatchSizes, Exactness
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
-from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop
 
 
@@ -131,8 +131,8 @@ class Print(Stage):
         return [StageOutput(media=(Media("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
 
 
-class Portions(Count):
-    """Completes a portion at each step; none can be had of the one numbered `missing`."""
+class Blocks(Count):
+    """Completes a prefix block at each step; the one numbered `missing` cannot be read."""
 
     can_overlap = True
 
@@ -140,16 +140,14 @@ class Portions(Count):
         super().__init__()
         self.missing = missing
 
-    def kept(self, state: tuple[StageInput, int]) -> Sequence[int]:
-        return [state[1] - 1]
+    def prefix_blocks(self, state: tuple[StageInput, int]) -> Sequence[PrefixBlock]:
+        number = state[1] - 1
+        return [PrefixBlock(number, partial(self._read, number), f"digest {number}")]
 
-    def portion(self, state: tuple[StageInput, int], number: int) -> Tensors:
+    def _read(self, number: int) -> Tensors:
         if number == self.missing:
             raise RuntimeError("no memory for a copy")
         return {"x": np.full(1, number)}
-
-    def digest(self, state: tuple[StageInput, int], number: int) -> str:
-        return f"digest {number}"
 
 
 class Texts:
@@ -779,20 +777,20 @@ def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: 
 
 
 @pytest.mark.parametrize(("missing", "kept"), [(None, ["a", "b"]), (0, ["b"])])
-def test_a_task_goes_on_whether_its_portions_are_kept_or_not(
+def test_a_task_goes_on_whether_its_prefix_blocks_are_kept_or_not(
     missing: int | None, kept: list[str], tmp_path: Path
 ) -> None:
-    loop = Bench(tmp_path, {"count": Portions(missing)}, batch=1)
+    loop = Bench(tmp_path, {"count": Blocks(missing)}, batch=1)
     lease = loop.run(prefixes=("a", "b"))
     assert isinstance(loop.outcome(lease), Done)
     assert [said.key for said in loop.sent if isinstance(said, Keep)] == kept
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_portions_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_path: Path, overlapped: bool) -> None:
-    """Given a task with a key for its first portion, when it may add others, then those have the keys of their digests
-    in its space, and each is there when it is told of."""
-    loop = Bench(tmp_path, {"count": Portions()}, 1, overlapped)
+def test_prefix_blocks_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_path: Path, overlapped: bool) -> None:
+    """Given a task with a key for its first block, when it may add others, then those have the keys of their digests in
+    its space, and each is there when it is told of."""
+    loop = Bench(tmp_path, {"count": Blocks()}, 1, overlapped)
     lease = loop.run(prefixes=("a",), extends="space")
     assert isinstance(loop.outcome(lease), Done)
     kept = [said for said in loop.sent if isinstance(said, Keep)]
@@ -805,7 +803,7 @@ def test_a_task_knows_whether_what_it_adds_has_the_bytes_of_others(tmp_path: Pat
     """Not behind an input that was stored in fewer bits, and not where nobody asks for it."""
     given = list[bool]()
 
-    class Asked(Portions):
+    class Asked(Blocks):
         def start(self, task: StageInput) -> tuple[StageInput, int]:
             given.append(task.extends)
             return super().start(task)

@@ -21,8 +21,8 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Failed, Progress, Stopped
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
+from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel, FromCompute
-from unfuse.worker.exactness import Exactness
 from unfuse.worker.step_loop import StepLoop
 
 __all__ = ["group"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def show_checks(settings: Settings, json: bool) -> NoReturn:
     """Print whether this machine's workers could work for the schedulers, and exit: with 1 if they could not."""
-    from unfuse.service.scheduler_checks import checks
+    from unfuse.service.worker import checks
 
     found = asyncio.run(checks(settings))
     if json:
@@ -48,8 +48,7 @@ def print_machine(machine: Machine) -> None:
 
 def print_installation(settings: Settings) -> None:
     """Print which servers run here, and how workers and tensors come in."""
-    from unfuse.service.addresses import AT_RISK, running
-    from unfuse.service.transfers import transfers
+    from unfuse.service.addresses import AT_RISK, running, transfers
 
     typer.echo(f"{'servers':12} {', '.join(running(settings.run_dir)) or 'none of this user runs here'}")
     if settings.insecure_listen:

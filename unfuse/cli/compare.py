@@ -20,13 +20,10 @@ from unfuse.core.errors import UsageError
 from unfuse.core.media import medium_for
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
-from unfuse.service.settings import Loaded, load
-from unfuse.service.size import Size
+from unfuse.service.settings import Loaded, Size, load
 
 if TYPE_CHECKING:
-    from unfuse.core.card import ModelCard
-    from unfuse.service.comparison import Figures
-    from unfuse.service.course import Course
+    from unfuse.service.comparison import Course, Figures
     from unfuse.service.plan import Plan
 
 MOST_AT_ONCE = 10_000
@@ -59,9 +56,8 @@ def compare(
     terminal.open_log()
     told = {**flags, **terminal.flags, "serve.models": [model]}
     from unfuse.service.comparison import sized
-    from unfuse.service.local import without_keys
-    from unfuse.service.options import options
-    from unfuse.service.service import plan
+    from unfuse.service.options import options, plan
+    from unfuse.service.service import without_keys
 
     loaded = load(told, config)
     planned = plan(options(without_keys(loaded)))
@@ -80,15 +76,10 @@ class _Wanted:
     rounds: int
     counts: list[int]
 
-    @property
-    def card(self) -> ModelCard:
-        return self.plan.models[0].card
-
     def course(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> Course:
         """Count requests, and say how long they will take."""
-        from unfuse.service.comparison import predicted_s
-        from unfuse.service.course import Course
-        from unfuse.service.resources import means
+        from unfuse.service.comparison import Course, predicted_s
+        from unfuse.service.plan import means
 
         return Course(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
 
@@ -96,11 +87,11 @@ class _Wanted:
 def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
     """Measure diffusers, and then unfuse."""
     from unfuse.service.comparison import Pools, UndividedPipeline, measure, requests_of, threads_to_try
-    from unfuse.service.local import own_pools
+    from unfuse.service.service import own_pools
 
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
     course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
-    repeats = wanted.card, wanted.asked, wanted.rounds, wanted.counts
+    repeats = wanted.asked, wanted.rounds, wanted.counts
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):
@@ -124,7 +115,7 @@ def _counts(levels: str) -> list[int]:
 
 
 def _report(whole: Figures, split: Figures, workers: int, json: bool) -> None:
-    from unfuse.service.course import verdict
+    from unfuse.service.comparison import verdict
 
     same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
     rows = [_row("latency of one, s", whole.latency, split.latency)]

@@ -10,8 +10,7 @@ from unfuse.cli.options import OFFERED, Config, Json
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import Verbs
 from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, Field, load
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Field, Size, load
 
 app = Verbs("What is set, and where.")
 
@@ -44,7 +43,7 @@ def _value(field: Field, settings: Settings) -> Any:
     value: Any = settings
     for part in field.name.split("."):
         value = getattr(value, part)
-    if field.in_bytes:
+    if field.unit == "byte":
         return Size(value)
     if field.secret and value:
         return HIDDEN

@@ -50,7 +50,7 @@ def client_of(
             with connect(server, loaded.settings.api_key) as client:
                 yield client, progress
             return
-        from unfuse.service.local import own_pools
+        from unfuse.service.service import own_pools
 
         for url in servers_here(loaded.settings.run_dir):
             terminal.say(f"a server of yours runs here: to ask it instead of starting workers, add --server {url}")

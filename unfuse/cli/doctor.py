@@ -16,8 +16,7 @@ from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
 from unfuse.planning.placement import NO_DEVICE
-from unfuse.service.settings import load
-from unfuse.service.size import Size
+from unfuse.service.settings import Size, load
 
 if TYPE_CHECKING:
     from unfuse.service.plan import Model, Plan
@@ -41,11 +40,9 @@ def doctor(
     that has exactly these.
     """
     from unfuse.planning.machine import devices_to_size, look
-    from unfuse.service import leftovers
-    from unfuse.service.addresses import running
-    from unfuse.service.plan import plan_for, wanted
-    from unfuse.service.resources import device_memory, means
-    from unfuse.service.transfers import transfers
+    from unfuse.service.addresses import running, transfers
+    from unfuse.service.disk import clean as remove_leftovers
+    from unfuse.service.plan import device_memory, means, plan_for, wanted
     from unfuse.weights.fingerprints import FINGERPRINTS
 
     terminal.open_log()
@@ -55,7 +52,7 @@ def doctor(
         show_checks(loaded.settings, json)
     machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))
     planned_for, is_here = devices_to_size(device_memory(loaded.settings))
-    removed = [msgspec.structs.asdict(one) for one in leftovers.clean(loaded.settings)] if clean else []
+    removed = remove_leftovers(loaded.settings) if clean else []
     if clean and not json:
         show.as_table(removed, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
         return
@@ -89,7 +86,7 @@ def _ports(addresses: Iterable[str]) -> list[int]:
 
 
 def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
-    from unfuse.service.advice import batches_of, gains, layouts_of, verdict
+    from unfuse.service.report import batches_of, gains, layouts_of, verdict
 
     return {
         "models": {model.card.name: _components(model) for model in plan.models},
@@ -112,7 +109,7 @@ def _components(model: Model) -> list[dict[str, Any]]:
 
 
 def _print_plan(plan: Plan, data_dir: str) -> None:
-    from unfuse.service.advice import basis_of, batches_of, gains, layouts_of, verdict
+    from unfuse.service.report import basis_of, batches_of, gains, layouts_of, verdict
 
     for model in plan.models:
         typer.echo(f"\n{model.card.name}")

@@ -94,7 +94,7 @@ def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Re
     """The result, and whether it is complete: after an interrupt it has what was finished."""
 
     def check(plan: Plan) -> None:
-        from unfuse.service.first_checks import check_request
+        from unfuse.service.options import check_request
 
         check_request(plan, asked, loaded.settings.serve.loras)
 

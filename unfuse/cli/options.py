@@ -12,13 +12,12 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from unfuse.cli.show import cell
-from unfuse.service.settings import FIELDS, Field
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Field, Size
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
-MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
+MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING, EXPERT = (
     "What to make", "Standard error", "Clients", "What is kept, and where", "Workers", "Between machines", "Computing",
-    "Who waits, and for what",
+    "Who waits, and for what", "Expert",
 )  # fmt: skip
 
 PANELS: dict[str, tuple[str, ...]] = {
@@ -34,8 +33,8 @@ PANELS: dict[str, tuple[str, ...]] = {
         "serve.encoder_cache", "serve.reuse_results", "data_dir",
     ),
     WORKERS: (
-        "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "serve.slots",
-        "serve.launcher", "serve.asleep", "arena.bytes", "kv.bytes", "lease.", "worker.",
+        "serve.workers", "serve.place", "serve.slots", "serve.launcher", "serve.asleep", "arena.bytes", "kv.bytes",
+        "lease.", "worker.",
     ),
     MACHINES: (
         "serve.listen", "insecure_listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler",
@@ -43,10 +42,11 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     COMPUTING: ("compute.", "serve.feature_cache"),
     QUEUEING: (
-        "serve.max_", "serve.order", "serve.dispatch", "serve.drain_timeout", "serve.image_timeout",
+        "serve.max_", "serve.order", "serve.drain_timeout", "serve.image_timeout",
         "serve.video_timeout", "serve.wake_limit",
     ),
     LOGGING: ("log.",),
+    EXPERT: ("serve.dispatch", "compute.loop", "compute.collective_s"),
 }  # fmt: skip
 """The heading of a setting in `--help`, by the beginning of its name; the longest match counts."""
 
@@ -54,8 +54,7 @@ OFFERED: set[str] = set()  # settings that some verb has a flag for
 COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))  # how compute processes work
 
 PLACING = (
-    "serve.workers", "serve.place", "serve.device_memory", "serve.encoders", "serve.denoisers", "serve.decoders",
-    "arena.bytes", "kv.bytes",
+    "serve.workers", "serve.place", "serve.device_memory", "worker.max_loaded_models", "arena.bytes", "kv.bytes",
 )  # fmt: skip
 """Which workers run where, beside how they compute."""
 
@@ -63,7 +62,7 @@ PLACING = (
 def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
-    shown = Size(field.default) if field.in_bytes else field.default
+    shown = Size(field.default) if field.unit == "byte" else field.default
     usual = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
     flag = field.flag
     if isinstance(field.default, bool):
@@ -80,7 +79,7 @@ def _metavar(field: Field) -> str | None:
         return "TEXT (repeatable)"
     if field.unit == "second":
         return "TIME"
-    return "SIZE" if field.in_bytes else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
+    return "SIZE" if field.unit == "byte" else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
 
 
 def parameter_of(name: str) -> Parameter:

@@ -12,8 +12,7 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Choice, roles_of
-from unfuse.service.settings import load
-from unfuse.service.size import Size
+from unfuse.service.settings import Size, load
 
 if TYPE_CHECKING:
     from unfuse.weights.hub import Brought

@@ -15,17 +15,17 @@ from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, PLACING, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.launch.forks import Forks, InheritedForks
+from unfuse.launch.local import Forks, InheritedForks
 from unfuse.planning.machine import devices
-from unfuse.planning.placement import CPU
+from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
-from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import load
+from unfuse.service.stopping import READY, STOPPING, notify
 
 if TYPE_CHECKING:
+    from unfuse.service.options import ServeOptions
     from unfuse.service.plan import Plan
-    from unfuse.service.service import ServeOptions
 
 
 @takes(
@@ -50,7 +50,6 @@ def serve(
     models: Annotated[
         list[str] | None, typer.Argument(help="Models to serve [default: unfuse/shapes].", metavar="MODEL")
     ] = None,
-    no_workers: Annotated[bool, typer.Option("--no-workers", help="The same as --workers none.")] = False,
     fork_server: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
@@ -59,8 +58,7 @@ def serve(
     SIGTERM and Ctrl-C stop accepting and save what runs, to go on after the next start; a second one stops at once.
     """
     began = time.monotonic()
-    told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
-    loaded = load(told, config)
+    loaded = load({**flags, "serve.models": models or None}, config)
     with begun_early(loaded.settings, fork_server) as forks:
         from unfuse.service.options import options
 
@@ -82,7 +80,7 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
 
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
     local = all(map(is_local, serve.models))
-    if serve.workers == "none" or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
+    if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return
     with closing(Forks(serve.models)) as begun:
@@ -105,8 +103,8 @@ class _Start:
     """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
 
     def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal, began: float) -> None:
+        from unfuse.service.report import StartScreen
         from unfuse.service.service import public_names
-        from unfuse.service.start_screen import StartScreen
 
         self._options, self._plan, self._terminal, self._began = options, plan, terminal, began
         self._screen = StartScreen(plan, public_names(options.serve), keyed=bool(options.keys))
@@ -120,11 +118,11 @@ class _Start:
 
     def started(self, url: str, addresses: Sequence[str]) -> None:
         """Say where clients are answered, and how workers elsewhere come to these addresses."""
-        from unfuse.service.addresses import invitations
+        from unfuse.service.addresses import invitations, keys_folder
 
         self._url, options = url, self._options
         self._say(filter(None, [options.keys.note]))
-        self._say(invitations(options.trust, str(options.worker_flags["keys"]), addresses))
+        self._say(invitations(options.trust, keys_folder(options.settings, "worker"), addresses))
         self._say([f"requests are accepted at {url}"])
 
     def ready(self) -> None:
@@ -149,7 +147,8 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
         import uvloop
 
-        from unfuse.service.service import Service, check_address, plan
+        from unfuse.service.options import plan
+        from unfuse.service.service import Service, listen
         from unfuse.service.stopping import AT_ONCE_S, end_after
 
         async def serving() -> None:
@@ -176,7 +175,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
             await service.run(started)
 
-        check_address(options)
+        listen(options).close()
         found = plan(options)
         start = _Start(options, found, terminal, began)
         start.opening()

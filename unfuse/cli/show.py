@@ -14,7 +14,7 @@ import typer
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.service.logs import harmless
-from unfuse.service.size import Size
+from unfuse.service.settings import Size
 
 INDENT = "    "
 

@@ -18,7 +18,7 @@ from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
 from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import UsageError
 from unfuse.service.installed import require_server
-from unfuse.service.settings import FIELDS, GONE_FLAGS, load
+from unfuse.service.settings import FIELDS, REMOVED, load
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 
@@ -44,13 +44,13 @@ SHARED = (
 
 
 class Headed(TyperCommand):
-    """A verb whose options stand under headings in its help, those on standard error last."""
+    """A verb whose options stand under headings in its help, in the order of PANELS."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments. Raises UsageError for a former flag, with what replaces it."""
+        """Read the arguments. Raises UsageError for a removed flag, with what replaces it."""
         for flag in (written.partition("=")[0] for written in takewhile(lambda written: written != "--", args)):
-            if flag in GONE_FLAGS:
-                raise UsageError(f"{flag} is not a flag any more; {GONE_FLAGS[flag]}")
+            if flag in REMOVED:
+                raise UsageError(f"{flag} is not a flag any more; {REMOVED[flag]}")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

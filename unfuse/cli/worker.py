@@ -16,17 +16,17 @@ from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import UsageError
 from unfuse.core.spread import AUTO, parse_parallel
 from unfuse.service.groups import Settings
-from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import FIELDS, load
+from unfuse.service.stopping import READY, STOPPING, notify
 
 if TYPE_CHECKING:
     from unfuse.service.plan import Plan
 
 
 @takes(
-    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.hold", "worker.component",
-    "worker.scheduler", "keys", "insecure_listen", "worker.model", "serve.component_source", *COMPUTE,
-    "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
+    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.max_loaded_models",
+    "worker.component", "worker.scheduler", "keys", "insecure_listen", "worker.model", "serve.component_source",
+    *COMPUTE, "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
     "transfer.trusted_network", "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s",
     "serve.drain_timeout",
 )  # fmt: skip
@@ -43,8 +43,7 @@ def worker(
     """
     import uvloop
 
-    from unfuse.service.addresses import await_scheduler
-    from unfuse.service.transfers import engines
+    from unfuse.service.addresses import await_scheduler, engines
     from unfuse.service.worker import work, worker_options
 
     settings = load(flags, config).settings
@@ -53,7 +52,7 @@ def worker(
     if settings.worker.workers:
         if said := [
             name
-            for name in ("worker.role", "worker.hold", "worker.component", "worker.model", "serve.component_source")
+            for name in ("worker.role", "worker.component", "worker.model", "serve.component_source")
             if flags.get(name)
         ]:
             raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
@@ -61,6 +60,8 @@ def worker(
             raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")
         work_all(settings, terminal)
         return
+    if flags.get("serve.place"):
+        raise UsageError("--place is for --workers, which starts several: name the device of one worker by --device")
     terminal.open_log()
     await_scheduler(settings)
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)
@@ -76,9 +77,9 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
     from unfuse.service.addresses import await_scheduler, schedulers
     from unfuse.service.loading import Loading
-    from unfuse.service.machine_workers import MachineWorkers
-    from unfuse.service.start_screen import layout_lines
+    from unfuse.service.report import layout_lines
     from unfuse.service.stopping import AT_ONCE_S, end_after
+    from unfuse.service.worker import MachineWorkers
 
     terminal.open_log()
     await_scheduler(settings)
@@ -92,7 +93,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
             workers, loop = MachineWorkers(settings, terminal), asyncio.get_running_loop()
 
             def stop() -> None:
-                end_after(AT_ONCE_S if workers.stopping else settings.serve.drain_timeout)
+                end_after(AT_ONCE_S if workers.stopping.is_set() else settings.serve.drain_timeout)
                 notify(STOPPING)
                 workers.stop()
 

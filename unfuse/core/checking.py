@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -15,26 +15,11 @@ from unfuse.core.hints import hint_for
 from unfuse.core.media import IMAGE, LAST_FRAME, Limits, Medium, asks_size, size_like
 from unfuse.core.medium import RANDOM_SEED
 from unfuse.core.parameters import Parameter, Params, default_of, printable, text
+from unfuse.core.request import Delivery
 from unfuse.core.words import PromptTokens
 
 DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
 NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    """How a client wants a request handled, whatever it asks for. `timeout` is seconds (None: no limit).
-
-    `cache`: encoder outputs may be shared with other requests, in both directions. The address `webhook` is told of the
-    end, if there is one.
-    """
-
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    stream: bool = False
-    priority: int = 0
-    timeout: float | None = None
-    metadata: dict[str, str] = {}
-    cache: bool = True
-    webhook: str = ""
 
 
 def check(

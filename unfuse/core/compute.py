@@ -10,8 +10,7 @@ from msgspec import Meta
 
 Batching = Literal["auto", "exact", "batched"]
 Loop = Literal["normal", "overlapped"]
-Hold = Literal["all", "model"]  # what a worker has loaded at a time: all that it serves, or one model
-
+MaxLoadedModels = Literal["1", "all"]
 Offload = Literal["none", "model", "sequential"]
 
 USUAL_BATCH = 8  # how many tasks share a forward at most, where nobody says it

@@ -348,7 +348,7 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 class Keep(msgspec.Struct, frozen=True, tag=True):
     """A running task has made what others may go on from: the output under that key, one of the task's `prefixes`.
 
-    Or the key is that of a portion with this `digest`, in the space that the task `extends`.
+    Or the key is that of a prefix block with this `digest`, in the space that the task `extends`.
     """
 
     claim: Claim

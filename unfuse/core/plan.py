@@ -35,8 +35,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
     a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
-    `goes_on` can begin behind what others have made of the same beginning: see `Stage.kept`. A stage that
-    `extends` an input makes further portions of what the stage goes on from that makes this input. A stage for `each`
+    `goes_on` can begin behind what others have made of the same beginning: see `Stage.prefix_blocks`. A stage that
+    `extends` an input adds prefix blocks to those of the stage that makes this input. A stage for `each`
     picture or video that a prompt shows has that one alone in its Derived; who reads it reads all.
     One that takes `uploads` reads what the gateway keeps of a request in the result store. One with a `when` is there
     only for requests that have this parameter.
@@ -109,16 +109,15 @@ class Pipeline(msgspec.Struct, frozen=True):
         return {name: stage for stage in self.stages for name in stage.outputs}
 
 
-class PlannedStage(msgspec.Struct, frozen=True):
+class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stage of one request: its pool, and the stages that it comes `after`.
 
     `params` override the request's (a sample has its own seed and index). `room` is the predicted bytes of its output.
     `final` stages write results. `cache` is the key under which other requests find its output ("": they do not).
-    `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do ((0, 0) in
-    requests of versions that did not store it). `needs` is what it takes of further named resources. `prefixes` are the
-    keys under which others find what it makes on the way, in the order in which it makes that. `extends` is the
-    `prefix_space` of the portions that it adds to those of another stage ("": it adds none). `derived` takes the place
-    of the request's (None: it has the request's).
+    `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do. `needs`
+    is what it takes of further named resources. `prefixes` are the keys under which others find what it makes on the
+    way, in the order in which it makes that. `extends` is the `prefix_space` of the prefix blocks that it adds to
+    those of another stage ("": it adds none). `derived` takes the place of the request's (None: it has the request's).
     """
 
     name: str
@@ -203,12 +202,12 @@ def cache_key(*parts: object) -> str:
 
 
 def prefix_space(shared_by: tuple[str, ...], pool: str) -> str:
-    """What the keys of all portions have in common that stages of a pool make for those requests."""
+    """What the keys of all prefix blocks have in common that stages of a pool make for those requests."""
     return cache_key(shared_by, pool)
 
 
 def prefix_key(space: str, digest: str) -> str:
-    """The key under which a portion is found; the digest identifies everything up to its end."""
+    """The key under which a prefix block is found; the digest identifies everything up to its end."""
     return cache_key(space, digest)
 
 
@@ -266,7 +265,7 @@ def compile_plan(
 def _extended(
     spec: StageSpec, producers: Mapping[str, StageSpec], pools: Mapping[str, str], shared_by: tuple[str, ...] | None
 ) -> str:
-    """The space of the portions that a stage adds; "" where nobody shares them, or a pool makes other bytes."""
+    """The space of the prefix blocks that a stage adds; "" if nobody shares them, or a pool makes other bytes."""
     if not spec.extends or shared_by is None:
         return ""
     source = pools[producers[spec.extends].name]

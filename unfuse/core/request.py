@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.card import ModelCard
 from unfuse.core.derived import Derived
 from unfuse.core.event import Event
 from unfuse.core.media import IMAGE, VIDEO, Medium, medium_of
@@ -117,7 +116,7 @@ class Unreported(msgspec.Struct, frozen=True):
     lost: bool
 
 
-class StageState(msgspec.Struct, frozen=True):
+class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one stage of one request.
 
     `attempt` is the current or last attempt. `token` is that of the lease that completed the stage, to recognise a
@@ -170,120 +169,6 @@ class StageState(msgspec.Struct, frozen=True):
         return self.slept[0] > 0 and not self.slept[1]
 
 
-class Webhook(msgspec.Struct, frozen=True):
-    """Whom to tell of a request's end: the address `url`; what it is told has links that begin with `base`.
-
-    It `heard` of it, or was `given_up` after so many attempts. While it is `waiting`, the next one is not made before
-    `next_at`, in Unix seconds. `reason`: why the last one failed.
-    """
-
-    url: str
-    base: str = ""
-    state: Literal["waiting", "heard", "given_up"] = "waiting"
-    attempts: int = 0
-    next_at: float = 0.0
-    reason: str = ""
-
-
-class RequestContext(msgspec.Struct, frozen=True):
-    """The whole state of a request.
-
-    `version` rises by one with every commit. `deadline` is seconds of the queue's clock; `created_at` and
-    `completed_at` are Unix seconds. `fingerprint` is the hash of what the client sent: with one idempotency key, it
-    tells a repeat from another request. `cost` is the predicted seconds of compute that admission counts. `order`
-    sorts its tasks among those of their priority. A `dead` request is a dead letter: somebody should look at it.
-    `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
-    for `limit_s` seconds in all (None: any time). With `ends_with_client` it is cancelled when its client disconnects.
-    `makes` is the hash of what its results depend on beside its pools ("": they are not reused). The `webhook` is
-    told of its end. The deadline has `moved` by so many seconds, since pools slept. A worker first took one of its
-    tasks at the Unix time `started_at` (None: not yet). `hint` is what its client may want to
-    know of it ("": nothing). `derived` is what the server found out about it.
-    """
-
-    id: str
-    model: str
-    params: Params
-    plan: ExecutionPlan
-    stages: dict[str, StageState]
-    tenant: str = "default"
-    idempotency_key: str = ""
-    fingerprint: str = ""
-    status: RequestStatus = "queued"
-    version: int = 0
-    priority: int = 0
-    deadline: float | None = None
-    created_at: float = 0.0
-    completed_at: float | None = None
-    result: tuple[ResultFile, ...] = ()
-    error: ErrorInfo | None = None
-    metadata: dict[str, str] = {}
-    cost: float = 0.0
-    order: float = 0.0
-    dead: bool = False
-    asked: str = ""
-    limit_s: float | None = None
-    ends_with_client: bool = False
-    makes: str = ""
-    webhook: Webhook | None = None
-    moved: float = 0.0
-    started_at: float | None = None
-    hint: str = ""
-    derived: Derived = Derived()
-
-    @property
-    def over(self) -> bool:
-        """Whether the request has ended: its status will not change any more."""
-        return self.status in TERMINAL
-
-    @property
-    def unheard(self) -> bool:
-        """Whether it is over, and its webhook has not heard of that yet."""
-        return self.over and self.webhook is not None and self.webhook.state == "waiting"
-
-    @property
-    def spared(self) -> int:
-        """How many portions others had made, so that its own stages went on from there: see `StageSpec.goes_on`."""
-        ended = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
-        return sum(state.timings.resumed for state in ended)
-
-    @property
-    def has_attachments(self) -> bool:
-        """Whether the result store has files of it beside its results: uploads, previews, fragments of a video."""
-        return self.video or bool(self.derived.attachments) or bool(self.params.get("preview_every"))
-
-    @property
-    def medium(self) -> Medium:
-        """The medium that it asks for, which its id tells."""
-        return medium_of(self.id)
-
-    @property
-    def video(self) -> bool:
-        """Whether it asks for a video. Queues can list these alone, for /v1/videos."""
-        return self.id.startswith(VIDEO.prefix)
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """What is asked for: checked parameters of a model, and `n` results with the seeds seed … seed + n − 1.
-
-    `name` is the client's name for the model, if that is an alias. `id` is the id of the request ("": one is drawn).
-    The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time). `makes` is the hash of
-    what the results depend on beside the pools that make them ("": nobody else is given them). `begins` are the digests
-    of the beginnings that it may have in common with others, the shortest first. `hint` is what its client may want to
-    know. `derived` is what the server found out about the request.
-    """
-
-    card: ModelCard
-    params: Params
-    n: int = 1
-    name: str = ""
-    id: str = ""
-    limit_s: float = 0.0
-    makes: str = ""
-    begins: tuple[str, ...] = ()
-    hint: str = ""
-    derived: Derived = Derived()
-
-
 class Allowance(msgspec.Struct, frozen=True):
     """How much a tenant may ask for: requests that are not over, and `rate` new ones in `per_s` seconds; 0 is any
     number. The new ones may come at once; then as many come anew as time passes.
@@ -294,19 +179,143 @@ class Allowance(msgspec.Struct, frozen=True):
     per_s: int = 60
 
 
-class Who(msgspec.Struct, frozen=True):
-    """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent.
+class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a client asked for: checked parameters of a model, and what the server found out about them."""
 
-    `ends_with_client`: the request is cancelled when its client disconnects. The tenant has this `allowance`.
-    It reached the gateway at the address `base`.
-    """
+    #: "": the scheduler draws an id.
+    id: str
+    #: Name of the model.
+    model: str
+    params: Params
+    #: Number of results. They have the seeds seed … seed + n − 1.
+    n: int = 1
+    #: The client's name for the model, if that is an alias.
+    alias: str = ""
+    #: Seconds that the leases along any chain of stages may last in all; None: any time.
+    time_limit_s: float | None = None
+    #: Hash of what the results depend on beside the pools that make them; "": they are not reused.
+    result_cache_key: str = ""
+    #: What the client may want to know of its request; "": nothing.
+    hint: str = ""
+    #: Facts that the server derived from the parameters and the uploads.
+    derived: Derived = Derived()
+
+    @property
+    def requested_model(self) -> str:
+        """The name by which the client asked for the model."""
+        return self.alias or self.model
+
+
+class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who sent a request."""
 
     tenant: str = "default"
+    #: With the tenant, it identifies a repeat of the same call; "": each call is a new request.
     idempotency_key: str = ""
+    #: Hash of what the client sent. With one idempotency key, it tells a repeat from another request.
     fingerprint: str = ""
-    ends_with_client: bool = False
+    #: Whether the request is cancelled when its client disconnects.
+    cancel_on_disconnect: bool = False
+    #: How much the tenant may ask for.
     allowance: Allowance = Allowance()
-    base: str = ""
+    #: The address at which the client reached the gateway. Links in webhooks begin with it.
+    base_url: str = ""
+
+
+class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a client wants a request handled, whatever it asks for."""
+
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    stream: bool = False
+    priority: int = 0
+    #: Seconds after which the request expires; None: it does not.
+    timeout: float | None = None
+    metadata: dict[str, str] = {}
+    #: Whether encoder outputs may be shared with other requests, in both directions.
+    cache: bool = True
+    #: The address to call when the request is over; "": none.
+    webhook: str = ""
+
+
+class WebhookDelivery(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far the call of a request's webhook has come."""
+
+    state: Literal["waiting", "heard", "given_up"] = "waiting"
+    attempts: int = 0
+    #: Unix seconds before which the next attempt is not made.
+    next_at: float = 0.0
+    #: Why the last attempt failed.
+    reason: str = ""
+
+
+class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The whole state of a request: what was asked for, by whom, its plan, and how far it has come."""
+
+    request: GenerationRequest
+    caller: Caller
+    delivery: Delivery
+    plan: ExecutionPlan
+    #: The state of each stage of the plan, by name.
+    stages: dict[str, StageState]
+    status: RequestStatus = "queued"
+    #: Number of changes that were committed.
+    version: int = 0
+    #: Seconds of the queue's clock; None: it never expires.
+    deadline: float | None = None
+    #: Seconds by which the deadline was moved because pools slept.
+    moved: float = 0.0
+    #: Predicted seconds of compute, which admission counts.
+    cost: float = 0.0
+    #: Sorts its tasks among those of their priority.
+    order: float = 0.0
+    #: Unix seconds.
+    created_at: float = 0.0
+    #: When a worker first took one of its tasks, in Unix seconds; None: not yet.
+    started_at: float | None = None
+    #: Unix seconds; None: it is not over.
+    completed_at: float | None = None
+    result: tuple[ResultFile, ...] = ()
+    error: ErrorInfo | None = None
+    #: Whether it is a dead letter: somebody should look at it.
+    dead: bool = False
+    webhook: WebhookDelivery = WebhookDelivery()
+
+    @property
+    def id(self) -> str:
+        """The id of the request."""
+        return self.request.id
+
+    @property
+    def over(self) -> bool:
+        """Whether the request has ended: its status will not change any more."""
+        return self.status in TERMINAL
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it is over, and its webhook has not heard of that yet."""
+        return self.over and bool(self.delivery.webhook) and self.webhook.state == "waiting"
+
+    @property
+    def spared(self) -> int:
+        """How many prefix blocks others had made, so that its own stages began behind them: see `StageSpec.goes_on`."""
+        ended = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
+        return sum(state.timings.resumed for state in ended)
+
+    @property
+    def has_attachments(self) -> bool:
+        """Whether the result store has files of it beside its results: uploads, previews, fragments of a video."""
+        request = self.request
+        return self.video or bool(request.derived.attachments) or bool(request.params.get("preview_every"))
+
+    @property
+    def medium(self) -> Medium:
+        """The medium that it asks for, which its id tells."""
+        return medium_of(self.id)
+
+    @property
+    def video(self) -> bool:
+        """Whether it asks for a video. Queues can list these alone, for /v1/videos."""
+        return self.id.startswith(VIDEO.prefix)
 
 
 class Change(msgspec.Struct, frozen=True):

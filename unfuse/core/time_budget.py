@@ -1,11 +1,24 @@
-"""The time that one stop may take, with all its parts."""
+"""The time that one stop may take, with all its parts, and waiting for the first of several things."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+
+async def first(*works: Awaitable[Any], timeout: float | None = None) -> None:
+    """Wait until one of these has ended, or so many seconds, and cancel the others. Raises what it raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class StopBudget:
@@ -23,14 +36,6 @@ class StopBudget:
         """Seconds that are left, without a `reserve` for what comes later; 0 if there are none."""
         return max(0.0, self._end - self._now() - reserve)
 
-    async def within(self, seconds: float, work: Coroutine[Any, Any, object]) -> None:
+    async def within(self, seconds: float, work: Awaitable[object]) -> None:
         """Do this work for at most so many seconds, and not beyond `hurry`; then it is cancelled."""
-        working, hurried = asyncio.ensure_future(work), asyncio.ensure_future(self.hurry.wait())
-        try:
-            await asyncio.wait({working, hurried}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            for task in (working, hurried):
-                task.cancel()
-            await asyncio.gather(working, hurried, return_exceptions=True)
+        await first(work, self.hurry.wait(), timeout=seconds)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+import httpx2
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.spread import AUTO
 from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place
-from unfuse.k8s.leaving import UNKNOWN_S, busy, fewest_ranks, staying
 from unfuse.k8s.objects import KEDA, MADE, MONITORING, POLICIES, VERSION
 from unfuse.k8s.spec import NAME, Object, Wrong, gpus, pools as pools_in, ranks, read
-from unfuse.k8s.status import Found, condition, conditions, of_workload
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
 
@@ -185,3 +188,106 @@ def now() -> str:
 def chosen(workload: Object) -> str:
     """The labels by which the pods of a workload are found."""
     return ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
+
+
+ASK_S, UNKNOWN_S = 5.0, 30
+"""Seconds in which a gateway answers; and for how long none need say who is busy before that is not asked for."""
+
+TASKS = re.compile(r'^unfuse_node_tasks\{node="(.+)-(\d+)"\} (?!0\.0$)', re.MULTILINE)
+RANKS = re.compile(r'^unfuse_node_ranks\{node="(.+)-\d+"\} (\d+)\.0$', re.MULTILINE)
+
+
+async def busy(pool: str, gateways: Iterable[str]) -> frozenset[int] | None:
+    """The numbers of the workers that have tasks, as the first of these gateways says that answers; else None."""
+    if (page := await _metrics(gateways)) is None:
+        return None
+    return frozenset(int(number) for name, number in TASKS.findall(page) if name == pool)
+
+
+async def fewest_ranks(pool: str, gateways: Iterable[str]) -> int | None:
+    """The ranks of the pool's worker that has fewest; None where no gateway answers, or knows one."""
+    found = RANKS.findall(await _metrics(gateways) or "")
+    return min((int(count) for name, count in found if name == pool), default=None)
+
+
+async def _metrics(gateways: Iterable[str]) -> str | None:
+    """What the first of these gateways says that answers; else None."""
+    async with httpx2.AsyncClient(timeout=ASK_S) as client:
+        for gateway in gateways:
+            with suppress(httpx2.HTTPError):
+                return (await client.get(f"{gateway}/metrics")).raise_for_status().text
+    return None
+
+
+def staying(wanted: int, there: int, has: Collection[int]) -> int:
+    """How many of those that are `there` stay for now, with these that have tasks: a StatefulSet's last ones go."""
+    late = [number for number in range(wanted, there) if number in has]
+    idle = any(number not in has for number in range(wanted))
+    return late[-1] + 1 if late and idle else wanted
+
+
+COMING = {"", "ContainerCreating", "PodInitializing"}
+"""Reasons to wait that pass by themselves."""
+
+
+class Found(NamedTuple):
+    """How many are wanted, there, and ready; what is wrong all the same; why nothing was done, if that is so; and for
+    what it waits before it is as wanted.
+    """
+
+    wanted: int = 0
+    there: int = 0
+    ready: int = 0
+    troubles: tuple[Wrong, ...] = ()
+    refused: Wrong | None = None
+    waits: str = ""
+
+
+def of_workload(made: Object, pods: Iterable[Object]) -> Found:
+    """What a workload, as the server returned it, and its pods say. Pods of an older template do not count as ready."""
+    status, wanted = made.get("status", {}), made["spec"]["replicas"]
+    known = status.get("observedGeneration", 0) >= made["metadata"].get("generation", 0)
+    ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if known else 0
+    return Found(wanted, status.get("replicas", 0), ready, (*_troubles(pods),))
+
+
+def _troubles(pods: Iterable[Object]) -> Iterator[Wrong]:
+    """Why pods do not run: no node takes them, or a container does not start, with the last line that it wrote."""
+    for pod in pods:
+        name, status = pod["metadata"]["name"], pod.get("status", {})
+        for one in status.get("conditions", []):
+            if one["type"] == "PodScheduled" and one["status"] == "False":
+                yield Wrong(one.get("reason", "Unschedulable"), f"{name} finds no node: {one.get('message', '')}")
+        for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
+            waiting = one.get("state", {}).get("waiting", {})
+            if (reason := waiting.get("reason", "")) not in COMING:
+                wrote = one.get("lastState", {}).get("terminated", {}).get("message", "").strip().splitlines()
+                yield Wrong(reason, f"{name} does not run ({reason}): {(wrote or [waiting.get('message', '')])[-1]}")
+
+
+def conditions(body: Object, found: Found, what: str, now: str) -> list[Object]:
+    """Ready, Progressing and Degraded of an object; each keeps its time while it stays as it was."""
+    enough = found.ready >= found.wanted and not found.refused
+    wrong = [found.refused] if found.refused else found.troubles
+    state = "Starting" if not enough else "AsWanted" if found.wanted else "Asleep"
+    amount = str(found.refused or f"{found.ready} of {found.wanted} {what} are ready")
+    moves = ("WorkersFinish", found.waits) if found.waits else (state, amount)
+    said = {
+        "Ready": (enough, found.refused.reason if found.refused else state, amount),
+        "Progressing": (not wrong and (not enough or found.waits != ""), *moves),
+        "Degraded": (bool(wrong), wrong[0].reason if wrong else "AsWanted", "; ".join(map(str, wrong)) or amount),
+    }
+    told: list[Object] = []
+    for name, (is_so, reason, message) in said.items():
+        old = condition(body, name)
+        told.append({
+            "type": name, "status": str(is_so), "reason": reason, "message": message[:4096],
+            "observedGeneration": body["metadata"].get("generation", 0),
+            "lastTransitionTime": old["lastTransitionTime"] if old.get("status") == str(is_so) else now,
+        })  # fmt: skip
+    return told
+
+
+def condition(body: Object, name: str) -> Object:
+    """A condition of an object; empty if nobody has told it yet."""
+    return next((one for one in body.get("status", {}).get("conditions", []) if one["type"] == name), {})

@@ -16,7 +16,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.language.history import TEXT_PARTS
+from unfuse.language.messages import TEXT_PARTS
 
 MAX_CHARACTERS = 32 * 1024 * 1024  # the longest prompt a template may make
 MAX_S = 5.0  # seconds of computing that it may take for that

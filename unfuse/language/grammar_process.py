@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.framing import frame, read_message
 from unfuse.core.text import unpacked
-from unfuse.language.grammar import Allowed, Compiled, Follow, Grammar
+from unfuse.language.grammars import Allowed, Compiled, Follow, Grammar
 
 TRIAL_S, COMPILE_S, STEP_S = 2.0, 4.0, 1.0
 """Seconds of computing that trying a grammar may take, compiling it for a model's tokens, and one answer."""

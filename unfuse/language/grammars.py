@@ -1,4 +1,4 @@
-"""Grammars beside a model: each lives in a process of its own, which says what tokens may follow a text.
+"""Grammars, what the text of an answer must be: each lives in a process that says what tokens may follow a text.
 
 Nothing here waits for one longer than it is told to. What a grammar does to its process harms its own texts alone.
 """
@@ -13,14 +13,77 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import count
 from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode
-from unfuse.core.errors import PermanentError, TransientError
+from unfuse.core.errors import InvalidParameter, PermanentError, ProtocolError, TransientError
 from unfuse.core.framing import frame, split_message
+from unfuse.core.reading import Reading
 from unfuse.core.text import packed
-from unfuse.language.grammar import Allowed, Compiled, Follow
+from unfuse.language.answer_reader import ReasoningReader
+from unfuse.language.detokenize import Detokenizer
+
+if TYPE_CHECKING:
+    from unfuse.language.tokenizer import ChatTokenizer
+
+MAX_CHARS = 256 * 1024  # the longest grammar, in characters
+
+Kind = Literal["json_schema", "regex", "lark", "ebnf"]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """A JSON schema (made by `schema_text`), a regular expression, or a grammar, for llguidance.
+
+    A grammar is in Lark's notation, or in the EBNF of llama.cpp (GBNF) and XGrammar.
+    """
+
+    kind: Kind
+    text: str
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """A grammar is compiled, or cannot be, for this reason."""
+
+    error: str = ""
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True):
+    """A text has these ids from number `start` on: say what may follow; or it is `over`."""
+
+    text: int
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
+    ids: bytes = b""
+    over: bool = False
+
+
+class Allowed(msgspec.Struct, frozen=True, array_like=True):
+    """Behind `length` ids of a text, those tokens may follow whose bit is set; none, for this reason."""
+
+    text: int
+    length: int
+    mask: bytes = b""
+    error: str = ""
+
+
+def pack_grammar(grammar: Grammar, param: str) -> bytes:
+    """As an upload has it. Raises InvalidParameter, which names this parameter."""
+    if len(grammar.text) > MAX_CHARS:
+        raise InvalidParameter(f"{param}: {len(grammar.text)} characters of grammar, of at most {MAX_CHARS}", param)
+    try:
+        return encode(grammar)
+    except ProtocolError as error:
+        raise InvalidParameter(f"{param}: half a surrogate pair is no text", param) from error
+
+
+def grammar_digest(packed: bytes) -> str:
+    """A hash of a packed grammar."""
+    return blake2b(packed, digest_size=16).hexdigest()
+
 
 KEPT = 16  # processes of grammars that are kept, those that nobody follows, too
 PATIENCE_S = 0.03  # how long a step waits for what may follow; a text whose answer comes later joins a later step
@@ -254,3 +317,69 @@ class Constraint:
         if self._told < 0:
             return process.compiled is not None
         return answer is not None and (answer.length == self._told or bool(answer.error))
+
+
+class BehindReasoning:
+    """Applies a constraint to the tokens after the reasoning. Within the reasoning every token is allowed.
+
+    An answer without reasoning is constrained from its first token; only the mark that begins reasoning is allowed too.
+    """
+
+    def __init__(self, constraint: Constraint, reading: Reading, tokenizer: ChatTokenizer) -> None:
+        format = reading.reasoning
+        assert format
+        self._constraint = constraint
+        self._reader = ReasoningReader(format, reading.opened)
+        self._detokenizer = Detokenizer(tokenizer, tokenizer.mark_ids(reading.marks))
+        self._any = b"\xff" * (-(-tokenizer.size // 8))
+        self._begin = tokenizer.mark_ids([format.begin]) if not reading.opened else {}
+        self._read, self._reasoned = 0, 0
+
+    @property
+    def compiling(self) -> bool:
+        """Whether its grammar is not compiled yet."""
+        return self._constraint.compiling
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Start computing the tokens allowed after these ids in the background, if the reasoning is over."""
+        if self._behind(ids):
+            self._constraint.begin(ids[self._reasoned :])
+
+    def waits(self, wait_s: float = 0.0) -> bool:
+        """Whether that computation is overdue, after waiting up to `wait_s` seconds. Never within reasoning."""
+        return not self._reasons and self._constraint.waits(wait_s)
+
+    def allowed(self, ids: Sequence[int]) -> bytes | None:
+        """Return a bit mask of the tokens allowed after these ids; None if overdue. Raises PermanentError."""
+        if not self._behind(ids):
+            return self._any
+        mask = self._constraint.allowed(ids[self._reasoned :])
+        if ids or mask is None:
+            return mask
+        bits = bytearray(mask)
+        for id in self._begin:
+            if id // 8 < len(bits):
+                bits[id // 8] |= 1 << id % 8
+        return bytes(bits)
+
+    def close(self) -> None:
+        """Release the constraint at the end of the text."""
+        self._constraint.close()
+
+    @property
+    def _reasons(self) -> bool:
+        return self._reader.state in ("opened", "inside")
+
+    def _behind(self, ids: Sequence[int]) -> bool:
+        """Whether the grammar applies after these ids. They must extend the ids of the previous call."""
+        for id in ids[self._read :]:
+            reasoned = self._reasons or id in self._begin
+            self._reader.feed(self._detokenizer.add(id))
+            self._read += 1
+            if reasoned:
+                self._reasoned = self._read
+        return not self._reasons
+
+
+GrammarMatcher = Constraint | BehindReasoning
+"""What follows a text that has to match a grammar."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import printable
 from unfuse.core.schemas import schema_text, strict_in
-from unfuse.language.grammar import Grammar, Kind
+from unfuse.language.grammars import Grammar, Kind
 
 FORMAT, STRUCTURED = "response_format", "structured_outputs"
 
@@ -82,14 +83,6 @@ def _text(kind: Kind, value: object, param: str) -> AnswerFormat:
     return AnswerFormat(param, kind, value)
 
 
-def _regex(value: object, param: str) -> AnswerFormat:
-    return _text("regex", value, param)
-
-
-def _ebnf(value: object, param: str) -> AnswerFormat:
-    return _text("ebnf", value, param)
-
-
 def _grammar(value: object, param: str) -> AnswerFormat:
     """Read a grammar as vLLM does: as EBNF if it contains `::=`, else in Lark's notation."""
     return _text("ebnf" if isinstance(value, str) and "::=" in value else "lark", value, param)
@@ -118,19 +111,19 @@ Read = Callable[[object, str], AnswerFormat]
 
 FIELDS: dict[str, Read] = {
     "guided_json": _schema,
-    "guided_regex": _regex,
+    "guided_regex": partial(_text, "regex"),
     "guided_choice": _choice,
     "guided_grammar": _grammar,
     "json_schema": _schema,
-    "regex": _regex,
-    "ebnf": _ebnf,
+    "regex": partial(_text, "regex"),
+    "ebnf": partial(_text, "ebnf"),
     "structural_tag": _structural_tag,
 }
 """Parameters of vLLM and SGLang, each with its reader."""
 
 STRUCTURES: dict[str, Read] = {
     "json": _schema,
-    "regex": _regex,
+    "regex": partial(_text, "regex"),
     "choice": _choice,
     "grammar": _grammar,
     "json_object": _json_object,

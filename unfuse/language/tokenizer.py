@@ -14,12 +14,19 @@ from tokenizers import AddedToken, Tokenizer
 
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.parameters import printable
-from unfuse.language.answer_formats import format_of, reasoning_of
+from unfuse.language.answer_reader import format_of, reasoning_of
 from unfuse.language.chat_template import ChatTemplate, Message, TooMuch, plain, text_alone
-from unfuse.language.history import read_leniently, simpler_forms, system_in_user, systems_first
+from unfuse.language.messages import (
+    read_leniently,
+    result_as_user,
+    simpler_forms,
+    system_in_user,
+    systems_first,
+    with_calls,
+    with_properties,
+)
 from unfuse.language.special_text import SpecialText, texts_in, unused_characters
 from unfuse.language.tokenizer_files import Parts, of_folder, of_gguf
-from unfuse.language.tool_messages import result_as_user, with_calls, with_properties
 from unfuse.weights.gguf import REPAIR
 
 
@@ -266,7 +273,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Ma
         if isinstance(error.__cause__, TooMuch):
             raise
         tools = variables.get("tools")
-        completed = {**variables, "tools": with_properties(tools)} if tools else variables
+        completed = {**variables, "tools": [*map(with_properties, tools)]} if tools else variables
         before = [*messages] if completed == variables else None
         for simpler in ([*messages], *simpler_forms(messages)):
             if simpler != before:

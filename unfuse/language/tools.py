@@ -14,7 +14,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import printable
 from unfuse.core.reading import CallFormat
 from unfuse.core.schemas import schema_text, strict_in, types_of
-from unfuse.language.grammar import Grammar
+from unfuse.language.grammars import Grammar
 from unfuse.language.structured_outputs import AnswerFormat
 
 MAX_TOOLS, MAX_CALLS = 128, 16  # the most functions of a request, and the most calls that a model may write at once

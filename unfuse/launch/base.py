@@ -37,10 +37,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
         return [text for name, value in (*told.items(), *models) for text in (f"--{name}", value)]
 
 
-OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], "Launcher"]
-"""Makes a launcher of these workers, whose lines are told to that."""
-
-
 class Launcher(ABC):
     """Workers that are kept running, one for each of the specs it was made with; a worker's number is its spec's place.
 
@@ -62,3 +58,7 @@ class Launcher(ABC):
 
         Returns when none is left and what they wrote has been told. Called once, whether or not they were started.
         """
+
+
+OpenLauncher = Callable[[Sequence[WorkerSpec], Hear], Launcher]
+"""Makes a launcher of these workers, whose lines are told to that."""

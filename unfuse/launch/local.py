@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
 from unfuse.core.supervisor import Supervisor
+from unfuse.core.time_budget import first
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
-from unfuse.launch.forks import Forks, ForkServerProcess, InheritedForks
-from unfuse.launch.output import Output, pass_on
 from unfuse.planning.placement import only_cpu
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
@@ -40,7 +44,85 @@ SETTLED_S = 30.0
 HURRY, HURRIED_S = signal.SIGUSR1, 3.0
 """What a worker is sent that is to end at once, and the seconds that it has then until it is killed."""
 
+PART = 1 << 16  # the most bytes of a line; a longer one is cut
+WAITING = 10_000  # the most lines that wait to be passed on; then the oldest are dropped and counted
+
+LAST_S = 2.0
+"""How long the end waits for a pipe that somebody keeps open, and for what is still to be told: who hears may be stuck,
+as a terminal that was stopped is."""
+
 log = structlog.get_logger(__name__)
+
+
+def pass_on(number: int, line: bytes) -> None:
+    """Write a line to our own standard error."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(line.decode(errors="replace") + "\n")
+        sys.stderr.flush()
+
+
+class Output:
+    """Pipes that are always emptied, so that a process that writes to one never waits for the receiver of its lines.
+
+    One thread reads each, another tells: hearing may take long, or stand still.
+    """
+
+    def __init__(self, hear: Hear) -> None:
+        self._hear = hear
+        self._lines: deque[tuple[int, bytes]] = deque()
+        self._lost = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._readers: list[threading.Thread] = []
+        self._teller = threading.Thread(target=self._tell, name="tell output", daemon=True)
+        self._teller.start()
+
+    def pipe(self, number: int) -> int:
+        """The writing end of a new pipe for the process of this number; the caller closes it."""
+        reading, writing = os.pipe()
+        self.read(number, reading)
+        return writing
+
+    def read(self, number: int, reading: int) -> None:
+        """Read what the process of this number writes to the other end of this pipe, and close it at its end."""
+        reader = threading.Thread(target=self._read, args=(number, os.fdopen(reading, "rb")), daemon=True)
+        reader.start()
+        self._readers = [*(thread for thread in self._readers if thread.is_alive()), reader]
+
+    def tell(self, number: int, line: bytes) -> None:
+        """Have a line told as that of the process of this number. Never waits."""
+        with self._changed:
+            if len(self._lines) == WAITING:
+                self._lines.popleft()
+                self._lost += 1
+            self._lines.append((number, line))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Pass on the lines that are left, after the processes have ended."""
+        for reader in self._readers:
+            reader.join(LAST_S)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._teller.join(LAST_S)
+
+    def _read(self, number: int, pipe: BinaryIO) -> None:
+        with pipe:
+            while line := pipe.readline(PART):
+                self.tell(number, line.rstrip(b"\r\n"))
+
+    def _tell(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._closing)
+                if not self._lines:
+                    return
+                lost, self._lost = self._lost, 0
+                number, line = self._lines.popleft()
+            if lost:
+                self._hear(number, b"%d earlier lines were not read in time and are lost" % lost)
+            self._hear(number, line)
 
 
 class LocalLauncher(Launcher):
@@ -71,7 +153,7 @@ class LocalLauncher(Launcher):
 
     @override
     def start(self) -> None:
-        numbers = range(len(self._specs) + (self._forks is not None and self._forks.starts))
+        numbers = range(len(self._specs) + isinstance(self._forks, Forks))
         self._watching = [asyncio.create_task(self._keep(number)) for number in reversed(numbers)]
 
     @override
@@ -98,12 +180,8 @@ class LocalLauncher(Launcher):
 
     async def _ended(self, seconds: float, hurry: asyncio.Event | None = None) -> None:
         """Wait until all processes have ended, but not beyond so many seconds, or `hurry`."""
-        waits: list[asyncio.Future[Any]] = [asyncio.create_task(hurry.wait())] if hurry else []
-        ended: asyncio.Future[Any] = asyncio.gather(*map(asyncio.shield, self._watching), return_exceptions=True)
-        await asyncio.wait([ended, *waits], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for task in (ended, *waits):
-            task.cancel()
-        await asyncio.gather(ended, *waits, return_exceptions=True)
+        ended = asyncio.gather(*map(asyncio.shield, self._watching), return_exceptions=True)
+        await first(ended, *([hurry.wait()] if hurry else []), timeout=seconds)
 
     async def _keep(self, number: int) -> None:
         """Run a worker, again and again. Only the first start may fail for good: later ones have what they need."""
@@ -122,7 +200,9 @@ class LocalLauncher(Launcher):
                 return
             lived, smaller = self._clock.now() - began, number < len(self._specs) and self._specs[number].smaller
             if 0 < code < SIGNALLED and not deaths and number < len(self._specs) and not (smaller and code == LATER):
-                self._fail(code)
+                if not self.failed.done():
+                    message = f"a worker could not start (exit code {code}); its message is above"
+                    self.failed.set_exception(ConfigError(message))
                 return
             if 0 < code < SIGNALLED and smaller:
                 self._shrink(number)
@@ -159,10 +239,6 @@ class LocalLauncher(Launcher):
         told = {"role": ways[0].role, "device": ways[0].device, "parallel": ways[0].flags.get("parallel", "")}
         log.warning("a worker cannot go on with its devices, it is started with others", **told)
 
-    def _fail(self, code: int) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(ConfigError(f"a worker could not start (exit code {code}); its message is above"))
-
     def _signal(self, sent: signal.Signals) -> None:
         """Send a signal to the workers; the fork server is only killed."""
         for number, process in self._processes.items():
@@ -182,3 +258,107 @@ def _end_computes(worker: int) -> None:
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid() and (process / "comm").read_text().strip() == f"compute {worker}":
                 os.kill(int(process.name), signal.SIGKILL)
+
+
+class ForkServerProcess:
+    """A process of it, and the descriptor from which what it writes is read, which the caller closes."""
+
+    def __init__(self, asked: int, models: Sequence[str]) -> None:
+        self.output, writing = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.fork_server", str(asked), *models],
+                pass_fds=[asked], stdin=subprocess.DEVNULL, stdout=writing, stderr=writing,
+                env=compute_environment(1, os.environ), start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(self.output)
+            raise
+        finally:
+            os.close(writing)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The code with which it ended, below 0 the signal; None while it runs."""
+        return self._process.poll()
+
+    def send_signal(self, sent: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
+        self._process.send_signal(sent)
+
+    def kill(self) -> None:
+        """End it, and wait until it has; nothing that it writes is read any more."""
+        os.close(self.output)
+        self._process.kill()
+        self._process.wait()
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the code."""
+        if self.returncode is None:
+            ended, loop = asyncio.Event(), asyncio.get_running_loop()
+            pidfd = os.pidfd_open(self.pid)
+            loop.add_reader(pidfd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        return self._process.wait()
+
+
+class Forks:
+    """The socket by which workers on CPUs ask for compute processes that have imported what these models need.
+
+    The first fork server begins at once. It ends when nobody holds the socket any more, at the latest when `close` and
+    those who hold `asks` have closed it. A launcher takes it, and starts it again when it ends.
+    """
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self._models = models
+        self._asks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._begun: ForkServerProcess | None = self._begin()
+
+    @property
+    def asks(self) -> int:
+        """The descriptor that workers are handed."""
+        return self._asks.fileno()
+
+    def server(self) -> ForkServerProcess:
+        """The process that began first; after that a new one each time."""
+        begun, self._begun = self._begun or self._begin(), None
+        return begun
+
+    def close(self) -> None:
+        """Close the socket, and end a process that nobody has taken. Idempotent."""
+        self._asks.close()
+        self._asked.close()
+        if begun := self._begun:
+            self._begun = None
+            begun.kill()
+
+    def _begin(self) -> ForkServerProcess:
+        return ForkServerProcess(self._asked.fileno(), self._models)
+
+
+class InheritedForks:
+    """The socket to a fork server that the parent process owns and may share among several servers.
+
+    This process neither starts, restarts nor stops that fork server.
+    """
+
+    def __init__(self, asks: int) -> None:
+        self._asks = socket.socket(fileno=asks)
+
+    @property
+    def asks(self) -> int:
+        """The descriptor that workers are handed."""
+        return self._asks.fileno()
+
+    def copy(self) -> InheritedForks:
+        """Return the same socket with a descriptor of its own."""
+        return InheritedForks(os.dup(self.asks))
+
+    def close(self) -> None:
+        """Close this descriptor of the socket. Idempotent."""
+        self._asks.close()

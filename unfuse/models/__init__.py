@@ -14,29 +14,28 @@ from unfuse.models.declared import declared
 from unfuse.models.whole import FAMILY as WHOLE
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.hub import Tell
-from unfuse.weights.names import pipeline_class
-from unfuse.weights.source import resolve_source
+from unfuse.weights.source import pipeline_class, resolve_source
 
 __all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_classes"]
 
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
-    "FluxKontextPipeline": "unfuse.models.flux_kontext:FAMILY",
+    "FluxKontextPipeline": "unfuse.models.flux:KONTEXT",
     "FluxPipeline": "unfuse.models.flux:FAMILY",
     "HunyuanVideoPipeline": "unfuse.models.hunyuan_video:FAMILY",
     "Krea2Pipeline": "unfuse.models.modular:KREA",
     "LTXPipeline": "unfuse.models.ltx:FAMILY",
     "LlamaForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen2ForCausalLM": "unfuse.models.language:FAMILY",
-    "Qwen2_5_VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
+    "Qwen2_5_VLForConditionalGeneration": "unfuse.models.language:VISION_LANGUAGE",
     "Qwen3ForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen3MoeForCausalLM": "unfuse.models.language:FAMILY",
-    "Qwen3VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
-    "Qwen3VLMoeForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
+    "Qwen3VLForConditionalGeneration": "unfuse.models.language:VISION_LANGUAGE",
+    "Qwen3VLMoeForConditionalGeneration": "unfuse.models.language:VISION_LANGUAGE",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
     "StableDiffusion3Pipeline": "unfuse.models.sd3:FAMILY",
     "StableDiffusionXLPipeline": "unfuse.models.sdxl:FAMILY",
-    "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
+    "WanImageToVideoPipeline": "unfuse.models.wan:IMAGE_TO_VIDEO",
     "WanPipeline": "unfuse.models.wan:FAMILY",
     "ZImagePipeline": "unfuse.models.z_image:FAMILY",
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,31 +23,40 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
-from unfuse.models.defaults import Serving, call_defaults
+from unfuse.models.declared import call_defaults, scheduler_classes
+from unfuse.models.defaults import Serving, read_serving
 from unfuse.models.encoders import cut_of, encoder_spreads
-from unfuse.models.noise_schedulers import READ_ERRORS, draws_noise, is_split, unreadable_field
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
-from unfuse.stages.specs import DENOISE, VAE_DECODE
-from unfuse.weights.dtypes import choose_dtypes
-from unfuse.weights.folder import INDEX, ModelFolder
+from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, VAE_DECODE
+from unfuse.weights.folder import INDEX, ModelFolder, choose_dtypes
 from unfuse.weights.gguf_model import GgufModel
 from unfuse.weights.quantised import check, is_whole_number, packed_bytes
 from unfuse.weights.shared import Mapped, held, load_together, moved
-from unfuse.weights.single import load_single
+from unfuse.weights.single import load_single, unplaced
 from unfuse.weights.source import source_of
-from unfuse.weights.unplaced import unplaced
 
 if TYPE_CHECKING:
     import torch
 
     from unfuse.parallel.group import Group, Mesh
     from unfuse.stages.denoise import Denoiser
+    from unfuse.stages.image_encode import ImageEncoder
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
     from unfuse.weights.adapters import Adapters
 
 EXTRAS = ("scipy", "torchsde")  # packages that a few noise schedulers need; unfuse does not install them
+
+EULER = "FlowMatchEulerDiscreteScheduler"
+MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DEISMultistepScheduler")
+"""Multistep schedulers. They draw no noise between steps, except with the configurations that `draws_noise` finds."""
+
+READ_ERRORS = (
+    OSError, ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError, AssertionError,
+    ImportError,
+)  # fmt: skip
+"""Exceptions that classes raise for configurations and files that they cannot read."""
 
 Report = Callable[[str, float, int], None]  # called for each loaded component: name, seconds, bytes of memory
 
@@ -123,8 +133,14 @@ class DiffusersFamily(Family):
     """Library and known classes of each component."""
     text_encoders: Mapping[str, Callable[[Loader], TextEncoder]]
     """By stage kind."""
+    image_encoder: Callable[[Loader], ImageEncoder]
+    """Of a family with a stage that encodes a picture for its denoiser."""
     denoiser: Callable[[Loader], Denoiser]
     vae: Callable[[Loader], VaeDecoder]
+    shape: Callable[[ModelFolder], Any]
+    """Reads the sizes of its latents. Raises ConfigError for configurations that do not fit each other."""
+    float32_latents = False
+    """Whether latents are handed on in float32, not in the dtype of the transformer."""
     accepts: tuple[AcceptedInput, ...] = ()
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
@@ -146,7 +162,7 @@ class DiffusersFamily(Family):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        model, serving = ModelFolder(folder), Serving.read(folder)
+        model, serving = ModelFolder(folder), read_serving(folder, Serving)
         dtypes = choose_dtypes(dtype, self.components(model))
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
@@ -178,7 +194,7 @@ class DiffusersFamily(Family):
 
     @override
     def prepare(self, folder: Path) -> None:
-        for module in ("denoise", "image_encode", "preview", "text_encode", "vae_decode"):
+        for module in ("denoise", "image_encode", "text_encode", "vae_decode"):
             import_module(f"unfuse.stages.{module}")
         for library, name in self.components(ModelFolder(folder)).values():
             getattr(import_module(library), name)
@@ -228,18 +244,30 @@ class DiffusersFamily(Family):
         """What can be asked for, as far as the configurations say. Raises ConfigError for some that do not fit."""
 
     @abstractmethod
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+        """The stages that encode, and the most room of their outputs; `widths` are bytes of a number, by component."""
+
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """The stages, and the most room that their outputs take; `widths` are the bytes of a number, by component."""
+        """The encoders, then denoising of all that they make, then VAE decoding."""
+        encoders = self.encoders(folder, limits, widths)
+        inputs = tuple(name for encoder in encoders for name in encoder.outputs)
+        denoisers = [name for name in self.components(folder) if name.startswith(self.adapts)]
+        width = WIDTHS["float32"] if self.float32_latents else widths[self.adapts]
+        room, components = self.shape(folder).room(width), (*denoisers, "scheduler")
+        denoise = replace(DENOISE, components=components, inputs=inputs, room=room, shares=True)
+        return Pipeline((*encoders, denoise, VAE_DECODE))
 
     def stage(self, kind: str, loader: Loader) -> Stage:
         """The stage of that kind; a denoiser loads the VAE when its first preview is due. Raises ConfigError."""
         from unfuse.stages.denoise import Denoise
-        from unfuse.stages.preview import Preview
+        from unfuse.stages.image_encode import ImageEncode
         from unfuse.stages.text_encode import TextEncode
-        from unfuse.stages.vae_decode import VaeDecode
+        from unfuse.stages.vae_decode import Preview, VaeDecode
 
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind)
+        if kind == IMAGE_ENCODE.kind:
+            return ImageEncode(self.image_encoder(loader))
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
             preview, adapters = Preview(lambda: self.vae(loader.alone)), self._adapters(loader, denoiser)
@@ -440,3 +468,43 @@ class Loader:
     def _tell(self, component: str, began: float, size: int) -> None:
         if self._report is not None:
             self._report(component, time.monotonic() - began, size)
+
+
+def draws_noise(config: Mapping[str, Any]) -> bool:
+    """Return whether this configuration makes a deterministic scheduler class draw noise between steps."""
+    return bool(config.get("stochastic_sampling")) or str(config.get("algorithm_type")).startswith("sde")
+
+
+def is_split(folder: ModelFolder, classes: Mapping[str, tuple[str, tuple[str, ...]]]) -> bool:
+    """Return whether a family's denoise stage supports the folder's noise scheduler.
+
+    With any other scheduler of diffusers, the model is served undivided: the pipeline itself calls the scheduler. For
+    a class that is not a scheduler of diffusers this returns True, and the family refuses it. A folder without the
+    scheduler's configuration has the components of other stages alone.
+
+    Args:
+        folder: the model, whose index names the scheduler's class.
+        classes: library and known classes of each component of the family.
+    """
+    entry = folder.index().get("scheduler")
+    if "scheduler" not in classes or not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+        return True
+    if entry[1] in classes["scheduler"][1]:
+        return not draws_noise(folder.beside("scheduler/scheduler_config.json"))
+    return entry[1] not in scheduler_classes()
+
+
+def unreadable_field(kind: Any, config: Mapping[str, Any]) -> str:
+    """Return the field of a configuration because of which its class cannot be instantiated; "" if not a single one.
+
+    It is the field without which (with its default value) the class can be instantiated.
+    """
+    known = inspect.signature(kind.__init__).parameters
+    given = {name: value for name, value in config.items() if name in known}
+    for name in given:
+        try:
+            kind(**{other: value for other, value in given.items() if other != name})
+        except READ_ERRORS:
+            continue
+        return name
+    return ""

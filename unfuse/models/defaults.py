@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -61,11 +58,6 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: dict[Quality, Defaults] = {}
     vocabulary: Vocabulary | None = None
 
-    @classmethod
-    def read(cls, folder: Path) -> Serving:
-        """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
-        return _read(folder, Serving)
-
     def over(self, standard: Params) -> Params:
         """These defaults, completed by the standard ones."""
         return {**standard, **msgspec.to_builtins(self.defaults)}
@@ -103,13 +95,9 @@ class TextServing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defaults: TextDefaults = TextDefaults()
     limits: dict[str, int | float] = {}
 
-    @classmethod
-    def read(cls, folder: Path) -> TextServing:
-        """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
-        return _read(folder, TextServing)
 
-
-def _read(folder: Path, kind: type[Read]) -> Read:
+def read_serving(folder: Path, kind: type[Read]) -> Read:
+    """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
     file = folder / SERVING
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
@@ -125,32 +113,3 @@ def fit(limits: Limits, defaults: Params) -> Params:
     width, height = nearest_size(limits, width, height)
     frames = max(1, min(frames, limits.max_frames))
     return {**defaults, "width": width, "height": height, "num_frames": frames - (frames - 1) % limits.frame_multiple}
-
-
-@cache
-def call_defaults(file: str, pipeline: str) -> Params:
-    """The defaults of a diffusers pipeline's `__call__`, of those parameters a model may have defaults for.
-
-    `file` is relative to the diffusers package. Its source is parsed, not imported: gateway and scheduler make cards
-    too, and importing a pipeline would bring torch into them. Raises ConfigError when diffusers has no such class.
-    """
-    spec = find_spec("diffusers")
-    path = Path(spec.origin or "").parent / file if spec else Path(file)
-    if not path.is_file():
-        raise ConfigError(f"the installed diffusers has no {file}: install a version that has {pipeline}")
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.ClassDef) and node.name == pipeline:
-            calls = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__call__"]
-            return {name: value for call in calls for name, value in _literals(call.args)}
-    raise ConfigError(f"the installed diffusers has no {pipeline} in {file}: install a version that has it")
-
-
-def _literals(arguments: ast.arguments) -> list[tuple[str, str | int | float]]:
-    pairs = list(zip(arguments.args[::-1], arguments.defaults[::-1], strict=False))
-    return [
-        (argument.arg, default.value)
-        for argument, default in pairs
-        if argument.arg in Defaults.__struct_fields__
-        and isinstance(default, ast.Constant)
-        and isinstance(default.value, str | int | float)
-    ]

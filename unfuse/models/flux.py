@@ -5,6 +5,11 @@ does, in its order of operations, on its components. Checked against diffusers 0
 
 `guidance_scale` is an input of a transformer that was distilled for it (dev), and not read by another (schnell).
 Guidance by a negative prompt is beside it: it applies with a `negative_prompt` and a `true_cfg_scale` above 1.
+
+FLUX.1 Kontext is a picture and a text to picture: the same, with a reference picture that the VAE encodes, as in
+diffusers' FluxKontextPipeline. Text encoders and VAE are those of FLUX.1, so that both kinds share their pools.
+The reference is brought to that size of about a megapixel whose shape is nearest to its own. The size that is asked for
+is the picture's own, as in a call whose `max_area` is as large; a call that has none makes a megapixel of that shape.
 """
 
 from __future__ import annotations
@@ -12,28 +17,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.media import Limits, Room
+from unfuse.core.card import START_PICTURE
+from unfuse.core.errors import PermanentError
+from unfuse.core.media import UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Pipeline
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import PATCH, Packing, need_channels
-from unfuse.models.packed import PackedDenoiser, PackedFamily
-from unfuse.models.pictures import GridPictureVae
-from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, T5Text, text_stage, with_encoders
+from unfuse.models.components import (
+    CLIP_TOKENIZERS,
+    PATCH,
+    T5_TOKENIZERS,
+    ClipText,
+    GridPictureVae,
+    PackedDenoiser,
+    PictureEncoder,
+    PictureFamily,
+    PictureShape,
+    T5Text,
+    need_channels,
+    text_stage,
+)
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
+from unfuse.stages.specs import IMAGE_ENCODE
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Shape(Packing):
+class Shape(PictureShape):
     """Sizes that follow from a model's configurations."""
 
     text_dim: int
@@ -43,11 +63,11 @@ class Shape(Packing):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
-        transformer, packing = folder.config("transformer"), Packing.of(folder)
+        transformer, vae = folder.config("transformer"), PictureShape.of_vae(folder)
         with folder.reading("transformer"):
             shape = cls(
-                packing.channels, packing.scale, int(transformer["joint_attention_dim"]),
-                int(transformer["pooled_projection_dim"]), bool(transformer["guidance_embeds"]),
+                **vars(vae), text_dim=int(transformer["joint_attention_dim"]),
+                pooled_dim=int(transformer["pooled_projection_dim"]), distilled=bool(transformer["guidance_embeds"]),
             )  # fmt: skip
             channels = int(transformer["in_channels"])
         need_channels(folder, shape.channels * PATCH**2, channels)
@@ -60,8 +80,9 @@ class FluxDenoiser(PackedDenoiser):
     reads = {"guidance_scale": float}
 
     def __init__(self, loader: Loader) -> None:
-        self._shape = shape = Shape.of(loader.folder)
+        shape = Shape.of(loader.folder)
         super().__init__(loader, shape)
+        self._distilled = shape.distilled
         self.embeds = {"pooled_prompt_embeds": (1, shape.pooled_dim), "prompt_embeds": (1, None, shape.text_dim)}
 
     def constants(self, params: Params) -> dict[str, Tensor]:
@@ -71,7 +92,7 @@ class FluxDenoiser(PackedDenoiser):
         rows, columns = self._shape.patches(params)
         axes = (torch.arange(side, dtype=torch.float32) for side in (1, rows, columns))
         found = {"img_ids": torch.cartesian_prod(*axes)[None].to(self.device, self.dtype)}
-        if self._shape.distilled:
+        if self._distilled:
             scale = need(params, "guidance_scale", float)
             found["guidance"] = torch.tensor([scale], dtype=torch.float32, device=self.device)
         return found
@@ -95,15 +116,15 @@ class FluxVae(GridPictureVae):
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
-        self._packing = Packing.of(loader.folder)
-        self.latents = (1, None, self._packing.channels * PATCH**2)
+        self._shape = PictureShape.of_vae(loader.folder)
+        self.latents = (1, None, self._shape.channels * PATCH**2)
 
     @override
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        return super().unpack(self._packing.unpack(latents, params).squeeze(2), params)
+        return super().unpack(self._shape.unpack(latents, params).squeeze(2), params)
 
 
-class Flux(PackedFamily):
+class Flux(PictureFamily):
     """The stages of a FluxPipeline folder."""
 
     name = "flux"
@@ -120,7 +141,8 @@ class Flux(PackedFamily):
     text_encoders = {"text_encode": ClipText, "text_encode_2": partial(T5Text, end="_2")}
     denoiser = FluxDenoiser
     vae = FluxVae
-    packing = Shape.of
+    shape = Shape.of
+    packs = True
     starts: Sequence[str] = ("image", "mask")
     cut = Cut(
         blocks=("transformer_blocks", "single_transformer_blocks"),
@@ -140,13 +162,93 @@ class Flux(PackedFamily):
     )
 
     @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder"]})
         t5 = text_stage({"prompt_embeds": embeds}, end="_2")
-        room = Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2)
-        return with_encoders((clip, t5), room)
+        return clip, t5
 
 
 FAMILY = Flux()
+
+
+MOST_PIXELS = 1328 * 800  # the largest of the sizes to which a reference is brought
+
+
+class Reference(PictureEncoder):
+    """The VAE; an ImageEncoder."""
+
+    each = True  # references of other shapes have other sizes
+
+    def __init__(self, loader: Loader) -> None:
+        self._vae, self._device, self._side = loader.vae(), loader.device, PictureShape.of_vae(loader.folder).multiple
+
+    def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
+        """The `condition` for the denoiser (1, channels, height, width), of one picture."""
+        from diffusers.image_processor import VaeImageProcessor
+        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS as SIZES
+
+        (picture,), side, vae = pictures[UPLOAD], self._side, self._vae
+        columns, rows = (length // side for length in picture.size)
+        if not rows or not columns:
+            raise PermanentError(f"the picture is smaller than {side}×{side}: send a larger one")
+        _, width, height = min((abs(columns / rows - w / h), w, h) for w, h in SIZES)
+        size = height // side * side, width // side * side
+        processor = VaeImageProcessor(vae_scale_factor=side)
+        pixels = processor.preprocess(processor.resize(picture, *size), *size).to(self._device, vae.dtype)
+        latents = vae.encode(pixels).latent_dist.mode()
+        return {"condition": (latents - vae.config.shift_factor) * vae.config.scaling_factor}
+
+
+class KontextDenoiser(FluxDenoiser):
+    """Transformer and the configuration of its noise scheduler; a Denoiser. The transformer sees the reference behind
+    the latents, in the same places and another plane.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__(loader)
+        self.conditions = {"condition": (1, self._shape.channels, None, None)}
+
+    @override
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        import torch
+
+        reference = inputs["condition"].to(latents.dtype)
+        rows, columns = (torch.arange(side // PATCH, dtype=torch.float32) for side in reference.shape[-2:])
+        ids = torch.cartesian_prod(torch.ones(1), rows, columns)[None].to(inputs["img_ids"])
+        seen = torch.cat([latents, self._shape.pack(reference)], 1)
+        given = {**inputs, "img_ids": torch.cat([inputs["img_ids"][:1], ids], 1)}
+        return super().predict(seen, timestep, given, params)[:, : latents.shape[1]]
+
+
+class Kontext(Flux):
+    """The stages of a FluxKontextPipeline folder; texts and picture are encoded side by side."""
+
+    source = ("pipelines/flux/pipeline_flux_kontext.py", "FluxKontextPipeline")
+    image_encoder = Reference
+    denoiser = KontextDenoiser
+    accepts = (START_PICTURE,)
+    starts = ()
+    else_whole = True
+
+    @override
+    def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
+        """An equal transformer that sees no reference is another stage."""
+        return {"transformer": "reference"}
+
+    @override
+    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+        return {IMAGE_ENCODE.kind: {"tiles": 0}} | super().spreads(folder)
+
+    @override
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+        shape = PictureShape.of_vae(folder)
+        latents = MOST_PIXELS // shape.scale**2 * shape.channels * widths["vae"]
+        picture = replace(
+            IMAGE_ENCODE, components=("vae",), outputs=("condition",), room=Room(latents + ALIGNMENT), reads=("image",)
+        )
+        return (*super().encoders(folder, limits, widths), picture)
+
+
+KONTEXT = Kontext()

@@ -13,19 +13,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from unfuse.core.media import Limits
 from unfuse.core.object_ref import DTYPES
-from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser, GridVae, VideoShape, need_channels
-from unfuse.models.frame_rates import frame_rate
-from unfuse.models.noise_schedulers import EULER
-from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, MaskedText, text_stage, with_encoders
+from unfuse.core.plan import Params, StageSpec
+from unfuse.models.base import EULER, Loader
+from unfuse.models.components import (
+    CLIP_TOKENIZERS,
+    FAST_TOKENIZERS,
+    ClipText,
+    FlowDenoiser,
+    GridVae,
+    MaskedText,
+    VideoFamily,
+    VideoShape,
+    need_channels,
+    text_stage,
+)
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.weights.folder import ModelFolder
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-PIXEL_MULTIPLE = 16  # HunyuanVideoPipeline refuses other sizes, whatever the VAE
 HIDDEN = -3  # which of Llama's hidden states is the prompt's: two layers are left out
 
 
@@ -60,6 +66,11 @@ class Shape(VideoShape):
             channels = int(transformer["in_channels"])
         need_channels(folder, shape.channels, channels)
         return shape
+
+    @property
+    @override
+    def multiple(self) -> int:
+        return self.spatial * self.patch
 
 
 class LlamaText(MaskedText):
@@ -134,7 +145,7 @@ class HunyuanVideoVae(GridVae):
         return self._decoded(grid / self.vae.config.scaling_factor)
 
 
-class HunyuanVideo(DiffusersFamily):
+class HunyuanVideo(VideoFamily):
     """The stages of a HunyuanVideoPipeline folder."""
 
     name = "hunyuan_video"
@@ -149,6 +160,8 @@ class HunyuanVideo(DiffusersFamily):
         "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
     }
     text_encoders = {"text_encode": LlamaText, "text_encode_2": partial(ClipText, end="_2")}
+    shape = Shape.of
+    pixel_multiple = 16
     denoiser = HunyuanVideoDenoiser
     vae = partial(HunyuanVideoVae, channels="latent_channels")
     cut = Cut(
@@ -170,22 +183,12 @@ class HunyuanVideo(DiffusersFamily):
     )
 
     @override
-    def standard(self, folder: ModelFolder) -> Params:
-        """There is no negative prompt unless one is given, not even an empty one."""
-        return {"fps": frame_rate(folder.kind, folder.index(), {}), "negative_prompt": None}
-
-    @override
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        shape = Shape.of(folder)
-        return shape.bounds(lcm(PIXEL_MULTIPLE, shape.spatial * shape.patch), defaults)
-
-    @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder_2"]}, end="_2")
-        return with_encoders((llama, clip), shape.room)
+        return llama, clip
 
 
 FAMILY = HunyuanVideo()

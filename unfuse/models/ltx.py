@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,21 +22,24 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits
-from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser, VideoShape, need_channels
-from unfuse.models.frame_rates import frame_rate
-from unfuse.models.text import T5_TOKENIZERS, T5Text, text_stage, with_encoders
+from unfuse.core.plan import Params, StageSpec
+from unfuse.models.base import Loader
+from unfuse.models.components import (
+    T5_TOKENIZERS,
+    FlowDenoiser,
+    T5Text,
+    VideoFamily,
+    VideoShape,
+    need_channels,
+    text_stage,
+)
 from unfuse.parallel.cut import Along, Cut, Matrices
-from unfuse.stages.base import need
-from unfuse.stages.guidance import AWAY, guidance_scale
+from unfuse.stages.base import AWAY, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-PIXEL_MULTIPLE = 32  # LTXPipeline refuses other sizes, whatever the VAE
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class LtxVae:
         return pixels
 
 
-class Ltx(DiffusersFamily):
+class Ltx(VideoFamily):
     """The stages of an LTXPipeline folder."""
 
     name = "ltx"
@@ -154,6 +156,8 @@ class Ltx(DiffusersFamily):
         "vae": ("diffusers", ("AutoencoderKLLTXVideo",)),
     }
     text_encoders = {"text_encode": partial(LtxText, guidance=guidance_scale)}
+    shape = Shape.of
+    pixel_multiple = 32
     denoiser = LtxDenoiser
     vae = LtxVae
     else_whole = True
@@ -181,21 +185,10 @@ class Ltx(DiffusersFamily):
         return {kind: found[kind] for kind in found if kind != "tensor"}
 
     @override
-    def standard(self, folder: ModelFolder) -> Params:
-        Shape.of(folder)
-        return {"fps": frame_rate(folder.kind, folder.index(), {}), "negative_prompt": None}
-
-    @override
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        shape = Shape.of(folder)
-        return shape.bounds(lcm(PIXEL_MULTIPLE, shape.spatial), defaults)
-
-    @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         each = limits.max_sequence_length * widths["text_encoder"]
-        text = text_stage({"prompt_embeds": each * shape.text_dim, "prompt_mask": each}, "guidance_scale")
-        return with_encoders((text,), shape.room)
+        return (text_stage({"prompt_embeds": each * shape.text_dim, "prompt_mask": each}, "guidance_scale"),)
 
 
 FAMILY = Ltx()

@@ -23,17 +23,13 @@ from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError, PermanentError, Unsuitable
 from unfuse.core.media import REFERENCES, UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader, Report, Runtime
-from unfuse.models.defaults import call_defaults
-from unfuse.models.flow_matching import PATCH, Packing
-from unfuse.models.packed import PackedFamily
-from unfuse.models.redraw import OneVae
-from unfuse.models.text import FAST_TOKENIZERS, with_encoders
+from unfuse.models.components import FAST_TOKENIZERS, OneVae, PictureEncoder, PictureFamily, PictureShape
+from unfuse.models.declared import call_defaults
 from unfuse.models.whole import component
 from unfuse.parallel.cut import Along, Cut, Matrices
-from unfuse.stages.base import Stage, StageInput, StageOutput, need
-from unfuse.stages.guidance import NEGATIVE
+from unfuse.stages.base import NEGATIVE, Stage, StageInput, StageOutput, need
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder
 
@@ -119,20 +115,26 @@ class BlockStage(Stage):
         return values
 
     def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
-        return StageOutput({name: values.get(name) for name in self._spec.outputs})
+        """What the block made; the pictures of the last one are encoded as files."""
+        if self.kind != VAE_DECODE.kind:
+            return StageOutput({name: values.get(name) for name in self._spec.outputs})
+        from unfuse.stages.media import encode, remedy, to_bytes
+
+        advice = remedy("the model's decoder", self._part.vae.dtype)
+        return StageOutput(media=encode(to_bytes(values["images"], "decoder", advice), params))
 
 
-class References:
+class References(PictureEncoder):
     """The block that encodes pictures for others to see; an ImageEncoder."""
+
+    each = True
+    beside: Sequence[str] = REFERENCES[1:]
 
     def __init__(self, part: Any, side: int) -> None:
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 
         part.update_components(image_processor=Flux2ImageProcessor(vae_scale_factor=side))
         self._part = part
-
-    def verify(self, params: Params) -> None:
-        """It reads none."""
 
     def encode(self, pictures: Mapping[str, Sequence[Image]], params: Params) -> dict[str, Tensor]:
         """SEEN and SIZES. Raises Unsuitable for pictures that the block refuses."""
@@ -146,26 +148,11 @@ class References:
         return {SEEN: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
 
 
-class DecodeBlock(BlockStage):
-    """The last block: what it makes is encoded as files."""
-
-    def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
-        import numpy as np
-
-        from unfuse.stages.finite import remedy
-        from unfuse.stages.media import encode
-
-        frames = values["images"]
-        if not np.isfinite(frames).all():
-            advice = remedy("the model's decoder", self._part.vae.dtype)
-            raise PermanentError(f"the decoder produced pixels that are not finite: {advice}")
-        return StageOutput(media=encode((frames * 255).round().astype(np.uint8), params))
-
-
-class Modular(PackedFamily):
+class Modular(PictureFamily):
     """The stages of a folder of a pipeline class, as diffusers declares it."""
 
-    packing = Packing.of
+    shape = PictureShape.of_vae
+    float32_latents = True
     takes_lora = False
     blocks: tuple[str, str]  # classes of its blocks: of a model that is guided, and of one that was distilled not to be
     embeds: Mapping[str, tuple[str, ...]]
@@ -206,8 +193,8 @@ class Modular(PackedFamily):
         return {name: value for name, value in super().standard(folder).items() if name not in call}
 
     @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        transformer, packing = folder.config("transformer"), Packing.of(folder)
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+        transformer, shape = folder.config("transformer"), PictureShape.of_vae(folder)
         distilled = bool(folder.index().get("is_distilled"))
         with folder.reading("transformer"):
             numbers = sum(prod(int(transformer[key]) for key in keys) for keys in self.embeds.values())
@@ -221,7 +208,7 @@ class Modular(PackedFamily):
             reads=tuple(reads if distilled else [*reads, SCALE]),
             room=Room(size * len(made) // len(self.embeds)),
         )
-        each = packing.channels * MOST_PIXELS // packing.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
+        each = shape.channels * MOST_PIXELS // shape.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
         picture = replace(
             IMAGE_ENCODE,
             components=("vae",),
@@ -232,8 +219,7 @@ class Modular(PackedFamily):
             spreads={"tiles": 0},
             when=UPLOAD,
         )
-        encoders = (text, picture) if self.references else (text,)
-        return with_encoders(encoders, Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
+        return (text, picture) if self.references else (text,)
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
@@ -247,12 +233,9 @@ class Modular(PackedFamily):
         if spec.components == ("vae",):
             loader = OneVae(loader)
         if spec.kind == IMAGE_ENCODE.kind:
-            part, packing = _part(spec, self.blocks[0], loader), Packing.of(model)
-            stage = ImageEncode(References(part, packing.scale * PATCH))
-            stage.each, stage.beside = True, REFERENCES[1:]
-            return stage
-        block = DecodeBlock if spec.kind == VAE_DECODE.kind else BlockStage
-        return block(spec, self, loader, bool(model.index().get("is_distilled")))
+            part = _part(spec, self.blocks[0], loader)
+            return ImageEncode(References(part, PictureShape.of_vae(model).multiple))
+        return BlockStage(spec, self, loader, bool(model.index().get("is_distilled")))
 
 
 def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:

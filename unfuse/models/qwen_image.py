@@ -18,13 +18,21 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline
+from unfuse.core.media import Limits
+from unfuse.core.object_ref import DTYPES
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import PATCH, GridVae, Packing, need_channels
-from unfuse.models.packed import PackedDenoiser, PackedFamily
-from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage, with_encoders
+from unfuse.models.components import (
+    FAST_TOKENIZERS,
+    PATCH,
+    GridVae,
+    PackedDenoiser,
+    PictureFamily,
+    PictureShape,
+    TruthfulText,
+    need_channels,
+    text_stage,
+)
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.weights.folder import ModelFolder
 
@@ -35,7 +43,7 @@ MOST_TOKENS = 1024  # where the pipeline cuts a prompt, whatever the length that
 
 
 @dataclass(frozen=True)
-class Shape(Packing):
+class Shape(PictureShape):
     """Sizes that follow from a model's configurations."""
 
     text_dim: int
@@ -43,10 +51,10 @@ class Shape(Packing):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
-        transformer, packing = folder.config("transformer"), Packing.of(folder)
+        transformer, vae = folder.config("transformer"), PictureShape.of_vae(folder)
         with folder.reading("transformer"):
             channels, text_dim = int(transformer["in_channels"]), int(transformer["joint_attention_dim"])
-            shape = cls(packing.channels, packing.scale, text_dim)
+            shape = cls(**vars(vae), text_dim=text_dim)
         need_channels(folder, shape.channels * PATCH**2, channels)
         if transformer.get("guidance_embeds"):
             raise ConfigError(f"model {folder.path} was distilled for guidance, which diffusers cannot run")
@@ -102,7 +110,7 @@ class QwenImageDenoiser(PackedDenoiser):
             timestep=timestep.to(latents.dtype) / 1000,
             encoder_hidden_states=inputs["prompt_embeds"][:, :longest],
             encoder_hidden_states_mask=mask[:, :longest] if min(lengths) < longest else None,
-            img_shapes=[[(1, *self._packing.patches(params))]] * len(latents),
+            img_shapes=[[(1, *self._shape.patches(params))]] * len(latents),
         )
 
     @override
@@ -120,16 +128,16 @@ class QwenImageVae(GridVae):
     """The VAE; a VaeDecoder of patches."""
 
     def __init__(self, loader: Loader) -> None:
-        super().__init__(loader, "z_dim")
-        self._packing = Packing.of(loader.folder)
-        self.latents = (1, None, self._packing.channels * PATCH**2)
+        super().__init__(loader)
+        self._shape = PictureShape.of_vae(loader.folder)
+        self.latents = (1, None, self._shape.channels * PATCH**2)
 
     @override
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        return super().unpack(self._packing.unpack(latents, params), params)
+        return super().unpack(self._shape.unpack(latents, params), params)
 
 
-class QwenImage(PackedFamily):
+class QwenImage(PictureFamily):
     """The stages of a QwenImagePipeline folder."""
 
     name = "qwen_image"
@@ -144,7 +152,8 @@ class QwenImage(PackedFamily):
     text_encoders = {"text_encode": QwenText}
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
-    packing = Shape.of
+    shape = Shape.of
+    packs = True
     starts = ("image", "mask")
     cut = Cut(
         blocks=("transformer_blocks",),
@@ -167,12 +176,11 @@ class QwenImage(PackedFamily):
     )
 
     @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         text = text_stage({"prompt_embeds": length * width, "prompt_embeds_mask": length * DTYPES["int64"]})
-        room = Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2)
-        return with_encoders((text,), room)
+        return (text,)
 
 
 FAMILY = QwenImage()

@@ -9,23 +9,31 @@ served undivided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Pipeline
+from unfuse.core.media import Limits
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import Packing, need_channels, shift
-from unfuse.models.pictures import GridDenoiser, GridFamily, LatentGrid, ProjectedClip
-from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, T5Text, text_stage, with_encoders
+from unfuse.models.components import (
+    CLIP_TOKENIZERS,
+    T5_TOKENIZERS,
+    GridDenoiser,
+    GridPictureVae,
+    PictureFamily,
+    PictureShape,
+    ProjectedClip,
+    T5Text,
+    need_channels,
+    shift,
+    text_stage,
+)
 from unfuse.parallel.cut import Along, Cut, Matrices
-from unfuse.stages.base import need
-from unfuse.stages.guidance import AWAY, guidance_scale
+from unfuse.stages.base import AWAY, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -37,18 +45,18 @@ DUAL = "dual_attention_layers"  # blocks in which the picture also sees itself a
 
 
 @dataclass(frozen=True)
-class Shape(LatentGrid):
+class Shape(PictureShape):
     """Sizes that follow from a model's configurations."""
 
-    patch: int = 0
-    text_dim: int = 0
-    clips: tuple[int, ...] = ()  # widths of what each CLIP makes of a token, and projects of all
-    tokens: int = 0
+    patch: int
+    text_dim: int
+    clips: tuple[int, ...]  # widths of what each CLIP makes of a token, and projects of all
+    tokens: int
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError when they do not fit each other."""
-        vae, transformer = Packing.of(folder), folder.config("transformer")
+        vae, transformer = PictureShape.of_vae(folder), folder.config("transformer")
         clips = [folder.config(name) for name in ("text_encoder", "text_encoder_2")]
         with folder.reading("transformer or text_encoder"):
             patch = int(transformer["patch_size"])
@@ -76,8 +84,9 @@ class Sd3Denoiser(GridDenoiser):
     first = AWAY
 
     def __init__(self, loader: Loader) -> None:
-        self._shape = shape = Shape.of(loader.folder)
+        shape = Shape.of(loader.folder)
         super().__init__(loader, shape.latents)
+        self._patch = shape.patch
         first, pooled, second, pooled_2 = shape.clips
         self.embeds = {
             "prompt_embeds": (1, None, first),
@@ -92,7 +101,7 @@ class Sd3Denoiser(GridDenoiser):
         config, steps = self._scheduler.config, need(params, "num_inference_steps", int)
         if not config.get("use_dynamic_shifting"):
             return self._fresh(latents, num_inference_steps=steps)
-        rows, columns = (side // self._shape.patch for side in latents.shape[-2:])
+        rows, columns = (side // self._patch for side in latents.shape[-2:])
         return self._fresh(latents, num_inference_steps=steps, mu=shift(config, rows * columns))
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
@@ -110,7 +119,7 @@ class Sd3Denoiser(GridDenoiser):
         )
 
 
-class Sd3(GridFamily):
+class Sd3(PictureFamily):
     """The stages of a StableDiffusion3Pipeline folder."""
 
     name = "sd3"
@@ -132,7 +141,9 @@ class Sd3(GridFamily):
         "text_encode_3": partial(ThirdText, end="_3", guidance=guidance_scale),
     }
     denoiser = Sd3Denoiser
+    vae = GridPictureVae
     shape = Shape.of
+    else_whole = True
     starts = ("image",)
     cut = Cut(
         blocks=("transformer_blocks",),
@@ -158,7 +169,7 @@ class Sd3(GridFamily):
         return {kind: found[kind] for kind in found if kind not in without}
 
     @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape, stages = Shape.of(folder), []
         for end, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
             numbers = {f"prompt_embeds{end}": shape.tokens * width, f"pooled_prompt_embeds{end}": pooled}
@@ -166,7 +177,7 @@ class Sd3(GridFamily):
             stages.append(text_stage(own, "guidance_scale", end))
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_3"]
         stages.append(text_stage({"prompt_embeds_3": embeds}, "guidance_scale", "_3"))
-        return with_encoders(stages, Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2))
+        return stages
 
 
 FAMILY = Sd3()

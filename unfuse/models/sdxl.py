@@ -11,7 +11,7 @@ undivided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -20,16 +20,22 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Pipeline
+from unfuse.core.media import Limits
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import Packing, need_channels
-from unfuse.models.pictures import GridDenoiser, GridFamily, GridPictureVae, LatentGrid, ProjectedClip
-from unfuse.models.redraw import computing_in, forces_upcast
-from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
-from unfuse.stages.base import Stage, need
-from unfuse.stages.guidance import AWAY
+from unfuse.models.components import (
+    CLIP_TOKENIZERS,
+    GridDenoiser,
+    GridPictureVae,
+    PictureFamily,
+    PictureShape,
+    ProjectedClip,
+    computing_in,
+    forces_upcast,
+    need_channels,
+    text_stage,
+)
+from unfuse.stages.base import AWAY, Stage, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -42,21 +48,22 @@ ZEROS = "force_zeros_for_empty_prompt"
 
 
 @dataclass(frozen=True)
-class Shape(LatentGrid):
+class Shape(PictureShape):
     """Sizes that follow from a model's configurations."""
 
-    widths: tuple[int, int] = (0, 0)  # of what the text encoders make of a token
-    pooled: int = 0
-    tokens: int = 0
+    widths: tuple[int, int]  # of what the text encoders make of a token
+    pooled: int
+    tokens: int
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError when they do not fit each other, or need what is not given."""
-        vae, unet = Packing.of(folder), folder.config("unet")
+        vae, unet = PictureShape.of_vae(folder), folder.config("unet")
         first, second = folder.config("text_encoder"), folder.config("text_encoder_2")
         with folder.reading("unet or text_encoder"):
             shape = cls(
                 vae.channels, vae.scale, lcm(PIXEL_MULTIPLE, vae.scale), int(unet["sample_size"]) * vae.scale,
+                longest=vae.longest,
                 widths=(int(first["hidden_size"]), int(second["hidden_size"])),
                 pooled=int(second["projection_dim"]), tokens=int(second["max_position_embeddings"]),
             )  # fmt: skip
@@ -123,7 +130,7 @@ class SdxlVae(GridPictureVae):
             return super().decode(grid)
 
 
-class Sdxl(GridFamily):
+class Sdxl(PictureFamily):
     """The stages of a StableDiffusionXLPipeline folder."""
 
     name = "sdxl"
@@ -143,6 +150,7 @@ class Sdxl(GridFamily):
     }
     denoiser = SdxlDenoiser
     shape = Shape.of
+    else_whole = True
     starts = ("image", "mask")
     vae = SdxlVae
     whole_steps = repeats = upcasts = True
@@ -163,15 +171,13 @@ class Sdxl(GridFamily):
         return {"cfg": 2}
 
     @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         bytes_1, bytes_2 = widths["text_encoder"], widths["text_encoder_2"]
         first, second = (shape.tokens * width for width in shape.widths)
         one = text_stage({"prompt_embeds": first * bytes_1}, "guidance_scale")
         sizes = {"prompt_embeds_2": second * bytes_2, "pooled_prompt_embeds": shape.pooled * bytes_2}
-        two = text_stage(sizes, "guidance_scale", "_2")
-        room = Room(ALIGNMENT, shape.channels * widths["unet"] / shape.scale**2)
-        return with_encoders((one, two), room, ("unet",))
+        return one, text_stage(sizes, "guidance_scale", "_2")
 
     @override
     def stage(self, kind: str, loader: Loader) -> Stage:

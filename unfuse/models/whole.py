@@ -6,7 +6,11 @@ those of other families are: from safetensors, by a class of diffusers or transf
 
 from __future__ import annotations
 
+import ast
+import copy
 import inspect
+import re
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from math import lcm
@@ -21,15 +25,12 @@ from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import LAST_FRAME, REFERENCES, UPLOAD, Limits
 from unfuse.core.plan import Params, Pipeline, StageSpec, Value
-from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
-from unfuse.models.declared import VIDEO, Declared, declared, has_pipelines
-from unfuse.models.defaults import Defaults, Serving
-from unfuse.models.frame_rates import frame_rate
-from unfuse.models.noise_schedulers import misfit
+from unfuse.models.base import READ_ERRORS, Family, Loader, Report, Runtime, weights_ids
+from unfuse.models.declared import VIDEO, Declared, declared, frame_rate, has_pipelines
+from unfuse.models.defaults import Defaults, Serving, read_serving
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import WHOLE
-from unfuse.weights.dtypes import choose_dtypes
-from unfuse.weights.folder import ModelFolder
+from unfuse.weights.folder import ModelFolder, choose_dtypes
 from unfuse.weights.source import source_of
 
 LIBRARIES = ("diffusers", "transformers")
@@ -78,7 +79,7 @@ class WholeFamily(Family):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        model, serving = ModelFolder(folder), Serving.read(folder)
+        model, serving = ModelFolder(folder), read_serving(folder, Serving)
         found = _declared(model)
         components = self.components(model)
         dtypes = choose_dtypes(dtype, components)
@@ -124,7 +125,9 @@ class WholeFamily(Family):
         pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device != "cpu"
         if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
-            loras = PipelineAdapters(Loras(runtime.loras, runtime.kept), pipeline, bool, loader.device, most)
+            loras = PipelineAdapters(
+                Loras(runtime.loras, runtime.kept), pipeline, lambda: pipeline, loader.device, most
+            )
         stage = Whole(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found))
         stage.uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
         return stage
@@ -325,6 +328,78 @@ def casting(vae: Any) -> Any:
     decode = vae.decode
     vae.decode = lambda latents, *given, **named: decode(latents.to(vae.dtype), *given, **named)
     return vae
+
+
+ALWAYS_USED = frozenset({"init_noise_sigma", "order", "scale_model_input", "set_begin_index", "step"})
+"""Attributes of a noise scheduler that a pipeline uses in every call, if it uses them at all."""
+
+
+def misfit(pipeline: Any) -> str:
+    """Return why diffusers' pipeline would fail with its noise scheduler, as a sentence; "" if it may work.
+
+    The used attributes and arguments are found in the pipeline's source. Uses that depend on a request are not checked.
+    """
+    scheduler = getattr(pipeline, "scheduler", None)
+    if scheduler is None:
+        return ""
+    source = inspect.getsource(type(pipeline))
+    guarded = re.findall(r"hasattr\(\s*self\.scheduler,\s*\"(\w+)\"", source)
+    used = ALWAYS_USED & {*re.findall(r"self\.scheduler\.(\w+)", source)} - {*guarded}
+    who, what = type(pipeline).__name__, type(scheduler).__name__
+    for name in sorted(used):
+        if not hasattr(scheduler, name):
+            return f"{who} uses {name} of its noise scheduler, which {what} does not have"
+    taken = {*inspect.signature(scheduler.set_timesteps).parameters}
+    if "stage_index" in taken and "stage_index" not in source:
+        return f"{what} needs a pipeline with stages (stage_index), which {who} does not have"
+    given = _always_given(pipeline.__call__)
+    if "use_flow_sigmas" in source and scheduler.config.get("use_flow_sigmas"):
+        given.discard("sigmas")
+    for name in sorted(given - taken):
+        return f"{who} passes {name} to its noise scheduler, which {what} with this configuration does not accept"
+    if not given or (error := _rejection(scheduler, given)) is None:
+        return ""
+    if "mu" in given and _rejection(scheduler, given - {"mu"}) is None:
+        return f"{who} passes a shift (mu) to its noise scheduler, for which {what} needs use_dynamic_shifting"
+    return f"{who} passes {' and '.join(sorted(given))} to its noise scheduler, which {what} rejects ({error!r})"
+
+
+def _rejection(scheduler: Any, given: set[str]) -> Exception | None:
+    """Return the error that a noise scheduler raises for such arguments (`sigmas`, `mu`); None if it accepts them.
+
+    `sigmas` are tried as an array and as a list, since pipelines pass either. A shift (`mu`) is also given to a
+    scheduler that requires one. Its configuration may have fields that belong to other classes.
+    """
+    import numpy as np
+
+    takes_shift = "mu" in inspect.signature(scheduler.set_timesteps).parameters
+    shifts = takes_shift and scheduler.config.get("use_dynamic_shifting")
+    mu = {"mu": 0.5} if "mu" in given or shifts else {}
+    sigmas = np.linspace(1.0, 0.25, 4)
+    tried: list[dict[str, Any]] = [{"num_inference_steps": 4}]
+    if "sigmas" in given:
+        tried = [{"sigmas": sigmas}, {"sigmas": sigmas.tolist()}]
+    found: Exception | None = None
+    for arguments in tried:
+        try:
+            copy.deepcopy(scheduler).set_timesteps(**arguments, **mu)
+        except READ_ERRORS as error:
+            found = error
+        else:
+            return None
+    return found
+
+
+def _always_given(call: Any) -> set[str]:
+    """Return which of `sigmas` and `mu` a pipeline's call passes to its noise scheduler in every request."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call)))).body
+    assert isinstance(function, ast.FunctionDef)
+    targets = [target for one in function.body if isinstance(one, ast.Assign) for target in one.targets]
+    assigned = {target.id for target in targets if isinstance(target, ast.Name)}
+    calls = [one for one in ast.walk(function) if isinstance(one, ast.Call)]
+    keywords = [word for one in calls if ast.unparse(one.func) == "retrieve_timesteps" for word in one.keywords]
+    named = {str(word.arg) for word in keywords if isinstance(word.value, ast.Name) and word.value.id in assigned}
+    return named & {"sigmas", "mu"}
 
 
 FAMILY = WholeFamily()

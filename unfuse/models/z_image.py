@@ -18,16 +18,24 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline
+from unfuse.core.media import Limits
+from unfuse.core.object_ref import DTYPES
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import FlowDenoiser, Packing, need_channels, shift
-from unfuse.models.pictures import GridFamily, GridPictureVae, LatentGrid
-from unfuse.models.text import FAST_TOKENIZERS, MaskedText, text_stage, with_encoders
+from unfuse.models.components import (
+    FAST_TOKENIZERS,
+    PATCH,
+    FlowDenoiser,
+    GridPictureVae,
+    MaskedText,
+    PictureFamily,
+    PictureShape,
+    need_channels,
+    shift,
+    text_stage,
+)
 from unfuse.parallel.cut import Along, Cut, Matrices
-from unfuse.stages.base import need
-from unfuse.stages.guidance import TOWARDS, guidance_scale
+from unfuse.stages.base import TOWARDS, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -36,26 +44,25 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-PATCH, FRAMES = 2, 1  # latents along a side, and along time, that the pipeline has the transformer see as one
+FRAMES = 1  # latents along time that the pipeline has the transformer see as one
 USUAL = 1024  # the pipeline's side in pixels, whatever the VAE
 
 
 @dataclass(frozen=True)
-class Shape(LatentGrid):
+class Shape(PictureShape):
     """Sizes that follow from a model's configurations."""
 
-    text_dim: int = 0
+    text_dim: int
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError when they do not fit each other."""
-        vae, transformer = Packing.of(folder), folder.config("transformer")
+        vae, transformer = PictureShape.of_vae(folder), folder.config("transformer")
         with folder.reading("transformer"):
             sides = PATCH in transformer["all_patch_size"] and FRAMES in transformer["all_f_patch_size"]
-            multiple = vae.scale * PATCH
             longest, text_dim = min(map(int, transformer["axes_lens"][1:])), int(transformer["cap_feat_dim"])
-            usual = USUAL // multiple * multiple
-            shape = cls(vae.channels, vae.scale, multiple, usual, longest * multiple, text_dim)
+            usual = USUAL // vae.multiple * vae.multiple
+            shape = cls(vae.channels, vae.scale, vae.multiple, usual, longest * vae.multiple, text_dim)
             found = int(transformer["in_channels"])
         need_channels(folder, vae.channels, found)
         if not sides or transformer.get("siglip_feat_dim") is not None:
@@ -101,12 +108,9 @@ class ZImageDenoiser(FlowDenoiser):
         self.embeds, self.masks = {"prompt_embeds": (1, None, shape.text_dim)}, {"prompt_embeds_mask": (1, None)}
 
     @override
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        """Where a picture is redrawn, in the transformer's dtype."""
-        import torch
-
-        dtype = self.dtype if params.get("strength") else torch.float32
-        return torch.randn(self._sizes(params), generator=generator, device=generator.device, dtype=dtype)
+    def noise_dtype(self, params: Params) -> torch.dtype | None:
+        """Where a picture is redrawn, the transformer's dtype."""
+        return self.dtype if params.get("strength") else None
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """The more patches, the longer it stays at high noise, where the configuration says so."""
@@ -135,7 +139,7 @@ class ZImageDenoiser(FlowDenoiser):
         return towards + guidance_scale(params) * (towards - away)
 
 
-class ZImage(GridFamily):
+class ZImage(PictureFamily):
     """The stages of a ZImagePipeline folder."""
 
     name = "z_image"
@@ -151,6 +155,7 @@ class ZImage(GridFamily):
     denoiser = ZImageDenoiser
     vae = partial(GridPictureVae, cast_first=True)
     shape = Shape.of
+    else_whole = float32_latents = True
     starts = ("image", "mask")
     cut = Cut(
         blocks=("layers",),
@@ -178,14 +183,13 @@ class ZImage(GridFamily):
         return {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
 
     @override
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape, length = Shape.of(folder), limits.max_sequence_length
         sizes = {
             "prompt_embeds": length * shape.text_dim * widths["text_encoder"],
             "prompt_embeds_mask": length * DTYPES["int64"],
         }
-        room = Room(ALIGNMENT, shape.channels * DTYPES["float32"] / shape.scale**2)
-        return with_encoders((text_stage(sizes, "guidance_scale"),), room)
+        return (text_stage(sizes, "guidance_scale"),)
 
 
 FAMILY = ZImage()

@@ -11,12 +11,22 @@ from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL
-from unfuse.planning.placement import CPU, PROCESS, Device, Needs, Placed, Wanted, devices_of, parse_workers, place
+from unfuse.planning.placement import (
+    CPU,
+    PROCESS,
+    SPLIT,
+    Device,
+    Needs,
+    Placed,
+    Wanted,
+    devices_of,
+    parse_workers,
+    place,
+)
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
-
-SPLIT, SWAP = "split", "swap"
 
 THREADS = 4
 """The most threads of a worker on the CPU, and the least workers where there are as many cores: a forward in one thread
@@ -40,14 +50,17 @@ class Layout(msgspec.Struct, frozen=True):
     workers: str
     rate: float
     refusal: str = ""
+    max_loaded_models: MaxLoadedModels = "all"
+
+    @property
+    def written(self) -> str:
+        """The layout as it follows `--workers` on a command line."""
+        return self.workers + (" --max-loaded-models 1" if self.max_loaded_models == "1" else "")
 
     def of(self, wanted: Wanted) -> Wanted:
         """The workers of this layout."""
-        if self.workers == SPLIT:
-            return replace(wanted, auto=False)
-        if self.workers == SWAP:
-            return replace(wanted, auto=False, split=False, counts={ALL: 1}, swap=True)
-        return replace(wanted, auto=False, split=False, counts=parse_workers(self.workers))
+        counts = parse_workers(self.workers)
+        return replace(wanted, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
 
 
 class Layouts(msgspec.Struct, frozen=True):
@@ -59,23 +72,19 @@ class Layouts(msgspec.Struct, frozen=True):
 
     @property
     def chosen(self) -> Layout:
-        """The best one that can be, else the split, whose refusal says what would help."""
+        """The best one that can be, else the split if there is one: its refusal says what would help."""
         able = (layout for layout in self.found if not layout.refusal)
-        return next(able, None) or next(layout for layout in self.found if layout.workers == SPLIT)
-
-    @property
-    def whole(self) -> list[Layout]:
-        """Those that can be in which every worker has all stages."""
-        whole = (layout for layout in self.found if layout.workers.rpartition("=")[0] == ALL)
-        return [layout for layout in whole if not layout.refusal]
+        split = (layout for layout in self.found if layout.workers == SPLIT)
+        return next(able, None) or next(split, self.found[0])
 
     @property
     def why(self) -> str:
         """One line: what was chosen, and why."""
         workers = self.chosen.workers
         main = workers.rpartition(",")[2].partition("=")[0]
-        if workers == SWAP:
-            reason = "each worker has one model at a time, since all do not fit together"
+        if self.chosen.max_loaded_models == "1":
+            reason = "each worker has one model at a time"
+            reason += ", since all do not fit together" if len(self.found) > 1 else ""
         elif ALL not in workers:
             refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
             reason = f"each stage has workers of its own, since all do not fit in one: {refused.partition(';')[0]}"
@@ -85,7 +94,7 @@ class Layouts(msgspec.Struct, frozen=True):
             reason = f"each worker runs all stages, since all have the role {self.roles[0]}"
         else:
             reason = "each worker runs all stages, since models that fit whole keep a machine busiest"
-        return f"layout {workers}: {reason}"
+        return f"layout {self.chosen.written}: {reason}"
 
 
 def layouts(
@@ -98,19 +107,22 @@ def layouts(
     """
     cards = list(cards)
     (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
-    found: list[tuple[float, Layout]] = []
-    for workers in (*_names(needs, wanted, devices, means.cores), SWAP):
-        if workers == SWAP and (len(cards) == 1 or not all(layout.refusal for _, layout in found)):
-            break
-        layout = Layout(workers, 0.0)
+
+    def judged(workers: str, loaded: MaxLoadedModels = "all") -> tuple[float, Layout]:
+        """The guessed rate of a layout, by which it is ordered, and the layout."""
+        layout = Layout(workers, 0.0, max_loaded_models=loaded)
         try:
             placed = place(needs, layout.of(wanted), devices)
         except ConfigError as error:
-            found.append((0.0, replace(layout, refusal=str(error))))
-            continue
+            return 0.0, replace(layout, refusal=str(error))
         refusal = _too_large(placed, means.memory_limit)
         layout = replace(layout, rate=rate(placed, shares, wanted, means), refusal=refusal)
-        found.append((rate(placed, guessed, wanted, means), layout))
+        return rate(placed, guessed, wanted, means), layout
+
+    names = () if wanted.max_loaded_models == "1" else _names(needs, wanted, devices, means.cores)
+    found = [judged(workers) for workers in names]
+    if not found or (len(cards) > 1 and all(layout.refusal for _, layout in found)):
+        found.append(judged(f"{ALL}={len(devices_of(ALL, wanted, devices))}", "1"))
     ordered = sorted(found, key=lambda one: -round(one[0], 3))
     return Layouts(tuple(layout for _, layout in ordered), measured, tuple(needs))
 

@@ -10,12 +10,14 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.core.compute import ComputeOptions, Offload
+from unfuse.core.compute import ComputeOptions, MaxLoadedModels, Offload
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.plan import ALL, roles_of
 from unfuse.core.spread import PARTING, SHARD, Spread, joined_by, own_spreads, parse_parallel, ranked
 
 CPU = "cpu"
+AUTO, SPLIT, NONE = "auto", "split", "none"
+"""The values of `--workers` that are no plan: what fits, one worker for each role, and no worker."""
 
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
 PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
@@ -43,19 +45,12 @@ class Part(msgspec.Struct, frozen=True):
     once: bool = False
     parted: bool = False
 
-    @property
-    def half(self) -> Part:
-        """The same component in bfloat16; for a VAE only if `--dtype` names it."""
-        plain = self.dtype == "float32" and not self.component.startswith("vae")
-        return self._in("bfloat16", 1 / 2) if plain else self
-
-    @property
-    def full(self) -> Part:
-        """The same in float32."""
-        wide = self.dtype == "float32"
-        return self if wide else self._in("float32", 2)
-
-    def _in(self, dtype: str, factor: float) -> Part:
+    def stored_as(self, dtype: str) -> Part:
+        """The same component in float32 or bfloat16. Of a VAE, and of what is not float32, there is no bfloat16."""
+        has_half = self.dtype == "float32" and not self.component.startswith("vae")
+        if self.dtype == dtype or not (has_half or dtype == "float32"):
+            return self
+        factor = 2 if dtype == "float32" else 1 / 2
         sizes = {"bytes": int(self.bytes * factor), "shared": int(self.shared * factor)}
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
@@ -79,31 +74,42 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Workers to start: how many by what they are (a role, several as `a+b`, or all), the devices that were named by
-    that, and how they compute. Where models are `split` there is one of each role that `counts` does not name; with
-    `auto`, all of that is still to be chosen. Those of the roles in `first` are placed first; `parted` are roles of
-    which a rank can hold a part of the weights. With `swap` there is one worker on each device, which has one model
-    loaded at a time.
+    """Workers to start, and how they compute.
+
+    A worker is named by what it serves: a role, several as `a+b`, or all. `counts` is how many there are of each; None
+    is one for each role. `place` has the devices that were named for them. With `auto`, all of that is still to be
+    chosen. Workers of the roles in `first` are placed first; `parted` are roles of which a rank can hold a part of the
+    weights.
     """
 
-    counts: Mapping[str, int] = {}
+    counts: Mapping[str, int] | None = None
     place: Mapping[str, tuple[str, ...]] = {}
     compute: ComputeOptions = ComputeOptions()
     arena: int = 0
-    split: bool = True
     first: frozenset[str] = frozenset()
     parted: frozenset[str] = frozenset()
     auto: bool = False
-    swap: bool = False
+    max_loaded_models: MaxLoadedModels = "all"
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
-        """The number of workers by roles, for models with these roles. Raises ConfigError for an unknown role."""
+        """The number of workers by roles, for models with these roles.
+
+        Raises ConfigError for an unknown role, and for a place of a worker that is not started.
+        """
         known = list(roles)
-        for named in (*self.place, *(() if self.split else self.counts)):
+        for named in (*self.place, *(self.counts or ())):
             if unknown := sorted((roles_of(named) or set()) - {*known}):
                 raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
         words = joined_by(self.compute.parallel)
-        return {words.get(role, role): self.counts.get(role, 1) for role in known} if self.split else dict(self.counts)
+        one_each = {words.get(role, role): 1 for role in known}
+        found = one_each if self.counts is None else dict(self.counts)
+        if idle := [name for name in self.place if not found.get(name)]:
+            started = ", ".join(name for name, count in found.items() if count)
+            raise UsageError(
+                f"--place {idle[0]}: no worker of that name is started, only: {started or NONE}; place one of these, "
+                f"or write {idle[0]}=1 in --workers"
+            )
+        return found
 
     def goes_first(self, worker: str) -> bool:
         """Whether a worker of these roles is placed before others."""
@@ -111,12 +117,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A worker to start and what it holds, of `swaps` the largest; device `cuda:0+cuda:1` is for two ranks."""
+    """A worker to start and the most that it has loaded at a time; device `cuda:0+cuda:1` is for two ranks."""
 
     role: str
     device: str
     parts: tuple[Part, ...]
-    swaps: bool = False
 
     @property
     def devices(self) -> list[str]:
@@ -155,8 +160,15 @@ def parse_place(text: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def parse_workers(text: str) -> dict[str, int]:
-    """Workers by what they are, of `all=2` or `encoder+decoder=1,denoiser=2`. Raises ConfigError."""
+def parse_workers(text: str) -> dict[str, int] | None:
+    """Return the counts of a plan like `all=2` or `encoder+decoder=1,denoiser=2`, none of "none", None of "split".
+
+    Raises ConfigError.
+    """
+    if text == SPLIT:
+        return None
+    if text == NONE:
+        return {}
     found: dict[str, int] = {}
     for entry in filter(None, text.split(",")):
         role, equals, count = (part.strip() for part in entry.partition("="))
@@ -164,6 +176,8 @@ def parse_workers(text: str) -> dict[str, int]:
         if role in found or (equals and not (count.isdecimal() and int(count) <= MOST)):
             raise UsageError(f"--workers {text}: {entry!r} is not ROLE=N, each role once and N at most {MOST}")
         found[role] = int(count or 1)
+    if not found:
+        raise UsageError(f"--workers {text!r}: write auto, none, split, or a plan like all=2 or encoder=1,denoiser=2")
     return found
 
 
@@ -189,13 +203,16 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
     """The workers to start, each on a device that has room for it and for the others there.
 
     A role has a worker for each device that was named for it, and takes turns if more are wanted; the rest go where
-    most is free, those of the roles that are `first` before others. With `--offload model`, roles that would share a
-    GPU are one worker of all, so that one component at a time is on it. Raises ConfigError for a device that is not
-    there and for what cannot fit: it says the sums, what is free, and what would help.
+    most is free, those of the roles that are `first` before others. Workers that have one model loaded at a time take
+    turns over all devices. With `--offload model`, roles that would share a GPU are one worker of all, so that one
+    component at a time is on it. Raises ConfigError for a device that is not there and for what cannot fit: it says the
+    sums, what is free, and what would help.
     """
     if not any(wanted.numbers(needs).values()):
         return ()
-    placed = _swapping(needs, wanted, devices) if wanted.swap else _arrange(needs, wanted, devices)
+    if wanted.max_loaded_models == "1":
+        needs = _largest_model(needs)
+    placed = _arrange(needs, wanted, devices)
     if wanted.compute.offload != "none" and all(worker.on_cpu for worker in placed):
         raise ConfigError(f"--offload {wanted.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
     if short := _short(placed, wanted, devices):
@@ -228,8 +245,9 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
         if missing := sorted({name for names in able for name in names.split("+")} - {*room}):
             raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; there are {', '.join(room)}")
         named, spreads = wanted.place.get(role, ()), own_spreads(wanted.compute.parallel, roles_of(role))
+        turns = named or (able if wanted.max_loaded_models == "1" else ())
         for number in range(max(counts[role], len(named))):
-            name = named[number % len(named)] if named else _roomiest(able, room, spreads)
+            name = turns[number % len(turns)] if turns else _roomiest(able, room, spreads)
             worker = Placed(role, "+".join(ranked(name, spreads)), parts_of(role, needs, spreads))
             placed.append(worker)
             for where, size in worker.takes(wanted).items():
@@ -238,15 +256,15 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
     return _together(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
 
 
-def _swapping(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
-    """A worker on each device that may have any model at a time."""
+def _largest_model(needs: Needs) -> Needs:
+    """What the roles of the largest model hold. Workers do not map it together: each may have another model loaded."""
+
+    def of_model(name: str) -> Needs:
+        own = {role: (part for part in parts if name in part.models) for role, parts in needs.items()}
+        return {role: tuple(replace(part, mapped=False) for part in parts) for role, parts in own.items()}
+
     models = dict.fromkeys(name for parts in needs.values() for part in parts for name in part.models)
-    each = [
-        parts_of(ALL, {role: tuple(part for part in parts if name in part.models) for role, parts in needs.items()}, {})
-        for name in models
-    ]
-    largest = max(each, key=lambda parts: sum(part.bytes for part in parts), default=())
-    return tuple(Placed(ALL, device, largest, swaps=True) for device in devices_of(ALL, wanted, devices))
+    return max(map(of_model, models), key=lambda own: sum(part.bytes for part in parts_of(ALL, own, {})), default=needs)
 
 
 def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str, Spread]) -> str:
@@ -318,7 +336,8 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     if counts != numbers:
         yield "one worker for each role", needs, replace(wanted, counts=counts)
     yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
-    yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
+    halved = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
+    yield "--dtype bfloat16", halved, wanted
     roles = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
     spreads = parse_parallel(wanted.compute.parallel)
     parted = {role for role, spread in spreads.items() if {*PARTING} & {*spread.degrees}}
@@ -333,7 +352,7 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     for role in roles:
         whose = roles_of(role)
         moved = {
-            name: tuple(part.full for part in parts) if whose is None or name in whose else parts
+            name: tuple(part.stored_as("float32") for part in parts) if whose is None or name in whose else parts
             for name, parts in needs.items()
         }
         yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})

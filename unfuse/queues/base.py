@@ -15,18 +15,22 @@ from __future__ import annotations
 
 import builtins
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
+from unfuse.core.codec import encode
+from unfuse.core.errors import ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus, Timings, Who
+from unfuse.core.request import Allowance, Caller, Change, Record, RequestContext, RequestStatus, Timings
 from unfuse.core.task import SLOTS, Claim, Lease, Task
 
 
@@ -43,18 +47,23 @@ class Limits(msgspec.Struct, frozen=True):
     tenant: Allowance = Allowance()
 
 
-SCHEMA = 3
-"""The number of the format in which queues are stored. A queue of another number is refused, and not changed."""
+#: The number of the format in which queues are stored. A queue of another number is refused, and not changed.
+SCHEMA = 4
 
 MOST_RETURNS = 3  # a worker that has turned a task down this often does not get it again
 MAX_CACHED = 512  # the most encoder outputs that are cached; few, because workers name each with every heartbeat
 
+#: A key by which requests are indexed: a tenant (None: all), a field ("": any request), and the field's value.
 Heading = tuple[str | None, str, object]
-"""A key by which requests are indexed: a tenant (None: all), a field ("": any request), and the field's value."""
-
+#: Fields of a context that are indexed only within a tenant; and fields of which only this value is indexed.
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
 LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
-"""Fields of a context that are indexed only within a tenant; and fields of which only this value is indexed."""
+
+#: The fields of a context that a filter may name, and how to read each.
+INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
+    **{name: attrgetter(name) for name in LISTED_VALUES},
+    **{name: attrgetter(f"caller.{name}") for name in ("tenant", *TENANT_FIELDS)},
+}
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -369,7 +378,7 @@ class RequestStore(ABC):
     ) -> builtins.list[bytes]:
         """The recorded pieces of a stage from number `after` on, up to `limit`. Raises NotFound."""
 
-    def placed(self, ids: Iterator[str], who: Who) -> str:
+    def placed(self, ids: Iterator[str], caller: Caller) -> str:
         """Return one of these endless new ids, whose request is stored with the others of its key or limited tenant."""
         return next(ids)
 
@@ -484,3 +493,48 @@ class QueueBackend(TaskQueue, RequestStore, WorkerRegistry, EncoderIndex):
     @abstractmethod
     async def close(self) -> None:
         """Release the backend. Callers that wait get an empty answer."""
+
+
+EXACT = 2**53  # every backend stores integers up to this one exactly
+
+NUMBERS = (int, float, float | None)
+_NUMBERS = {
+    kind: attrgetter(*nested, *(one.name for one in msgspec.structs.fields(kind) if one.type in NUMBERS))
+    for kind, nested in (
+        (RequestContext, ("delivery.priority", "request.time_limit_s")),
+        (Task, ("planned.room",)),
+        (Event, ()),
+    )
+}
+
+
+def check_storable(*parts: RequestContext | Task | Event) -> None:
+    """Raise ProtocolError for what no backend can store, before any of it is stored.
+
+    That is text that is not Unicode, more bytes than a message may have, NaN, or a number beyond EXACT.
+    """
+    encode(parts)
+    check_numbers(*parts)
+
+
+def check_numbers(*parts: RequestContext | Task | Event) -> None:
+    """Raise ProtocolError for NaN, or a number beyond EXACT: what encoding does not refuse."""
+    for part in parts:
+        needs = part.planned.needs.values() if isinstance(part, Task) else ()
+        for number in (*_NUMBERS[type(part)](part), *needs):
+            if not -EXACT <= (number or 0) <= EXACT:
+                raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
+
+
+NANOSECONDS = 10**9  # sums count whole nanoseconds: adding and subtracting the same number leaves exactly nothing
+MOST_S = 10**5  # the longest prediction, in seconds, that counts; a longer one, or one of no number, counts as 0
+
+
+def remaining_of(context: RequestContext) -> dict[str, int]:
+    """Predicted nanoseconds of the stages that are not done, by pool; empty for a request that is over."""
+    left = Counter[str]()
+    for stage in () if context.over else context.plan.stages:
+        state = context.stages.get(stage.name)
+        if 0 < stage.cost <= MOST_S and (state is None or state.status != "done"):
+            left[stage.pool] += round(stage.cost * NANOSECONDS)
+    return {pool: nanoseconds for pool, nanoseconds in left.items() if nanoseconds}

@@ -6,9 +6,9 @@ import asyncio
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -19,9 +19,12 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
+from unfuse.core.event import Event
+from unfuse.core.growth import Grown
+from unfuse.core.request import RequestContext
+from unfuse.core.task import Task
 from unfuse.queues.base import SCHEMA, Declaration
 from unfuse.queues.index import Entry
-from unfuse.queues.stored import Pieces, Row
 
 APPLICATION = 0x756E6675  # SQLite's application_id of a queue of unfuse
 
@@ -56,6 +59,31 @@ NO_ROOM = "the disk of the queue is full: make room there"
 log = structlog.get_logger(__name__)
 
 
+class StoredTask(msgspec.Struct, frozen=True, array_like=True):
+    """A task that is queued, or leased if it has a token: then to `worker`, `since` that time.
+
+    `returned` counts how often each worker has turned it down. `since` and `pushed` are Unix seconds.
+    """
+
+    arrival: int
+    task: Task
+    pushed: float
+    returned: dict[str, int]
+    worker: str = ""
+    token: bytes = b""
+    since: float = 0.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
+
+    context: RequestContext
+    stages: tuple[str, ...]
+    tasks: tuple[StoredTask, ...]
+    events: tuple[Event, ...]
+    last: int
+
+
 class Journal:
     """The file. It is locked while it is open, and one thread writes it.
 
@@ -76,7 +104,8 @@ class Journal:
             _refuse_remote(path)
             _refuse_foreign(path)
             with ExitStack() as opened:
-                opened.enter_context(_locked(path))
+                lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+                _lock(path, opened.enter_context(os.fdopen(lock, "r+b", 0)))
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
@@ -91,7 +120,7 @@ class Journal:
             raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Pieces] = ()) -> None:
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Grown] = ()) -> None:
         """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
         That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
@@ -100,17 +129,20 @@ class Journal:
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
         grown = [
-            (one.id, one.stage, one.first, one.first + len(one.pieces), msgspec.msgpack.encode(one.pieces))
+            (*one.claim.key, one.offset, one.offset + len(one.pieces), msgspec.msgpack.encode(one.pieces))
             for one in pieces
         ]
-        try:
-            self._write(kept, gone, grown, durable)
-        except apsw.Error as error:
-            if not self._is_full(error):
-                raise
-            if self._file.in_transaction:
-                self._file.execute("ROLLBACK")
-            raise TransientError("the disk is full") from error
+        with self._disk_may_be_full():
+            self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
+            self._file.execute("BEGIN IMMEDIATE")
+            if gone:
+                self._file.executemany("DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", gone)
+                self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
+            self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
+            self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", grown)
+            if gone:
+                self._file.execute("PRAGMA incremental_vacuum").fetchall()
+            self._file.execute("COMMIT")
 
     def row(self, number: int) -> Row | None:
         """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
@@ -138,49 +170,31 @@ class Journal:
         Raises TransientError, with nothing changed, when the disk is full.
         """
         self._file.pragma("synchronous", "FULL")
-        try:
+        with self._disk_may_be_full():
             body = msgspec.msgpack.encode(declaration)
             self._file.execute("INSERT OR REPLACE INTO declarations VALUES (?, ?)", (name, body))
-        except apsw.Error as error:
-            if self._is_full(error):
-                raise TransientError(NO_ROOM) from error
-            raise
 
     def close(self) -> None:
         """Close and unlock the file."""
         self.thread.shutdown()
         self._opened.close()
 
-    def _write(
-        self,
-        kept: Sequence[tuple[int, str, bytes]],
-        gone: Sequence[tuple[int]],
-        grown: Sequence[tuple[str, str, int, int, bytes]],
-        durable: bool,
-    ) -> None:
-        self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
-        self._file.execute("BEGIN IMMEDIATE")
-        if gone:
-            self._file.executemany("DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", gone)
-            self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
-        self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
-        self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", grown)
-        if gone:
-            self._file.execute("PRAGMA incremental_vacuum").fetchall()
-        self._file.execute("COMMIT")
-
-    def _is_full(self, error: apsw.Error) -> bool:
-        """Whether a full disk is the reason of an error of the file, which must be the last one."""
-        return isinstance(error, apsw.FullError) or self._file.system_errno in FULL
+    @contextmanager
+    def _disk_may_be_full(self) -> Iterator[None]:
+        """A context that raises TransientError, with nothing changed, where the disk is full."""
+        try:
+            yield
+        except apsw.Error as error:
+            if not isinstance(error, apsw.FullError) and self._file.system_errno not in FULL:
+                raise
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
+            raise TransientError(NO_ROOM) from error
 
     def _read(self) -> None:
         """Prepare the file, and read what it holds. Raises TransientError if the disk is full."""
-        try:
+        with self._disk_may_be_full():
             self.start = self._begin()
-        except apsw.Error as error:
-            if self._is_full(error):
-                raise TransientError(NO_ROOM) from error
-            raise
         for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
             try:
                 self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
@@ -215,27 +229,18 @@ class Journal:
         return cast(int, start)
 
 
-def _locked(path: Path) -> FileIO:
-    """Lock the file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
-    lock = path.with_name(f"{path.name}.lock")
-    file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+def _lock(path: Path, file: FileIO) -> None:
+    """Lock this file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        with file:
-            holder = file.read().decode()
         raise InUse(
-            f"the queue cannot be kept in {path}: process {holder} has it: end that one, or give this one another "
-            "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue that is "
-            "--queue redis://HOST:PORT/DATABASE"
+            f"the queue cannot be kept in {path}: process {file.read().decode()} has it: end that one, or give this "
+            "one another folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue "
+            "that is --queue redis://HOST:PORT/DATABASE"
         ) from error
-    try:
-        file.truncate(0)
-        file.write(str(os.getpid()).encode())
-    except OSError:
-        file.close()  # the next try in this process must not meet our own lock
-        raise
-    return file
+    file.truncate(0)
+    file.write(str(os.getpid()).encode())
 
 
 def _check_ours(file: apsw.Connection) -> None:
@@ -261,12 +266,10 @@ def _refuse_foreign(path: Path) -> None:
         begins = file.read(len(MAGIC))
     if begins not in (b"", MAGIC):
         raise UsageError("it is not a database, it holds something else: give this one a file of its own")
-    with suppress(apsw.Error):  # a torn database may still be repaired from its journal, when it is opened
-        look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
-        try:
-            _check_ours(look)
-        finally:
-            look.close()
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    # a torn database may still be repaired from its journal, when it is opened
+    with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as look:
+        _check_ours(look)
 
 
 def _refuse_remote(path: Path) -> None:
@@ -290,7 +293,7 @@ class _Batch:
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)
-    pieces: dict[int, list[Pieces]] = field(default_factory=dict)
+    pieces: dict[int, list[Grown]] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -330,14 +333,13 @@ class Writer:
         if self._broken:
             raise TransientError(self._broken)
 
-    def note(self, entry: Entry, durable: bool = False) -> Entry:
+    def note(self, entry: Entry, durable: bool = False) -> None:
         """Have the next transaction write this entry, and sync the disk if `durable`."""
         if batch := self._upcoming():
             batch.entries[entry.number] = entry
             batch.durable |= durable
-        return entry
 
-    def append(self, entry: Entry, pieces: Pieces) -> None:
+    def append(self, entry: Entry, pieces: Grown) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""
         if batch := self._upcoming():
             batch.pieces.setdefault(entry.number, []).append(pieces)

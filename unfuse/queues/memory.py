@@ -1,48 +1,565 @@
-"""The queue in this process's memory, for tests and small installations."""
+"""The queue in this process's memory, for tests and small installations. It says what every other backend has to do.
+
+A method is a transaction because it does not await between its first check and its last effect, and the event loop runs
+one task at a time.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import builtins
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress, islice
+from math import ceil
 
+import msgspec
 from typing_extensions import override
 
+from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.errors import Conflict, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.event import Event
-from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.queues.local import LocalQueue, follow
+from unfuse.core.growth import PIECES_AT_ONCE, Grown, check_gap, check_growth
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.request import Allowance, Change, Record, RequestContext, Timings
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.queues.base import (
+    FRONT,
+    MOST_RETURNS,
+    NANOSECONDS,
+    Declaration,
+    Filter,
+    Limits,
+    Member,
+    PoolStats,
+    QueueBackend,
+    Renewal,
+    Stats,
+    Wanted,
+    check_storable,
+    remaining_of,
+)
+from unfuse.queues.index import Entry, Index, MemoryEncoderIndex
+from unfuse.queues.tasks import Leases, PoolQueues, QueuedTask
+
+MICROSECONDS = 10**6  # rates are whole microseconds, which every backend adds exactly
 
 
-class MemoryQueue(LocalQueue):
-    """A queue of one process and one event loop; it ends with them."""
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A caller of `lease` that waits. A change in one of `pools` may let it take a task."""
+
+    worker: str
+    wanted: Wanted
+    pools: frozenset[str]
+    woken: asyncio.Future[None]
+
+    def wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+
+class MemoryQueue(MemoryEncoderIndex, QueueBackend):
+    """A queue of one process and one event loop; it ends with them.
+
+    A backend that also stores the state elsewhere overrides `_on_change`, `_wait_until_stored`, `_check_writable` and
+    `_check_readable`, which do nothing here.
+    """
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
+        super().__init__()
+        self._clock = clock
+        self._requests: dict[str, Entry] = {}
+        self._index = Index()
+        self._pools, self._leases = PoolQueues(), Leases()
+        self._arrivals = 0
+        self._cost = 0.0
+        self._left = Counter[str]()  # predicted nanoseconds by pool, of all active requests
+        self._rate_whole_at: dict[str, int] = {}  # when each tenant has all of its rate again, in microseconds
+        self._members: dict[str, Member] = {}
+        self._declared: dict[str, Declaration] = {}
+        self._secrets: dict[str, str] = {}
         self._pieces = defaultdict[str, defaultdict[str, list[bytes]]](lambda: defaultdict(list))
+        self._waiters: dict[_Waiter, None] = {}
+        self._changed_pools: dict[str, None] = {}  # where a waiter may find something new
+        self._due: float | None = None
+        self._withdraw_alarm: Callable[[], None] = lambda: None
+        self._closed = False
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> MemoryQueue:
         """A new, empty queue: memory has no address."""
         return cls(clock or SystemClock())
 
-    @override
-    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
-        new = self._state.append(grown)
-        for one in filter(None, new):
-            self._pieces[one.claim.request][one.claim.stage] += one.pieces
-        return [one is not None for one in new]
+    def _on_change(self, entry: Entry) -> None:
+        """Called with each request that has changed, except for its progress."""
+
+    async def _wait_until_stored(self, entry: Entry, durable: bool = False) -> None:
+        """Return when a request is stored as it is now; with `durable`, so that it survives a loss of power."""
+
+    def _check_writable(self) -> None:
+        """Raise TransientError if nothing can be changed now."""
+
+    def _check_readable(self) -> None:
+        """Raise TransientError if what is in memory will never be stored."""
 
     @override
-    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
-        self._state.entry(request)
+    async def now(self) -> float:
+        return self._clock.now()
+
+    @override
+    async def check(self) -> None:
+        self._check_writable()
+
+    @override
+    async def submit(
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+    ) -> Record:
+        self._check_writable()
+        check_storable(context, *tasks, *events)
+        entry = self._requests.get(context.id) or self._index.repeated(context)
+        if entry is None:
+            whole_at = self._require_allowance(context.caller.tenant, limits.tenant)
+            self._require_room(context, tasks, limits)
+            if limits.tenant.rate:
+                self._rate_whole_at[context.caller.tenant] = whole_at
+            self._arrivals = max(self._arrivals, int(self._clock.wall() * 1e6))
+            entry = self._requests[context.id] = Entry(context, self._arrival())
+            self._apply(entry, tasks, events)
+            self._account(entry, None)
+        return await self._stored_record(entry)
+
+    def _require_allowance(self, tenant: str, may: Allowance) -> int:
+        """Return when the tenant has all of its rate again if a request is accepted now, in microseconds.
+
+        Raises LimitReached if it may not have another request.
+        """
+        if may.concurrent and (has := self._index.count_active(tenant)) >= may.concurrent:
+            message = f"{tenant} has {has} requests in progress, its key allows {may.concurrent}"
+            raise LimitReached(f"{message}: try again when one is over")
+        now = int(self._clock.now() * MICROSECONDS)
+        each = may.per_s * MICROSECONDS // may.rate if may.rate else 0
+        whole_at = max(self._rate_whole_at.get(tenant, 0), now) + each
+        early = whole_at - now - may.per_s * MICROSECONDS
+        if may.rate and early > 0:
+            wait = ceil(early / MICROSECONDS)
+            message = f"the key of {tenant} allows {may.rate} requests in {may.per_s} s: try again in {wait} s"
+            raise LimitReached(message, early / MICROSECONDS)
+        return whole_at
+
+    def _require_room(self, context: RequestContext, tasks: Sequence[Task], limits: Limits) -> None:
+        """Raise Overloaded if the queue may not have another request with these tasks."""
+        active = self._index.count_active()
+        if active >= limits.max_active:
+            raise Overloaded(f"{active} requests are in progress, no more are accepted: try again later")
+        if limits.max_cost is not None and active and self._cost + context.cost > limits.max_cost:
+            raise Overloaded(
+                f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
+            )
+        for pool, more in Counter(task.planned.pool for task in tasks).items():
+            size = self._pools.size(pool)
+            if size + more > limits.max_queue:
+                raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
+
+    @override
+    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+        """Returns before the leases are stored: after a crash, a task may be leased a second time."""
+        self._check_writable()
+        until = self._clock.now() + wait
+        while True:
+            leases = self._claim(worker, wanted, ttl)
+            self._wake()
+            if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
+                self._check_readable()
+                return leases
+            await self._wait(worker, wanted, until)
+
+    def _claim(self, worker: str, wanted: Wanted, ttl: float) -> builtins.list[Lease]:
+        """Claim tasks, without waiting."""
+        leases: list[Lease] = []
+        used = Counter[str]()
+        while len(leases) < wanted.slots and (queued := self._next_task(worker, wanted, used)) is not None:
+            task = queued.task
+            used.update(task.resources)
+            self._pools.remove(queued)
+            now, wall, entry = self._clock.now(), self._clock.wall(), self._requests[task.request]
+            lease = Lease(task, worker, secrets.token_bytes(16), now + ttl)
+            self._leases.give(queued, lease, now, wall)
+            leases.append(msgspec.structs.replace(lease, appended=entry.appended.get(task.stage, 0)))
+            self._publish(entry, [Event("stage_started", wall, task.stage, task.attempt, worker)])
+            self._note_change(entry)
+        if leases:  # all pools: a caller may have been woken for another task than it took
+            self._changed_pools |= dict.fromkeys(wanted.pools)
+        return leases
+
+    def _next_task(self, worker: str, wanted: Wanted, used: Counter[str]) -> QueuedTask | None:
+        self._release_due()
+        return self._pools.next(worker, wanted, self._clock.now(), used)
+
+    async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
+        """Wait until there may be a task for a worker, or the time is over."""
+        waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
+        self._waiters[waiter] = None
+        withdraw_alarm = self._clock.call_at(until, waiter.wake)
+        try:
+            await waiter.woken
+        except asyncio.CancelledError:
+            self._changed_pools |= dict.fromkeys(wanted.pools)
+            self._wake()
+            raise
+        finally:
+            withdraw_alarm()
+            del self._waiters[waiter]
+
+    def _wake(self) -> None:
+        """For each pool that has changed, wake the first waiter that can take a task there now.
+
+        One waiter is enough, since its claim is a change again. An alarm wakes waiters for tasks that are delayed.
+        Whoever changes the state calls this before it awaits anything.
+        """
+        pools, self._changed_pools = self._changed_pools, {}
+        for pool in pools:
+            self._wake_for(pool)
+        due = None if self._closed else self._pools.next_due()
+        if due != self._due:
+            self._withdraw_alarm()
+            self._due, self._withdraw_alarm = due, lambda: None
+            if due is not None:
+                self._withdraw_alarm = self._clock.call_at(due, partial(self._wake_at, due))
+
+    def _wake_for(self, pool: str) -> None:
+        for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
+            is_waiting = pool in waiter.pools and not waiter.woken.done()
+            if is_waiting and self._next_task(waiter.worker, waiter.wanted, Counter()):
+                waiter.wake()
+                return
+
+    def _wake_at(self, due: float) -> None:
+        self._release_due(due)
+        self._wake()
+
+    @override
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+        if claims:
+            self._check_writable()
+        return self._leases.renew(claims, self._clock.now() + ttl)
+
+    @override
+    async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
+        self._check_writable()
+        check_storable(*events)
+        leased = self._leases.held(claim)
+        if leased is None:
+            return False
+        for event in events[-1:]:
+            leased.running = msgspec.structs.replace(leased.running, step=event.step, steps=event.steps)
+        if used is not None and used.share_s >= leased.running.timings.share_s:
+            leased.running = msgspec.structs.replace(leased.running, timings=used)
+        self._publish(self._requests[claim.request], events)
+        return True
+
+    @override
+    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+        self._check_writable()
+        check_growth(grown)
+        held = [self._leases.held(one.claim) is not None for one in grown]
+        outputs = [(one, self._requests[one.claim.request]) for one in compress(grown, held)]
+        for one, entry in outputs:
+            check_gap(one, entry.appended.get(one.claim.stage, 0))
+        for one, entry in outputs:
+            claim, recorded = one.claim, entry.appended.get(one.claim.stage, 0)
+            if new := one.pieces[recorded - one.offset :]:
+                self._store_pieces(entry, Grown(claim, recorded, new))
+                count = entry.appended[claim.stage] = recorded + len(new)
+                self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
+        for _, entry in outputs:  # also of a repeat, of which the first may not be stored yet
+            await self._wait_until_stored(entry)
+        return held
+
+    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
+        """Store new pieces of an output. To be called before their event is published."""
+        self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
+
+    @override
+    async def appended(
+        self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
+    ) -> builtins.list[bytes]:
+        self._entry(request)
         return self._pieces[request][stage][after : after + limit]
 
     @override
+    async def commit(self, change: Change) -> Record:
+        self._check_writable()
+        return await self._stored_record(self._commit(change))
+
+    @override
+    async def commit_and_lease(
+        self, change: Change, worker: str, wanted: Wanted, ttl: float
+    ) -> tuple[Record, builtins.list[Lease]]:
+        self._check_writable()
+        entry = self._commit(change)
+        leases = self._claim(worker, wanted, ttl)
+        try:
+            return await self._stored_record(entry), leases
+        except BaseException:  # nobody learns of these leases
+            for lease in leases:
+                self._hand_back(lease.claim)
+            raise
+
+    def _commit(self, change: Change) -> Entry:
+        context, claim = change.context, change.claim
+        check_storable(context, *change.push, *change.events)
+        entry = self._entry(context.id)
+        before = entry.context
+        if claim is not None:
+            state = before.stages.get(claim.stage)
+            if state and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
+                return entry
+            if self._leases.held(claim) is None:
+                raise _lost(claim)
+        if context.version != before.version + 1:
+            raise Conflict(f"{context.id} is at version {before.version}: {context.version} does not follow it")
+        entry.context = context
+        for request, stage in (claim.key, *change.close) if claim is not None else change.close:
+            if closed := self._requests.get(request):
+                self._remove_task(closed, stage)
+        self._apply(entry, change.push, change.events)
+        self._account(entry, before)
+        return entry
+
+    @override
+    async def hand_back(self, claim: Claim) -> bool:
+        self._check_writable()
+        entry = self._hand_back(claim)
+        if entry is not None:
+            await self._wait_until_stored(entry)
+        return entry is not None
+
+    @override
+    async def turn_down(self, claim: Claim) -> int:
+        self._check_writable()
+        leased = self._leases.held(claim)
+        if leased is None:
+            raise _lost(claim)
+        returned, worker = leased.queued.returned, leased.lease.worker
+        if not leased.running.step:
+            returned[worker] = returned.get(worker, 0) + 1
+        excluded = sum(times >= MOST_RETURNS for times in returned.values())
+        await self.hand_back(claim)
+        return excluded
+
+    def _hand_back(self, claim: Claim) -> Entry | None:
+        """Return a leased task to its place, as the next attempt. Returns its request; None if it is not held."""
+        leased = self._leases.held(claim)
+        if leased is None:
+            return None
+        self._leases.end(claim.key)
+        queued, entry = leased.queued, self._requests[claim.request]
+        queued.task = msgspec.structs.replace(queued.task, attempt=queued.task.attempt + 1)
+        self._put(queued)
+        self._note_change(entry)
+        self._wake()
+        return entry
+
+    @override
+    async def expired(self, ttl: float) -> builtins.list[Lease]:
+        self._check_writable()
+        return self._leases.expired(self._clock.now(), ttl)
+
+    @override
+    async def stats(self, pools: Sequence[str]) -> Stats:
+        self._release_due()
+        return Stats(self._index.count_active(), {pool: self._pool_stats(pool) for pool in pools})
+
+    def _pool_stats(self, pool: str) -> PoolStats:
+        wall = self._clock.wall()
+        oldest = max((wall - queued.pushed for queued in self._pools.front(pool, FRONT)), default=0.0)
+        return PoolStats(self._pools.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
+
+    @override
+    async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
+        self._release_due()
+        return [queued.task for queued in self._pools.front(pool, limit)]
+
+    @override
+    async def load(self, request: str) -> Record:
+        return self._record(self._entry(request))
+
+    @override
+    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        self._check_readable()
+        return [id for id in requests if (entry := self._requests.get(id)) is None or entry.context.over]
+
+    @override
+    async def list(
+        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+    ) -> builtins.list[Record]:
+        self._check_readable()
+        if isinstance(after, str):
+            behind = self._entry(after)
+            if which.tenant not in (None, behind.context.caller.tenant):
+                raise _unknown(after)
+            after = behind.number
+        return [self._record(entry) for entry in islice(self._index.find(which, after, oldest_first), limit)]
+
+    @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        return follow(self._state.entry(request).history, after)
+        return self._entry(request).history.follow(after)
+
+    @override
+    async def forget(self, before: float) -> Sequence[str]:
+        old = [entry.context.id for entry in self._index.over_before(before)]
+        for request in old:
+            await self.drop(request)
+        return old
 
     @override
     async def drop(self, request: str) -> None:
-        await super().drop(request)
-        if request not in self._state.requests:
-            self._pieces.pop(request, None)
+        entry = self._requests.get(request)
+        if entry is None or not entry.context.over:
+            return
+        del self._requests[request]
+        self._pieces.pop(request, None)
+        self._index.remove(entry)
+        entry.history.end()
+        self._on_change(entry)
+        await self._wait_until_stored(entry)
+
+    @override
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+        known = self._members.get(worker.id)
+        self._members[worker.id] = Member(worker, tuple(cards) or (known.cards if known else ()), self._clock.now())
+
+    @override
+    async def bye(self, worker: str) -> None:
+        self._members.pop(worker, None)
+        self._leases.lapse(worker, self._clock.now())
+
+    @override
+    async def workers(self) -> Sequence[Member]:
+        self._check_readable()
+        leased = self._leases.by_worker()
+        return [msgspec.structs.replace(member, leased=leased[name]) for name, member in self._members.items()]
+
+    @override
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        if new and by in self._declared and self._declared[by].is_current:
+            return False
+        self._declared[by] = declaration
+        return True
+
+    @override
+    async def declared(self) -> dict[str, Declaration]:
+        return dict(self._declared)
+
+    @override
+    async def secret(self, name: str, proposed: str) -> str:
+        return self._secrets.setdefault(name, proposed)
+
+    @override
+    async def close(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Give all callers that wait an empty answer, and end all streams."""
+        self._closed = True
+        for waiter in self._waiters:
+            waiter.wake()
+        self._wake()
+        for entry in self._requests.values():
+            entry.history.end()
+
+    def _entry(self, request: str) -> Entry:
+        """The stored request. Raises NotFound."""
+        self._check_readable()
+        entry = self._requests.get(request)
+        if entry is None:
+            raise _unknown(request)
+        return entry
+
+    def _record(self, entry: Entry) -> Record:
+        """The record of a request, with what runs now and its position."""
+        queued = entry.queued
+        running = self._leases.running([one.task.key for one in queued], self._clock.now())
+        if running:
+            return Record(entry.context, running, None, entry.number)
+        self._release_due()
+        position = min((self._pools.position(one) for one in queued), default=None)
+        return Record(entry.context, (), position, entry.number)
+
+    async def _stored_record(self, entry: Entry) -> Record:
+        """Wait until a request that was changed is stored, and return its record as it is now."""
+        self._wake()
+        record = self._record(entry)
+        await self._wait_until_stored(entry, durable=True)
+        return record
+
+    def _apply(self, entry: Entry, tasks: Sequence[Task], events: Sequence[Event]) -> None:
+        """Push tasks and publish events of a request that is new, or has a new context."""
+        for task in tasks:
+            self._remove_task(entry, task.stage)
+            excluded = {task.avoids: MOST_RETURNS} if task.avoids else {}
+            queued = QueuedTask(task, self._arrival(), self._clock.wall(), excluded)
+            entry.tasks[task.stage] = queued
+            self._put(queued)
+        for stage in entry.tasks if entry.context.over else ():
+            self._remove_task(entry, stage)
+        self._publish(entry, events)
+        self._note_change(entry)
+
+    def _arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals - 1
+
+    def _put(self, queued: QueuedTask) -> None:
+        self._pools.put(queued, self._clock.now())
+        self._changed_pools[queued.task.planned.pool] = None
+
+    def _remove_task(self, entry: Entry, stage: str) -> None:
+        """Remove a task from its queue or end its lease, whichever there is."""
+        queued = entry.tasks.get(stage)
+        if queued is None:
+            return
+        entry.tasks[stage] = None
+        if self._leases.end(queued.task.key) is None:
+            self._pools.remove(queued)
+            self._changed_pools[queued.task.planned.pool] = None
+
+    def _release_due(self, now: float | None = None) -> None:
+        """Let the delayed tasks whose time has come be leased."""
+        self._changed_pools |= dict.fromkeys(self._pools.release_due(self._clock.now() if now is None else now))
+
+    def _publish(self, entry: Entry, events: Sequence[Event]) -> None:
+        for event in events:
+            entry.history.publish(event, self._clock.wall())
+        if entry.context.over:
+            entry.history.end()
+
+    def _note_change(self, entry: Entry) -> None:
+        self._update_index(entry)
+        self._on_change(entry)
+
+    def _update_index(self, entry: Entry) -> None:
+        context = entry.context
+        is_running = any(self._leases.of(queued.task.key) for queued in entry.queued)
+        self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
+
+    def _account(self, entry: Entry, before: RequestContext | None) -> None:
+        """Update the sums for a new request, or for one whose context was `before`. The index has it already."""
+        change = (not entry.context.over) - (before is not None and not before.over)
+        self._cost = self._cost + change * entry.context.cost if self._index.count_active() else 0.0
+        self._left.update(remaining_of(entry.context))
+        self._left.subtract(remaining_of(before) if before is not None else {})
+        self._left = +self._left
+
+
+def _unknown(request: str) -> NotFound:
+    return NotFound(f"no request {request}")
+
+
+def _lost(claim: Claim) -> LeaseLost:
+    return LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {claim.request} does not hold its lease")

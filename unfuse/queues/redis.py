@@ -11,7 +11,6 @@ import builtins
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -32,6 +31,7 @@ from unfuse.queues.base import (
     FRONT,
     MAX_CACHED,
     MOST_RETURNS,
+    NANOSECONDS,
     PREFERENCE_AMONG,
     PREFERENCE_S,
     Damage,
@@ -44,28 +44,22 @@ from unfuse.queues.base import (
     Renewal,
     Stats,
     Wanted,
+    check_numbers,
 )
 from unfuse.queues.index import MAX_EVENTS
-from unfuse.queues.known import KnownRecords
 from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
-from unfuse.queues.script import Unreadable
+from unfuse.queues.script import KnownRecords, Unreadable
 from unfuse.queues.shards import ShardedQueue
-from unfuse.queues.stored import NANOSECONDS, check_numbers
 
 try:
     from redis.exceptions import RedisError
 
-    from unfuse.queues import address
-    from unfuse.queues.address import obstacle
-    from unfuse.queues.connection import Call, Calls, Subscription, answers
+    from unfuse.queues import connection
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
-CHECK_S = 2.0
-"""The longest time, in seconds, for `check`."""
-
-SCANNED = 500
-"""How many requests one run of the script may read."""
+CHECK_S = 2.0  # the longest time, in seconds, for `check`
+SCANNED = 500  # how many requests one run of the script may read
 
 
 class RedisQueue(QueueBackend):
@@ -77,24 +71,22 @@ class RedisQueue(QueueBackend):
 
     shared = True
 
-    def __init__(self, at: address.Address, clock: Clock | None) -> None:
+    def __init__(self, at: connection.Address, clock: Clock | None) -> None:
         self._address, self._tag, self._servers_time = at, at.tag, clock
         self._redis = at.connect()
         self._background = Background()
-        self._calls = Calls(self._execute, self._background)
+        self._calls = connection.Calls(self._execute, self._background)
         self._unreadable = Unreadable()
         self._known = KnownRecords(clock or SystemClock())
-        self._waiting = RemoteWaiters(
-            self._call, self._background, clock or SystemClock(), self._unreadable, self._known
-        )
-        self._subscription = Subscription(self._redis, self._tag, self._waiting)
+        self._waiting = RemoteWaiters(self._call, self._read_leases, self._background, clock or SystemClock())
+        self._subscription = connection.Subscription(self._redis, self._tag, self._waiting)
         self._closed = False
         self._latest = 0.0
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
         """Open the queue, or its shards, at such an address as ADDRESS says. A given clock replaces the servers'."""
-        found = address.parse_address(url)
+        found = connection.parse_address(url)
         shards = [cls(one, clock) for one in found]
         beside = [cls(one, clock) for one in {one.beside for one in found if one.beside}]
         return ShardedQueue(shards, beside) if len(shards) > 1 else shards[0]
@@ -112,7 +104,7 @@ class RedisQueue(QueueBackend):
             if isinstance(reply, Exception):
                 raise reply
 
-        if reason := await obstacle(self._address.server, ask):
+        if reason := await connection.obstacle(self._address.server, ask):
             raise UsageError(f"the queue at {self._address.shown} cannot be used: {reason}")
 
     @override
@@ -127,7 +119,6 @@ class RedisQueue(QueueBackend):
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        check_numbers(context, *tasks, *events)
         fields, more = script.context_fields(context, tasks, events), Counter(task.planned.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
@@ -162,7 +153,6 @@ class RedisQueue(QueueBackend):
 
     @override
     async def commit(self, change: Change) -> Record:
-        check_numbers(change.context, *change.push, *change.events)
         answer = await self._call("commit", **script.change_fields(change))
         return self._known.keep(script.record(answer, change.context))
 
@@ -170,13 +160,23 @@ class RedisQueue(QueueBackend):
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, list[Lease]]:
-        check_numbers(change.context, *change.push, *change.events)
         asking = Waiter(worker, wanted, ttl, patient=False)
         record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
-        leases = asking.leases(claims, float(now), self._unreadable)
         kept = self._known.keep(script.record(record, change.context))
+        return kept, self._read_leases(asking, claims, now, wall)
+
+    def _read_leases(
+        self, waiter: Waiter, claims: list[tuple[bytes, bytes, int]], now: bytes, wall: bytes
+    ) -> builtins.list[Lease]:
+        """The leases that the script made for a waiter, each with the next one of its tokens."""
+        tokens = (waiter.tokens[at : at + 16] for at in range(0, len(waiter.tokens), 16))
+        leases = []
+        for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
+            task = self._unreadable.read("task", f"of {waiter.worker}", script.task, stored, attempt)
+            if task:
+                leases.append(Lease(task, waiter.worker, token, float(now) + waiter.ttl, appended=appended))
         self._known.leased(leases, float(wall))
-        return kept, leases
+        return leases
 
     @override
     async def hand_back(self, claim: Claim) -> bool:
@@ -189,9 +189,7 @@ class RedisQueue(QueueBackend):
     @override
     async def expired(self, ttl: float) -> list[Lease]:
         found = await self._call("expired", ttl=ttl)
-        leases = (
-            self._unreadable.read("lease", script.printable_name(one[5]), partial(script.lease, *one)) for one in found
-        )
+        leases = (self._unreadable.read("lease", script.printable_name(one[5]), script.lease, *one) for one in found)
         return [lease for lease in leases if lease]
 
     @override
@@ -221,8 +219,7 @@ class RedisQueue(QueueBackend):
             left = limit - len(found)
             last, page, damaged = await self._call("list", **asks, after=after, beyond=beyond, limit=left)
             records = (
-                self._unreadable.read("request", script.printable_name(one[3]), partial(script.record, one))
-                for one in page
+                self._unreadable.read("request", script.printable_name(one[3]), script.record, one) for one in page
             )
             found += [record for record in records if record]
             for id in damaged:
@@ -246,7 +243,7 @@ class RedisQueue(QueueBackend):
     @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         found = await self._call("peek", pool=pool, limit=limit)
-        return [one for kept in found if (one := self._unreadable.read("task", pool, partial(script.task, *kept)))]
+        return [one for kept in found if (one := self._unreadable.read("task", pool, script.task, *kept))]
 
     @override
     async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
@@ -266,7 +263,7 @@ class RedisQueue(QueueBackend):
                     continue
                 is_known, is_over = True, over == b"1"
                 for event in events:
-                    found = self._unreadable.read("event", request, partial(decode, event, Event))
+                    found = self._unreadable.read("event", request, decode, event, Event)
                     if found:
                         yield found
                         after = found.seq
@@ -283,8 +280,8 @@ class RedisQueue(QueueBackend):
     @override
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         found = await self._call("cached", keys=keys, use=use)
-        kept = {key: partial(decode, ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
-        refs = {key: self._unreadable.read("cached output", key, read) for key, read in kept.items()}
+        stored = [(key, ref) for key, ref in zip(keys, found, strict=True) if ref]
+        refs = {key: self._unreadable.read("cached output", key, decode, ref, ObjectRef) for key, ref in stored}
         return {key: ref for key, ref in refs.items() if ref}
 
     @override
@@ -317,7 +314,7 @@ class RedisQueue(QueueBackend):
     async def declared(self) -> dict[str, Declaration]:
         stored = await self._call("declared")
         named = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
-        read = {by: self._unreadable.read("declaration", by, partial(script.declaration, data)) for by, data in named}
+        read = {by: self._unreadable.read("declaration", by, script.decoded, data, Declaration) for by, data in named}
         return {by: found for by, found in read.items() if found}
 
     @override
@@ -325,8 +322,8 @@ class RedisQueue(QueueBackend):
         found: list[Member] = []
         for id, info, brought, seen, leased in await self._call("workers"):
             name = script.printable_name(id)
-            cards = self._unreadable.read("card", name, partial(script.cards, brought)) if brought else ()
-            member = self._unreadable.read("worker", name, partial(script.member, info, cards or (), seen, leased))
+            cards = brought and self._unreadable.read("card", name, script.decoded, brought, tuple[ModelCard, ...])
+            member = self._unreadable.read("worker", name, script.member, info, cards or (), seen, leased)
             found += [member] if member else []
         return found
 
@@ -365,7 +362,7 @@ class RedisQueue(QueueBackend):
         self._subscription.close()
         await self._background.end("listen")
         self._waiting.close()
-        await address.close(self._redis)
+        await connection.close(self._redis)
 
     async def _call(self, verb: str, **args: Any) -> Any:
         """Run a verb of the script. Raises TransientError, and its errors."""
@@ -382,5 +379,5 @@ class RedisQueue(QueueBackend):
         except (RedisError, OSError) as error:
             raise script.error(error, self._address.shown) from error
 
-    async def _execute(self, calls: Sequence[Call]) -> builtins.list[Any]:
-        return await answers(self._redis, self._tag, calls, self._address.replicas)
+    async def _execute(self, calls: Sequence[connection.Call]) -> builtins.list[Any]:
+        return await connection.answers(self._redis, self._tag, calls, self._address.replicas)

@@ -17,13 +17,12 @@ from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
 from unfuse.queues.base import Wanted
-from unfuse.queues.known import KnownRecords
-from unfuse.queues.script import Unreadable
 
 RETRY_S = 0.2  # seconds until a server that did not answer is asked again
 MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one call
 MAX_CLAIMS = 1024  # the most tasks that one caller can claim at once
-Call = Callable[..., Awaitable[Any]]  # runs a verb of the script. Raises TransientError, and the verb's errors
+#: Runs a verb of the script. Raises TransientError, and the verb's errors.
+RunVerb = Callable[..., Awaitable[Any]]
 
 
 class Background:
@@ -60,16 +59,6 @@ class Waiter:
         self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
         self.asked = False
 
-    def leases(self, claims: list[tuple[bytes, bytes, int]], now: float, unreadable: Unreadable) -> list[Lease]:
-        """The leases that the script made for it, each with the next one of its tokens."""
-        tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
-        leases = []
-        for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
-            task = unreadable.read("task", f"of {self.worker}", partial(script.task, stored, attempt))
-            if task:
-                leases.append(Lease(task, self.worker, token, now + self.ttl, appended=appended))
-        return leases
-
     def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
         """A call for it has ended: answer it, unless it has no lease yet and waits on."""
         self.asked = False
@@ -81,14 +70,15 @@ class Waiter:
             self.answer.set_result(leases)
 
 
+#: Reads the leases that the script made for a waiter, from its claims, the queue's time and the Unix time.
+ReadLeases = Callable[[Waiter, list[tuple[bytes, bytes, int]], bytes, bytes], list[Lease]]
+
+
 class RemoteWaiters:
     """All callers that wait for tasks. Call `serve` whenever there may be a task for them."""
 
-    def __init__(
-        self, call: Call, background: Background, clock: Clock, unreadable: Unreadable, known: KnownRecords
-    ) -> None:
-        self._call, self._background, self._clock = call, background, clock
-        self._unreadable, self._known = unreadable, known
+    def __init__(self, call: RunVerb, read_leases: ReadLeases, background: Background, clock: Clock) -> None:
+        self._call, self._read_leases, self._background, self._clock = call, read_leases, background, clock
         self._waiters: dict[Waiter, None] = {}
         self._stale = False
         self._withdraw_alarm: Callable[[], None] = lambda: None
@@ -150,9 +140,7 @@ class RemoteWaiters:
             self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self.serve).cancel
             return
         for waiter, claims in zip(asking, answers, strict=True):
-            leases = waiter.leases(claims, float(now), self._unreadable)
-            self._known.leased(leases, float(wall))
-            waiter.settle(leases)
+            waiter.settle(self._read_leases(waiter, claims, now, wall))
         if due is not None:
             self._withdraw_alarm = self._clock.call_at(asked_at + float(due) - float(now), self.serve)
 

@@ -1,11 +1,11 @@
-"""The Lua script of the queue in Redis: its arguments, its answers, and records that cannot be read."""
+"""The Lua script of the queue in Redis: its arguments, its answers, and what this process remembers of those."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import msgspec
 
 from unfuse.core import errors
 from unfuse.core.card import ModelCard
+from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.event import Event
@@ -22,10 +23,10 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import SCHEMA, Damage, Declaration, Member
-from unfuse.queues.stored import remaining_of
+from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, Damage, Member, check_numbers, remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
+#: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
 SCRIPT = "\n".join(
     [
         f"local SCHEMA = '{SCHEMA}'",
@@ -33,7 +34,6 @@ SCRIPT = "\n".join(
     ]
 )
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
-"""All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded."""
 
 REFUSALS: dict[str, type[errors.UnfuseError]] = {
     "NOTFOUND": errors.NotFound,
@@ -44,14 +44,15 @@ REFUSALS: dict[str, type[errors.UnfuseError]] = {
     "PROTOCOL": errors.ProtocolError,
     "MISPLACED": errors.ConfigError,
 }
+#: Kinds of unreadable records that can be dropped; others, such as an event, are only passed over.
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
-"""Kinds of unreadable records that can be dropped; others, such as an event, are only passed over."""
-
+#: Errors of the server when the script finds data that it does not expect.
 BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a valid float")
-"""Errors of the server when the script finds data that it does not expect."""
-
+#: The error of the server when it may take no more memory.
 FULL = re.compile(r"\bOOM\b|used memory > 'maxmemory'")
-"""The error of the server when it may take no more memory."""
+
+
+T = TypeVar("T")
 
 
 def raw(data: bytes) -> msgspec.Raw:
@@ -131,16 +132,10 @@ def raw_name(shown: str) -> msgspec.Raw:
     return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), shown.encode()))
 
 
-@lru_cache(maxsize=64)
-def declaration(stored: bytes) -> Declaration:
-    """A stored declaration; cached, because it hardly ever changes."""
-    return decode(stored, Declaration)
-
-
-@lru_cache(maxsize=64)
-def cards(brought: bytes) -> tuple[ModelCard, ...]:
-    """A worker's cards; cached, because every list of workers has them and they hardly ever change."""
-    return decode(brought, tuple[ModelCard, ...])
+@lru_cache(maxsize=128)
+def decoded(stored: bytes, kind: type[T]) -> T:
+    """A declaration, or a worker's cards; cached, because they are read often and hardly ever change."""
+    return decode(stored, kind)
 
 
 def task_fields(task: Task) -> dict[str, Any]:
@@ -155,20 +150,28 @@ def task_fields(task: Task) -> dict[str, Any]:
 
 
 def context_fields(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
-    """The arguments of `submit` and `commit`: the context, the fields that the script reads, tasks and events."""
+    """The arguments of `submit` and `commit`: the context, the fields that the script reads, tasks and events.
+
+    Raises ProtocolError for a number that cannot be stored.
+    """
+    check_numbers(context, *push, *events)
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
-    names = (
-        "version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at",
-        "unheard",
-    )  # fmt: skip
-    facts = {name: getattr(context, name) for name in names}
-    stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
-    stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
     left = remaining_of(context)
-    stored["left"] = raw(msgspec.msgpack.encode(left))
-    fields = [part for item in stored.items() for part in item]
-    facts |= {"id": context.id, "fields": fields, "left": left}
-    return facts | {"push": [task_fields(task) for task in push], "events": events}
+    facts: dict[str, Any] = {name: getattr(context, name) for name in ("version", "status", "cost", "completed_at")}
+    facts |= {name: read(context) for name, read in INDEXED_FIELDS.items() if name != "video"}
+    stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
+    stored |= {
+        "context": raw(encode(context)),
+        "done": raw(msgspec.msgpack.encode(done)),
+        "left": raw(msgspec.msgpack.encode(left)),
+    }
+    return facts | {
+        "id": context.id,
+        "left": left,
+        "fields": [part for item in stored.items() for part in item],
+        "push": [task_fields(task) for task in push],
+        "events": events,
+    }
 
 
 def change_fields(change: Change) -> dict[str, Any]:
@@ -179,8 +182,6 @@ def change_fields(change: Change) -> dict[str, Any]:
 
 MOST = 1000  # how many are remembered: enough to begin a repair
 
-T = TypeVar("T")
-
 
 class Unreadable:
     """Records that could not be read, by kind and id. The records themselves stay in Redis."""
@@ -189,10 +190,10 @@ class Unreadable:
         self._reasons: dict[tuple[str, str], str] = {}
         self._errors = RepeatedErrors()
 
-    def read(self, kind: str, id: str, read: Callable[[], T]) -> T | None:
-        """What `read` returns; None, and noted, if the record cannot be read."""
+    def read(self, kind: str, id: str, read: Callable[..., T], *stored: Any) -> T | None:
+        """What `read` returns of what is stored; None, and noted, if the record cannot be read."""
         try:
-            found = read()
+            found = read(*stored)
         except (ProtocolError, TypeError, ValueError) as error:
             self.note(kind, id, str(error))
             return None
@@ -212,3 +213,52 @@ class Unreadable:
     def all(self) -> list[Damage]:
         """All records that are remembered."""
         return [Damage(id, kind, reason) for (kind, id), reason in self._reasons.items()]
+
+
+MOST_KNOWN = 1024  # requests that are known at most: those that were stored last
+KNOWN_S = 10.0  # the longest time, in seconds, that a record is known: the queue may have left out a gap since
+
+
+class KnownRecords:
+    """What a queue was told of its active records, but for steps. Another process may have changed them since.
+
+    What is decided by one is checked when it is committed: by its version, and by the lease that is shown.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: dict[str, tuple[Record, float]] = {}
+
+    def keep(self, record: Record) -> Record:
+        """This is how a record was stored just now. Returns it."""
+        self._records.pop(record.context.id, None)
+        if not record.context.over:
+            self._records[record.context.id] = record, self._clock.now()
+            if len(self._records) > MOST_KNOWN:
+                del self._records[next(iter(self._records))]
+        return record
+
+    def leased(self, leases: Iterable[Lease], since: float) -> None:
+        """These leases were given, at that time in Unix seconds."""
+        for lease in leases:
+            task = lease.task
+            if record := self._current(task.request):
+                others = (run for run in record.running if run.stage != task.stage)
+                running = (*others, Running(task.stage, task.attempt, lease.worker, since))
+                known = msgspec.structs.replace(record, running=running, position=None)
+                self._records[task.request] = known, self._clock.now()
+
+    def of(self, claim: Claim) -> Record | None:
+        """The record of a leased task's request, if that lease was heard of."""
+        record = self._current(claim.request)
+        held = record and any((run.stage, run.attempt) == (claim.stage, claim.attempt) for run in record.running)
+        return record if held else None
+
+    def _current(self, request: str) -> Record | None:
+        """The record of a request with the time that its stages have run by now; None if that is not known."""
+        record, heard = self._records.get(request, (None, 0.0))
+        passed = self._clock.now() - heard
+        if record is None or passed > KNOWN_S:
+            return None
+        running = (msgspec.structs.replace(run, ran_s=run.ran_s + passed) for run in record.running)
+        return msgspec.structs.replace(record, running=tuple(running))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from heapq import merge
@@ -22,70 +22,242 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from zlib import crc32
 
 import msgspec
+import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import KeyUnavailable, NotFound, TransientError
+from unfuse.core.errors import KeyUnavailable, NotFound, TransientError, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_growth
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Change, Record, RequestContext, Who
+from unfuse.core.request import Allowance, Caller, Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
-from unfuse.queues.turns import Answering, Turns
+from unfuse.queues.remote_waiters import Background
 
+#: The longest time, in seconds, that all wait for one shard's answer; and until one that gave none is asked again.
+PATIENCE_S, LOOK_S = 5.0, 0.2
 MOST_LISTED = 1024  # pages whose last requests are remembered
 
 P = ParamSpec("P")
 T = TypeVar("T")
 One = TypeVar("One")
-Verb = Callable[Concatenate[QueueBackend, P], Awaitable[T]]
-Asked = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+Work = Callable[[QueueBackend], Awaitable[T]]
+
+log = structlog.get_logger(__name__)
 
 
-def _by_request(verb: Verb[P, T]) -> Asked[P, T]:
-    """A verb that the shard answers in which the request lives that its first argument is of."""
+class Answering:
+    """Asks the shards of a queue. `returned` is called with each that answers again."""
 
-    async def ask(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        request = args[0]
-        match request:
-            case Claim():
-                request = request.request
-            case Change():
-                request = request.context.id
-        found: T = await self._at(str(request), lambda queue: getattr(queue, verb.__name__)(*args, **kwargs))
-        return found
+    def __init__(self, shards: Sequence[QueueBackend], returned: Callable[[QueueBackend], Awaitable[object]]) -> None:
+        self.shards, self.background = tuple(shards), Background()
+        self.away: dict[int, str] = {}
+        """Why a shard that does not answer does not, in words, by its number."""
+        self._returned = returned
+        self._closed = False
 
-    return ask
+    async def ask(self, shard: int, work: Work[T]) -> T:
+        """What one shard answers. Raises what it raises."""
+        try:
+            return await work(self.shards[shard])
+        except TransientError as error:
+            self._miss(shard, str(error))
+            raise
+
+    async def ask_briefly(self, shard: int, work: Work[T]) -> T:
+        """What one shard answers within PATIENCE_S; raises TransientError if nothing."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.ask(shard, work)
+        except TimeoutError as error:
+            self._miss(shard, f"no answer in {PATIENCE_S:g} s")
+            raise TransientError(self.away.get(shard, "")) from error
+
+    def present(self, among: Iterable[int] | None = None) -> list[int]:
+        """Those of these shards that answer; all of these if none of the queue does."""
+        asked = range(len(self.shards)) if among is None else among
+        return [shard for shard in asked if shard not in self.away or len(self.away) == len(self.shards)]
+
+    async def each(self, work: Work[T], among: Iterable[int] | None = None) -> dict[int, T]:
+        """The answers, by number, of those of these shards that answer.
+
+        Raises TransientError if none of the queue does, and any other error.
+        """
+        asked = self.present(among)
+        found = await asyncio.gather(*(self.ask_briefly(shard, work) for shard in asked), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, TransientError):
+                raise error
+        answers = {shard: one for shard, one in zip(asked, found, strict=True) if not isinstance(one, BaseException)}
+        if len(self.away) == len(self.shards) and not answers and asked:
+            raise next(error for error in found if isinstance(error, BaseException))
+        return answers
+
+    async def first(self, work: Work[T]) -> T:
+        """What the first shard that answers does, in the order of their numbers. Raises TransientError if none does."""
+        *others, last = self.present()
+        for shard in others:
+            try:
+                return await self.ask_briefly(shard, work)
+            except TransientError:
+                continue
+        return await self.ask_briefly(last, work)
+
+    async def close(self) -> None:
+        """Close the shards."""
+        self._closed = True
+        await asyncio.gather(*(shard.close() for shard in self.shards))
+        await self.background.end(*(f"shard {shard}" for shard in self.away))
+
+    def _miss(self, shard: int, reason: str) -> None:
+        if shard not in self.away and not self._closed:
+            self.away[shard] = self._told(shard, reason)
+            log.warning("a shard of the queue is away: the others go on", shard=shard, reason=reason)
+            self.background.run(f"shard {shard}", partial(self._look_for, shard))
+
+    def _told(self, shard: int, reason: str) -> str:
+        return f"shard {shard} of {len(self.shards)}: {reason}"
+
+    async def _look_for(self, shard: int) -> None:
+        """Wait until a shard answers again, and as the shard it was: a server may come back with what is another's."""
+        queue = self.shards[shard]
+        while shard in self.away:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await queue.check()
+                await self._returned(queue)
+            except UnfuseError as error:
+                self.away[shard] = self._told(shard, str(error))
+                continue
+            del self.away[shard]
+        log.info("a shard of the queue answers again", shard=shard)
 
 
-def _by_first(verb: Verb[P, T]) -> Asked[P, T]:
-    """A verb that the first shard answers."""
-
-    async def ask(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        found: T = await self._first(lambda queue: getattr(queue, verb.__name__)(*args, **kwargs))
-        return found
-
-    return ask
+Asking = asyncio.Task[list[Lease]]
 
 
-def _told_all(verb: Verb[P, None]) -> Asked[P, None]:
-    """A verb that all shards are told that answer."""
+class Turns:
+    """Whose turn it is, by worker. A claim takes from one shard, by its rules.
 
-    async def ask(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        await self._each(lambda queue: getattr(queue, verb.__name__)(*args, **kwargs))
+    While a worker has no room for the next task of a shard, it takes from the others only what that shard would let by:
+    else what needs much would wait for ever beside what needs little.
+    """
 
-    return ask
+    def __init__(self, answering: Answering) -> None:
+        self._answering, self._count = answering, len(answering.shards)
+        self._next, self._outcomes = Counter[str](), Counter[str]()
+        self._kept = set[str]()
+
+    def of(self, worker: str, last: int = -1) -> list[int]:
+        """The shards that answer, in the order in which a worker asks them; but this one comes `last`."""
+        turn = self._next[worker]
+        return self._answering.present(
+            sorted(range(self._count), key=lambda shard: (shard == last, (shard - turn) % self._count))
+        )
+
+    def is_due(self, worker: str) -> bool:
+        """Whether a worker that has an outcome is to ask others first: every so many times, and while one keeps it."""
+        self._outcomes[worker] += 1
+        return worker in self._kept or self._outcomes[worker] % self._count == 0
+
+    def forget(self, worker: str) -> None:
+        """A worker is gone."""
+        del self._next[worker], self._outcomes[worker]
+        self._kept.discard(worker)
+
+    async def claim(
+        self, worker: str, wanted: Wanted, ttl: float, among: Iterable[int]
+    ) -> tuple[list[Lease], dict[int, Wanted]]:
+        """Claim tasks of the first of these shards that has any; else says what may be waited for at each.
+
+        Raises TransientError if none answers.
+        """
+        wants, found, keeper = dict[int, Wanted](), list[Lease](), None
+        failures = dict[int, TransientError]()
+        for shard in among:
+            wants[shard] = wanted
+            try:
+                found = await self._answering.ask(shard, lambda queue: queue.lease(worker, wants[shard], ttl))  # noqa: B023
+                if found:
+                    self._next[worker] = shard + 1
+                    break
+                wanted = await self._answering.ask(shard, partial(_let_by, wanted))
+            except TransientError as error:
+                failures[shard] = error
+            if keeper is None and wanted is not wants[shard]:
+                keeper = shard
+            if not wanted.pools:
+                break
+        if failures and len(failures) == len(wants):
+            raise failures.popitem()[1]
+        self._kept.discard(worker)
+        if keeper is not None:
+            self._kept.add(worker)
+            self._next[worker] = keeper
+        return found, wants
+
+    async def wait(self, worker: str, wants: Mapping[int, Wanted], ttl: float, wait: float) -> list[Lease]:
+        """Claim tasks of whichever shard has any first within `wait` seconds; what others gave then goes back.
+
+        A shard that is away is not waited for. Raises TransientError if none answers.
+        """
+        asking = {
+            asyncio.create_task(self._answering.shards[shard].lease(worker, wanted, ttl, wait)): shard
+            for shard, wanted in wants.items()
+        }
+        waiting, won = {*asking}, None
+        try:
+            while won is None and waiting and not self._are_away(asking[one] for one in waiting):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                won = next((one for one in done if one.exception() is None and one.result()), None)
+            failed = [one for one in asking if one.done() and one.exception()]
+            return won.result() if won else failed[0].result() if len(failed) == len(asking) else []
+        finally:
+            lost = {one: shard for one, shard in asking.items() if one is not won}
+            for one in lost:
+                one.cancel()
+            given = self._answering.background.run(f"wait {id(lost)}", partial(self._give_back, lost))
+            if won is None:
+                await asyncio.shield(given)
+
+    def _are_away(self, shards: Iterable[int]) -> bool:
+        away = self._answering.away
+        return len(away) < self._count and all(shard in away for shard in shards)
+
+    async def _give_back(self, lost: Mapping[Asking, int]) -> None:
+        await asyncio.gather(*lost, return_exceptions=True)
+        for one, shard in lost.items():
+            for lease in () if one.cancelled() or one.exception() else one.result():
+                with suppress(TransientError):
+                    await self._answering.shards[shard].hand_back(lease.claim)
 
 
-def _by_all(verb: Verb[P, Sequence[T]]) -> Asked[P, list[T]]:
-    """A verb whose answer is what all shards have that answer."""
+async def _let_by(wanted: Wanted, queue: QueueBackend) -> Wanted:
+    """What a worker may take of others while it has no room for the next tasks of this queue."""
+    lines = (await queue.stats([*wanted.watched_pools()])).pools
+    for pool, offer in wanted.pools.items():
+        is_held_back = any(lines[fed].waiting > most for fed, most in offer.behind.items())
+        for task in await queue.peek(pool, 1) if lines[pool].waiting and not is_held_back else ():
+            lacking = offer.lacks(task.resources, {})
+            if lacking and pool in wanted.pools and (wanted.above is None or task.priority > wanted.above):
+                others = {
+                    name: other for name, other in wanted.pools.items()
+                    if other.later > offer.later or lacking.isdisjoint(other.amounts)
+                }  # fmt: skip
+                wanted = msgspec.structs.replace(wanted, pools=others)
+    return wanted
 
-    async def ask(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        found = await self._each(lambda queue: getattr(queue, verb.__name__)(*args, **kwargs))
-        return [*chain(*found.values())]
 
-    return ask
+def _spread(
+    verb: Callable[Concatenate[QueueBackend, P], Awaitable[T]], ask: Callable[..., Awaitable[T]]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A verb of the port which `ask` has one shard do, or several; it gets the verb's first argument too."""
+
+    async def spread(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await ask(self, lambda queue: getattr(queue, verb.__name__)(*args, **kwargs), *args[:1])
+
+    return spread
 
 
 class ShardedQueue(QueueBackend):
@@ -97,22 +269,37 @@ class ShardedQueue(QueueBackend):
     start.
     """
 
-    load, commit = _by_request(QueueBackend.load), _by_request(QueueBackend.commit)
-    progress, appended = _by_request(QueueBackend.progress), _by_request(QueueBackend.appended)
-    hand_back, turn_down = _by_request(QueueBackend.hand_back), _by_request(QueueBackend.turn_down)
-    drop = _by_request(QueueBackend.drop)
-    cache, uncache = _by_first(QueueBackend.cache), _by_first(QueueBackend.uncache)
-    secret = _by_first(QueueBackend.secret)
-    check, hello, discard = (
-        _told_all(QueueBackend.check),
-        _told_all(QueueBackend.hello),
-        _told_all(QueueBackend.discard),
-    )
-    expired, forget, damaged = (
-        _by_all(QueueBackend.expired),
-        _by_all(QueueBackend.forget),
-        _by_all(QueueBackend.damaged),
-    )
+    async def _at_home(self, work: Work[T], subject: str | Claim | Change) -> T:
+        """What the shard answers in which the request lives."""
+        match subject:
+            case Claim():
+                subject = subject.request
+            case Change():
+                subject = subject.context.id
+        return await self._answering.ask(self.home(subject), work)
+
+    async def _at_first(self, work: Work[T], *_: object) -> T:
+        """What the first shard answers. Raises TransientError at once while it is known to be away."""
+        if reason := self._answering.away.get(0):
+            raise TransientError(reason)
+        return await self._answering.ask_briefly(0, work)
+
+    async def _at_each(self, work: Work[object], *_: object) -> None:
+        """Have all shards do it that answer."""
+        await self._answering.each(work)
+
+    async def _of_all(self, work: Work[Sequence[T]], *_: object) -> builtins.list[T]:
+        """What all shards have that answer."""
+        return [*chain(*(await self._answering.each(work)).values())]
+
+    load, commit = _spread(QueueBackend.load, _at_home), _spread(QueueBackend.commit, _at_home)
+    progress, appended = _spread(QueueBackend.progress, _at_home), _spread(QueueBackend.appended, _at_home)
+    hand_back, turn_down = _spread(QueueBackend.hand_back, _at_home), _spread(QueueBackend.turn_down, _at_home)
+    drop, secret = _spread(QueueBackend.drop, _at_home), _spread(QueueBackend.secret, _at_first)
+    cache, uncache = _spread(QueueBackend.cache, _at_first), _spread(QueueBackend.uncache, _at_first)
+    check, hello = _spread(QueueBackend.check, _at_each), _spread(QueueBackend.hello, _at_each)
+    expired, forget = _spread(QueueBackend.expired, _of_all), _spread(QueueBackend.forget, _of_all)
+    damaged, discard = _spread(QueueBackend.damaged, _of_all), _spread(QueueBackend.discard, _at_each)
 
     def __init__(self, shards: Sequence[QueueBackend], beside: Sequence[QueueBackend] = ()) -> None:
         self.shared, self._beside = any(shard.shared for shard in shards), beside
@@ -131,9 +318,6 @@ class ShardedQueue(QueueBackend):
     def home(self, name: str) -> int:
         """The number of the shard where the request of this id lives, or requests that have to be together."""
         return crc32(name.encode(errors="replace")) % self._count
-
-    def _at(self, request: str, work: Callable[[QueueBackend], Awaitable[T]]) -> Awaitable[T]:
-        return self._answering.ask(self.home(request), work)
 
     @override
     async def now(self) -> float:
@@ -156,12 +340,12 @@ class ShardedQueue(QueueBackend):
         return self.home(request) in self._answering.present()
 
     @override
-    def placed(self, ids: Iterator[str], who: Who) -> str:
-        together = self._together(who.tenant, who.idempotency_key)
-        if who.allowance == Allowance() and not who.idempotency_key:
+    def placed(self, ids: Iterator[str], caller: Caller) -> str:
+        together = self._together(caller.tenant, caller.idempotency_key)
+        if caller.allowance == Allowance() and not caller.idempotency_key:
             present = self._answering.present()
             return next(id for id in ids if self.home(id) in present)
-        home = together[who.allowance == Allowance()]
+        home = together[caller.allowance == Allowance()]
         return next(id for id in ids if self.home(id) == home)
 
     def _together(self, tenant: str, key: str) -> tuple[int, int]:
@@ -175,7 +359,7 @@ class ShardedQueue(QueueBackend):
         cost = None if limits.max_cost is None else limits.max_cost / self._count
         active, queue = -(-limits.max_active // self._count), -(-limits.max_queue // self._count)
         share = Limits(active, queue, cost, limits.tenant)
-        return await self._at(context.id, lambda queue: queue.submit(context, tasks, events, share))
+        return await self._at_home(lambda queue: queue.submit(context, tasks, events, share), context.id)
 
     @override
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
@@ -220,7 +404,9 @@ class ShardedQueue(QueueBackend):
         if is_due := wanted.slots > 0 and self._turns.is_due(worker):
             record = await self.commit(change)
         else:
-            record, leases = await self._at(request, lambda queue: queue.commit_and_lease(change, worker, wanted, ttl))
+            record, leases = await self._at_home(
+                lambda queue: queue.commit_and_lease(change, worker, wanted, ttl), request
+            )
         if wanted.slots > 0 and not leases:
             asked = self._turns.of(worker, last=home)
             with suppress(TransientError):
@@ -275,7 +461,7 @@ class ShardedQueue(QueueBackend):
         """
         try:
             record = await self.load(request)
-            owner, number = record.context.tenant, record.number
+            owner, number = record.context.caller.tenant, record.number
         except TransientError:
             if request not in self._listed:
                 raise
@@ -288,7 +474,7 @@ class ShardedQueue(QueueBackend):
         """Remember the last request of a page, behind which the next one begins."""
         for record in listed[-2:]:  # a page may be read with one record more than it shows
             self._listed.pop(record.context.id, None)
-            self._listed[record.context.id] = record.context.tenant, record.number
+            self._listed[record.context.id] = record.context.caller.tenant, record.number
         while len(self._listed) > MOST_LISTED:
             del self._listed[next(iter(self._listed))]
 
@@ -317,7 +503,7 @@ class ShardedQueue(QueueBackend):
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         """While the first shard is away nothing is found to be used."""
         try:
-            return await self._first(lambda queue: queue.cached(keys, use=use))
+            return await self._at_first(lambda queue: queue.cached(keys, use=use))
         except TransientError:
             if use and len(self._answering.away) < self._count:
                 return {}
@@ -325,13 +511,7 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def cached_bytes(self) -> int:
-        return 0 if 0 in self._answering.away else await self._first(lambda queue: queue.cached_bytes())
-
-    async def _first(self, work: Callable[[QueueBackend], Awaitable[T]]) -> T:
-        """What the first shard answers. Raises TransientError at once while it is known to be away."""
-        if reason := self._answering.away.get(0):
-            raise TransientError(reason)
-        return await self._answering.ask_briefly(0, work)
+        return 0 if 0 in self._answering.away else await self._at_first(lambda queue: queue.cached_bytes())
 
     @override
     async def bye(self, worker: str) -> None:

@@ -12,6 +12,7 @@ import builtins
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -23,10 +24,12 @@ from unfuse.core.paths import expanded
 from unfuse.core.request import Record, Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
-from unfuse.queues.index import Entry
-from unfuse.queues.journal import Journal, Writer
-from unfuse.queues.local import LocalQueue, follow
-from unfuse.queues.stored import Pieces, Row
+from unfuse.queues.index import Entry, History
+from unfuse.queues.journal import Journal, Row, StoredTask, Writer
+from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.tasks import QueuedTask
+
+T = TypeVar("T")
 
 EVENTS_A_START = 2**24  # above a request's events between two starts: numbers go on at the next multiple after one
 
@@ -49,19 +52,20 @@ class _UnixClock(Clock):
         return self._clock.call_at(when - self._shift - 1e-6, callback)  # readings are rounded to 0.2 µs
 
 
-class SqliteQueue(LocalQueue):
+class SqliteQueue(MemoryQueue):
     """A queue that survives its process. While the disk is full, methods that change anything raise TransientError, and
     what is not written yet waits. If the file cannot be written for another reason, all methods raise TransientError.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        super().__init__(_UnixClock(clock), lambda entry: self._writer.note(entry))
+        super().__init__(_UnixClock(clock))
         self._journal = Journal(path)
-        self._writer = Writer(self._journal, self._state.row, self._end)
+        self._writer = Writer(self._journal, self._row, self._end)
+        self._restored = set[Claim]()  # of leases from before the start that were not renewed since
         rows, self._journal.rows = self._journal.rows, []
-        self._restored = {claim for number, row in rows for claim in self._restore(number, row)}
-        for number, _ in self._journal.damaged.values():
-            self._state.reserve(number)
+        for number, row in rows:
+            self._restore(number, row)
+        self._arrivals = max([self._arrivals, *(number + 1 for number, _ in self._journal.damaged.values())])
         self._declared, self._declaring = self._journal.declared, asyncio.Lock()
 
     @classmethod
@@ -76,41 +80,22 @@ class SqliteQueue(LocalQueue):
         return cls(expanded(path).absolute(), clock or SystemClock())
 
     @override
-    def _may_change(self) -> None:
-        self._writer.check()
+    def _on_change(self, entry: Entry) -> None:
+        self._writer.note(entry)
 
     @override
-    def _may_read(self) -> None:
-        self._writer.check_file()
-
-    @override
-    async def _kept(self, entry: Entry, durable: bool = False) -> None:
+    async def _wait_until_stored(self, entry: Entry, durable: bool = False) -> None:
         if durable:
             self._writer.note(entry, durable=True)
         await self._writer.wait_until_written(entry)
 
     @override
-    async def _can_be_kept(self, entry: Entry) -> bool:
-        if not self._writer.is_blocked(entry):  # else the next attempt to write would be waited for, entry by entry
-            with suppress(TransientError):
-                await self._writer.wait_until_written(entry)
-                return True
-        self._writer.check_file()
-        return False
+    def _check_writable(self) -> None:
+        self._writer.check()
 
     @override
-    async def _last_kept(self, entry: Entry, which: Filter) -> Record | None:
-        loop = asyncio.get_running_loop()
-        try:
-            row = await loop.run_in_executor(self._journal.thread, self._journal.row, entry.number)
-        except Exception as error:
-            raise TransientError(f"the queue's file cannot be read: {error}") from error
-        if row is None:
-            return None
-        running = [Running(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token]
-        record = Record(row.context, tuple(running), None, entry.number)
-        stored = Entry(row.context, entry.number, {}, entry.history, status=record.status)
-        return record if stored.fits(which) else None
+    def _check_readable(self) -> None:
+        self._writer.check_file()
 
     @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
@@ -119,20 +104,14 @@ class SqliteQueue(LocalQueue):
         return renewal
 
     @override
-    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
+    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
         """Memory has only the number of pieces; the file has the pieces."""
-        self._writer.check()
-        new = self._state.append(grown)
-        entries = [self._state.entry(one.claim.request) for one in new if one]
-        for entry, one in zip(entries, filter(None, new), strict=True):
-            if one.pieces:
-                self._writer.append(entry, Pieces(entry.context.id, one.claim.stage, one.offset, one.pieces))
-        for entry in entries:  # also of a repeat, of which the first may not be written yet
-            await self._writer.wait_until_written(entry)
-        return [one is not None for one in new]
+        self._writer.append(entry, grown)
 
     @override
-    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
+    async def appended(
+        self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE
+    ) -> builtins.list[bytes]:
         await self._writer.wait_until_written(self._entry(request))
         loop = asyncio.get_running_loop()
         try:
@@ -153,43 +132,75 @@ class SqliteQueue(LocalQueue):
     async def load(self, request: str) -> Record:
         if request in self._journal.damaged:
             raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
-        return await super().load(request)
+        record = await super().load(request)
+        await self._wait_until_stored(self._requests[request])
+        return record
 
     @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        return await super().over([request for request in requests if request not in self._journal.damaged])
+        """Leaves out a request whose end cannot be stored now."""
+        found = await super().over([request for request in requests if request not in self._journal.damaged])
+        over = [(request, self._requests.get(request)) for request in found]
+        return [request for request, entry in over if entry is None or await self._is_stored(entry)]
 
     @override
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
-        self._may_change()
-        async with self._declaring:
-            known = self._declared.get(by)
-            if new and known and known.is_current:
-                return False
-            if known != declaration:
-                loop = asyncio.get_running_loop()
-                try:
-                    await loop.run_in_executor(self._journal.thread, self._journal.declare, by, declaration)
-                except TransientError:
-                    raise
-                except Exception as error:
-                    raise TransientError(f"the queue's file cannot be written: {error}") from error
-            self._declared[by] = declaration
-            return True
+    async def list(
+        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+    ) -> builtins.list[Record]:
+        records = await super().list(which, after=after, limit=limit, oldest_first=oldest_first)
+        listed = builtins.list[Record]()
+        for record, entry in [(record, self._requests[record.context.id]) for record in records]:
+            found = record if await self._is_stored(entry) else await self._last_stored(entry, which)
+            listed += [found] if found else []
+        return listed
 
-    @override
-    async def secret(self, name: str, proposed: str) -> str:
-        self._may_read()
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._journal.thread, self._journal.secret, name, proposed)
-        except Exception as error:
-            raise TransientError(f"the queue's file cannot be written: {error}") from error
+    async def _is_stored(self, entry: Entry) -> bool:
+        """Return True when a request is stored as it is now, False if that is impossible until there is room."""
+        if not self._writer.is_blocked(entry):  # else the next attempt to write would be waited for, entry by entry
+            with suppress(TransientError):
+                await self._writer.wait_until_written(entry)
+                return True
+        self._writer.check_file()
+        return False
+
+    async def _last_stored(self, entry: Entry, which: Filter) -> Record | None:
+        """The record of a request as it was stored last; None if it was not, or the filter does not select that."""
+        row = await self._in_file("read", self._journal.row, entry.number)
+        if row is None:
+            return None
+        running = [Running(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token]
+        record = Record(row.context, tuple(running), None, entry.number)
+        stored = Entry(row.context, entry.number, {}, entry.history, status=record.status)
+        return record if stored.fits(which) else None
 
     @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
         """An event comes after it is written."""
         return self._watch(self._entry(request), after)
+
+    async def _watch(self, entry: Entry, after: int) -> AsyncIterator[Event]:
+        async for event in entry.history.follow(after):
+            while not self._writer.is_written(entry):
+                with suppress(TransientError):  # while the disk is full, the stream waits
+                    await self._writer.wait_until_written(entry)
+                    break  # whatever has changed since
+                self._writer.check_file()
+            yield event
+        self._writer.check_file()
+
+    @override
+    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+        self._check_writable()
+        async with self._declaring:
+            known = self._declared.get(by)
+            if known != declaration and not (new and known and known.is_current):
+                await self._in_file("written", self._journal.declare, by, declaration)
+            return await super().declare(by, declaration, new=new)
+
+    @override
+    async def secret(self, name: str, proposed: str) -> str:
+        self._check_readable()
+        return await self._in_file("written", self._journal.secret, name, proposed)
 
     @override
     async def damaged(self) -> Sequence[Damage]:
@@ -201,11 +212,7 @@ class SqliteQueue(LocalQueue):
             await self.drop(id)
             return
         number, _ = self._journal.damaged[id]
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._journal.thread, self._journal.write, [(number, None)], True)
-        except Exception as error:
-            raise TransientError(f"the queue's file cannot be written: {error}") from error
+        await self._in_file("written", self._journal.write, [(number, None)], True)
         self._journal.damaged.pop(id, None)
 
     @override
@@ -214,18 +221,43 @@ class SqliteQueue(LocalQueue):
         await self._writer.close()
         self._journal.close()
 
-    async def _watch(self, entry: Entry, after: int) -> AsyncIterator[Event]:
-        async for event in follow(entry.history, after):
-            while not self._writer.is_written(entry):
-                with suppress(TransientError):  # while the disk is full, the stream waits
-                    await self._writer.wait_until_written(entry)
-                    break  # whatever has changed since
-                self._writer.check_file()
-            yield event
-        self._writer.check_file()
+    async def _in_file(self, done: str, work: Callable[..., T], *args: Any) -> T:
+        """Run this in the thread that writes. Raises TransientError if the file cannot be `done` so."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._journal.thread, work, *args)
+        except TransientError:
+            raise
+        except Exception as error:
+            raise TransientError(f"the queue's file cannot be {done}: {error}") from error
 
-    def _restore(self, number: int, row: Row) -> builtins.list[Claim]:
-        last = row.last if row.context.over else max(row.last, self._journal.start * EVENTS_A_START)
-        claims = self._state.restore(number, row, last)
-        self._state.requests[row.context.id].appended = self._journal.appended.pop(row.context.id, {})
-        return claims
+    def _row(self, entry: Entry) -> Row | None:
+        """The row to store for a request; None if it was dropped."""
+        if self._requests.get(entry.context.id) is not entry:
+            return None
+        tasks = []
+        for queued in entry.queued:
+            leased = self._leases.of(queued.task.key)
+            held = (leased.lease.worker, leased.lease.token, leased.running.since) if leased else ()
+            tasks.append(StoredTask(queued.arrival, queued.task, queued.pushed, dict(queued.returned), *held))
+        return Row(entry.context, tuple(entry.tasks), tuple(tasks), entry.history.lasting(), entry.history.last)
+
+    def _restore(self, number: int, row: Row) -> None:
+        """Load a stored request. The first call of `expired` extends its leases, as after any gap."""
+        context, now = row.context, self._clock.now()
+        last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
+        appended = self._journal.appended.pop(context.id, {})
+        entry = Entry(context, number, dict.fromkeys(row.stages), History(row.events, last), appended=appended)
+        self._requests[context.id] = entry
+        self._arrivals = max([self._arrivals, number + 1, *(stored.arrival + 1 for stored in row.tasks)])
+        for stored in row.tasks:
+            queued = QueuedTask(stored.task, stored.arrival, stored.pushed, stored.returned)
+            entry.tasks[stored.task.stage] = queued
+            if stored.token:
+                lease = Lease(stored.task, stored.worker, stored.token, now)
+                self._leases.give(queued, lease, now, stored.since)
+                self._restored.add(lease.claim)
+            else:
+                self._put(queued)
+        self._publish(entry, ())
+        self._update_index(entry)
+        self._account(entry, None)

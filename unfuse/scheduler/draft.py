@@ -57,27 +57,27 @@ class Draft:
         """Make a task of a stage whose inputs exist, under its next attempt."""
         attempt = max(self.stages[stage].attempt, self.stages[stage].accounted) + 1
         self.move(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
-        request, planned = self._before, self._before.plan.stage(stage)
+        context, planned = self._before, self._before.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
         inputs = tuple(output for output in outputs if output is not None)
-        params = request.params | planned.params
+        params = context.request.params | planned.params
         self.push.append(
             Task(
-                request=request.id,
+                request=context.id,
                 planned=planned,
                 attempt=attempt,
-                model=request.model,
+                model=context.request.model,
                 params=params,
-                derived=planned.derived or request.derived,
+                derived=planned.derived or context.request.derived,
                 inputs=inputs,
-                priority=request.priority,
-                order=request.order,
+                priority=context.delivery.priority,
+                order=context.order,
                 not_before=not_before,
-                deadline=request.deadline,
+                deadline=context.deadline,
                 near=_nearest(inputs),
-                affinity=_affinity(request, params),
+                affinity=_affinity(context, params),
                 alone=self.stages[stage].alone,
-                several=sum(stage.kind == planned.kind for stage in request.plan.stages) > 1,
+                several=sum(stage.kind == planned.kind for stage in context.plan.stages) > 1,
                 avoids=self.stages[stage].avoids,
             )
         )
@@ -189,7 +189,7 @@ def _nearest(inputs: Sequence[ObjectRef]) -> str:
     return max(held, key=held.__getitem__, default="")
 
 
-def _affinity(request: RequestContext, params: Params) -> str:
+def _affinity(context: RequestContext, params: Params) -> str:
     """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
-    size = [params[name] for name in request.medium.size if name in params]
-    return f"{request.model} {size} {request.derived.lora_id}".rstrip() if size else ""
+    size = [params[name] for name in context.medium.size if name in params]
+    return f"{context.request.model} {size} {context.request.derived.lora_id}".rstrip() if size else ""

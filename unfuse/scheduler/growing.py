@@ -1,4 +1,4 @@
-"""Records what outputs grow by, and tells how fast that goes."""
+"""Records the chunks of growing outputs, and tells observers how fast they come."""
 
 from __future__ import annotations
 
@@ -17,37 +17,34 @@ from unfuse.core.task import Claim
 from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
 
-MOST = 4096  # requests whose growth is known here at one time; the one that is known longest is forgotten first
+MOST = 4096  # growing outputs that are known here at one time; the one that is known longest is forgotten first
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Output:
-    """What of a stage is recorded: the number of the next piece, and when the last came, in monotonic seconds."""
-
-    pieces: int
-    at: float | None
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """A request whose outputs grow, by stage; accepted at `created_at`, in seconds of the wall clock."""
+    """A growing output of a request that was accepted at `created_at`, in seconds of the wall clock."""
 
     model: str
     created_at: float
-    outputs: dict[str, _Output]
+
+    #: The number of the next chunk.
+    chunks: int
+
+    #: When the last chunk came, in monotonic seconds. None if another scheduler recorded it.
+    at: float | None = None
 
 
 class Growing(Observer):
-    """Of each request that grows here, who hears of it learns when its first pieces came, and when those that followed.
+    """Tells observers when the first chunks of each output came, and the seconds between those that followed.
 
-    Attempts at a stage follow one another: a piece that is made again is not counted again.
+    Attempts at a stage follow one another: a chunk that is made again is not counted again.
     """
 
     def __init__(self, store: RequestStore, clock: Clock, observers: Observers[Observer]) -> None:
         self._store, self._clock, self._observers = store, clock, observers
-        self._requests: dict[str, _Request] = {}
+        self._outputs: dict[tuple[str, str], _Output] = {}  # by the key of the task
 
     async def append(self, grown: Sequence[Grown]) -> set[Claim]:
         """Record what outputs have grown by. Returns the claims of which it is recorded.
@@ -70,31 +67,32 @@ class Growing(Observer):
 
     @override
     def ended(self, context: RequestContext) -> None:
-        self._requests.pop(context.id, None)
+        for stage in context.stages:
+            self._outputs.pop((context.id, stage), None)
 
     async def _tell(self, grown: Grown) -> None:
-        request = self._requests.get(grown.claim.request) or await self._known(grown.claim.request)
-        if request is None:
+        output = self._outputs.get(grown.claim.key) or await self._known(grown)
+        if output is None:
             return
-        output = request.outputs.setdefault(grown.claim.stage, _Output(grown.offset, None))
-        fresh, now = grown.offset + len(grown.pieces) - output.pieces, self._clock.now()
-        if fresh <= 0:
+        new, now = grown.offset + len(grown.pieces) - output.chunks, self._clock.now()
+        if new <= 0:
             return
-        if output.pieces:
+        if output.chunks:
             since = None if output.at is None else now - output.at
-            self._observers.tell(Observer.grew, request.model, fresh, since)
+            self._observers.tell(Observer.grew, output.model, new, since)
         else:
-            seconds = max(0.0, self._clock.wall() - request.created_at)
-            self._observers.tell(Observer.began_to_grow, request.model, fresh, seconds)
-        output.pieces, output.at = output.pieces + fresh, now
+            seconds = max(0.0, self._clock.wall() - output.created_at)
+            self._observers.tell(Observer.began_to_grow, output.model, new, seconds)
+        output.chunks, output.at = output.chunks + new, now
 
-    async def _known(self, id: str) -> _Request | None:
-        """A request that grows here from now on; None if it is gone already."""
+    async def _known(self, grown: Grown) -> _Output | None:
+        """The output that grows here from now on; None if its request is gone already."""
         try:
-            context = (await self._store.load(id)).context
+            record = self._store.known(grown.claim) or await self._store.load(grown.claim.request)
         except (NotFound, Damaged):
             return None
-        self._requests[id] = request = _Request(context.model, context.created_at, {})
-        if len(self._requests) > MOST:
-            del self._requests[next(iter(self._requests))]
-        return request
+        context = record.context
+        self._outputs[grown.claim.key] = output = _Output(context.request.model, context.created_at, grown.offset)
+        if len(self._outputs) > MOST:
+            del self._outputs[next(iter(self._outputs))]
+        return output

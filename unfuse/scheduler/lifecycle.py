@@ -30,7 +30,7 @@ from unfuse.core.request import (
 )
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.core.usage import believable, newest
-from unfuse.queues.stored import EXACT
+from unfuse.queues.base import EXACT
 from unfuse.scheduler import accounting, waking
 from unfuse.scheduler.draft import Draft
 
@@ -308,7 +308,7 @@ def cancelled(context: RequestContext, wall: float, running: Sequence[Running] =
 
 def client_disconnected(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
     """Cancel a request whose client disconnected. None if it is over, or does not end with its client."""
-    if context.over or not context.ends_with_client:
+    if context.over or not context.caller.cancel_on_disconnect:
         return None
     draft = Draft(context, wall, running)
     draft.error = ErrorInfo("cancelled", "its client disconnected")
@@ -338,17 +338,17 @@ def overran(context: RequestContext, wall: float, running: Sequence[Running] = (
     Time in queues does not count, nor do stages that ran side by side twice: it is the longest chain that does. Nor do
     gaps in which no scheduler worked, and steps of clocks: see `TaskQueue.expired`.
     """
-    if context.over or context.limit_s is None:
+    if context.over or context.request.time_limit_s is None:
         return None
     spent: dict[str, float] = {}
     for stage in context.plan.stages:  # in an order in which they could run
         now = sum(run.ran_s for run in running if run.stage == stage.name)
         behind = max((spent[name] for name in stage.after), default=0.0)
         spent[stage.name] = behind + context.stages[stage.name].leased_s + now
-    if max(spent.values()) <= context.limit_s:
+    if max(spent.values()) <= context.request.time_limit_s:
         return None
     draft = Draft(context, wall, running)
-    took = f"its stages ran for longer than the {context.limit_s:.0f} s that it may take"
+    took = f"its stages ran for longer than the {context.request.time_limit_s:.0f} s that it may take"
     draft.error = ErrorInfo("expired", f"{took}: ask for less, or have the server's limit raised")
     return draft.end("expired")
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.errors import NotFound
-from unfuse.core.request import Change, Record, RequestContext, Webhook
+from unfuse.core.request import Change, Record, RequestContext
 from unfuse.queues.base import Filter
 from unfuse.scheduler.transitions import Transitions
 
@@ -48,7 +48,7 @@ class Notices:
         """An attempt failed, and so would all others if it did `for_good`. Raises NotFound."""
 
         def fail(context: RequestContext, wall: float) -> Change | None:
-            made = context.webhook.attempts if context.webhook else 0
+            made = context.webhook.attempts
             if for_good or made > len(PAUSES_S):
                 return _with(context, state="given_up", reason=reason)
             return _with(context, next_at=wall + PAUSES_S[made - 1], reason=reason)
@@ -65,12 +65,11 @@ class Notices:
 
 
 def _taken(context: RequestContext, wall: float) -> Change | None:
-    hook = context.webhook
-    if hook is None or hook.next_at > wall:
+    if context.webhook.next_at > wall:
         return None
-    return _with(context, attempts=hook.attempts + 1, next_at=wall + TAKEN_S)
+    return _with(context, attempts=context.webhook.attempts + 1, next_at=wall + TAKEN_S)
 
 
 def _with(context: RequestContext, **fields: Any) -> Change:
-    webhook = msgspec.structs.replace(context.webhook or Webhook(""), **fields)
+    webhook = msgspec.structs.replace(context.webhook, **fields)
     return Change(msgspec.structs.replace(context, version=context.version + 1, webhook=webhook))

@@ -33,7 +33,7 @@ async def place(order: Order, queue: QueueBackend, context: RequestContext) -> f
         return now + NO_HURRY_S
     if order == "shortest":
         return now + PATIENCE * context.cost
-    newest = await queue.list(Filter(over=False, tenant=context.tenant), limit=1)
+    newest = await queue.list(Filter(over=False, tenant=context.caller.tenant), limit=1)
     entries = {stage.pool for stage in context.plan.stages if not stage.after}
     line = [task.order for pool in entries for task in await queue.peek(pool, 1)]
     return max([min(line, default=now), *(record.context.order for record in newest)]) + context.cost

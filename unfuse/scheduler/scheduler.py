@@ -10,20 +10,28 @@ from pathlib import Path
 import msgspec
 
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
 from unfuse.core.media import Work
 from unfuse.core.medium import nth_seed
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
 from unfuse.core.observers import Observers
-from unfuse.core.plan import ExecutionPlan, Params, PlannedStage, compile_plan, prefix_key
+from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Allowance, Asked, Awaiting, Change, Record, RequestContext, Webhook, Who, request_ids
+from unfuse.core.request import (
+    Allowance,
+    Awaiting,
+    Caller,
+    Change,
+    Delivery,
+    GenerationRequest,
+    Record,
+    RequestContext,
+    request_ids,
+)
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Limits, QueueBackend, Wanted
-from unfuse.queues.stored import EXACT
+from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
 from unfuse.scheduler import lifecycle, waking
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
@@ -98,39 +106,50 @@ class Scheduler:
         """End its upkeep. The queue stays open."""
         await self.upkeep.close()
 
-    async def submit(self, asked: Asked, delivery: Delivery, who: Who) -> Record:
+    async def submit(
+        self,
+        card: ModelCard,
+        request: GenerationRequest,
+        caller: Caller,
+        delivery: Delivery,
+        prefixes: Sequence[str] = (),
+    ) -> Record:
         """Accept a request whose parameters were checked.
 
-        Its stages may run for the limit that it has, or for five times what was predicted if that is more; a model of
+        `prefixes` are the digests of the beginnings that its prompt may share with others, the shortest first. Its
+        stages may run for the limit that it has, or for five times what was predicted if that is more; a model of
         which nothing is known yet is not limited. A repeat (same tenant and idempotency key) gets the first record.
         Raises Overloaded, which says when to try again, InvalidParameter for what no arena can ever hold, and
         WeightsChanged.
         """
-        card, params, seed = asked.card, asked.params, asked.params["seed"]
+        params, seed = request.params, request.params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
-        samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(asked.n)]
-        known = params | asked.derived.values()
+        samples: list[Params] = [{"seed": nth_seed(seed, index), "index": index} for index in range(request.n)]
+        known = params | request.derived.values()
         works = {stage.name: stage.work.of(known) for stage in card.pipeline.stages}
         if (file := self.registry.changed_file(*card.pools().values())) and file.compared:
             raise WeightsChanged(f"the model is unavailable: {file}")
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
-        shared_by = self._cache.shared_by(who.tenant, delivery.cache)
-        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins, asked.derived)
-        id = asked.id or self.queue.placed(request_ids(), who)
-        context = _context(msgspec.structs.replace(asked, id=id), delivery, who, plan)
-        return await self._submit(context, who.allowance, delivery.timeout)
+        shared_by = self._cache.shared_by(caller.tenant, delivery.cache)
+        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, prefixes, request.derived)
+        id = request.id or self.queue.placed(request_ids(), caller)
+        request = msgspec.structs.replace(request, id=id)
+        return await self._submit(RequestContext(request, caller, delivery, plan, {}))
 
-    async def reuse(self, asked: Asked, delivery: Delivery, who: Who, source: RequestContext) -> Record:
+    async def reuse(
+        self, request: GenerationRequest, caller: Caller, delivery: Delivery, source: RequestContext
+    ) -> Record:
         """Accept a request that has the results of an equal one already: it is over with that, whatever the limits but
         its tenant's rate.
 
         A repeat (same tenant and idempotency key) gets the first record.
         """
         metadata = delivery.metadata | {"reuse_of": source.id}
-        context = _context(asked, msgspec.structs.replace(delivery, metadata=metadata), who, source.plan)
+        delivery = msgspec.structs.replace(delivery, metadata=metadata)
+        context = RequestContext(request, caller, delivery, source.plan, {})
         change = lifecycle.reused(context, source.result, self.clock.wall())
-        limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
+        limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(caller.allowance, concurrent=0))
         record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
             self.observers.tell(Observer.submitted, record.context)
@@ -143,39 +162,46 @@ class Scheduler:
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
         id = id or self.retried_as(old, allowance)
-        metadata = old.metadata | {"retry_of": request}
+        replace = msgspec.structs.replace
+        metadata = old.delivery.metadata | {"retry_of": request}
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
-            id=id, model=old.model, asked=old.asked, params=old.params, derived=old.derived, plan=plan, stages={},
-            tenant=old.tenant, priority=old.priority, metadata=metadata, limit_s=old.limit_s, hint=old.hint,
-            webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
-        )  # fmt: skip
-        record = await self._submit(fresh, allowance)
+            replace(old.request, id=id, result_cache_key=""),
+            Caller(old.caller.tenant, allowance=allowance, base_url=old.caller.base_url),
+            replace(old.delivery, metadata=metadata, timeout=None),
+            plan,
+            {},
+        )
+        record = await self._submit(fresh)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
         return record
 
     def retried_as(self, old: RequestContext, allowance: Allowance) -> str:
         """The id of the request that follows from a dead one: the same each time, so that no repeat makes another."""
-        return self.queue.placed(request_ids(old.medium, old.id), Who(old.tenant, old.id, allowance=allowance))
+        caller = Caller(old.caller.tenant, old.id, allowance=allowance)
+        return self.queue.placed(request_ids(old.medium, old.id), caller)
 
-    async def _submit(self, context: RequestContext, may: Allowance, timeout: float | None = None) -> Record:
+    async def _submit(self, context: RequestContext) -> Record:
         if self.draining:
             raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
+        replace, timeout = msgspec.structs.replace, context.delivery.timeout
         now = 0.0 if timeout is None else await self.queue.now()
-        priced, deadline = self._costs.priced(context), timeout and now + timeout
-        bounded = context.limit_s if self._costs.known(context) else None
-        limit_s = bounded and max(bounded, PATIENCE * priced.cost)
-        context = msgspec.structs.replace(priced, created_at=self.clock.wall(), deadline=deadline, limit_s=limit_s)
+        context = self._costs.priced(context)
+        limit_s = context.request.time_limit_s if self._costs.known(context) else None
+        limit_s = limit_s and max(limit_s, PATIENCE * context.cost)
+        request = replace(context.request, time_limit_s=limit_s)
+        deadline = timeout and now + timeout
+        context = replace(context, request=request, created_at=self.clock.wall(), deadline=deadline)
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
-        context = msgspec.structs.replace(context, order=order)
+        context = replace(context, order=order)
         leaders = await self._single_flight.leaders(context, hits)
         admitted = lifecycle.admitted(context, self.clock.wall(), hits, leaders)
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
         try:
-            limits = msgspec.structs.replace(self._limits, tenant=may)
+            limits = replace(self._limits, tenant=context.caller.allowance)
             record = await self.queue.submit(admitted.context, push, admitted.events, limits)
         except Overloaded as error:
             self.observers.tell(Observer.refused, context)
@@ -374,14 +400,3 @@ def _may_keep(stage: PlannedStage, kept: Keep) -> bool:
     """Whether the key is one that a stage is asked for: of a beginning of the prompt, or in the space it extends."""
     extends = bool(stage.extends and kept.digest) and kept.key == prefix_key(stage.extends, kept.digest)
     return extends or kept.key in stage.prefixes
-
-
-def _context(asked: Asked, delivery: Delivery, who: Who, plan: ExecutionPlan) -> RequestContext:
-    """Return a new request, none of whose stages has a state yet."""
-    return RequestContext(
-        id=asked.id, model=asked.card.name, asked=asked.name, params=asked.params, derived=asked.derived,
-        limit_s=asked.limit_s or None, makes=asked.makes, hint=asked.hint, plan=plan, stages={},
-        tenant=who.tenant, idempotency_key=who.idempotency_key, fingerprint=who.fingerprint,
-        ends_with_client=who.ends_with_client, priority=delivery.priority, metadata=delivery.metadata,
-        webhook=Webhook(delivery.webhook, who.base) if delivery.webhook else None,
-    )  # fmt: skip

@@ -15,7 +15,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import RequestContext, StageState
 from unfuse.core.supervisor import Supervisor
-from unfuse.queues.base import MAX_CACHED
+from unfuse.queues.base import MAX_CACHED, RequestStore
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.transitions import Transitions
@@ -25,8 +25,8 @@ class SingleFlight:
     """Finds who encodes the same already, among the last MAX_CACHED encodes that this scheduler has queued."""
 
     def __init__(self, transitions: Transitions, cache: EncoderCache, background: Supervisor) -> None:
-        self._queue, self._apply = transitions.queue, transitions.apply
-        self._cache, self._background = cache, background
+        self._requests: RequestStore = transitions.queue
+        self._apply, self._cache, self._background = transitions.apply, cache, background
         self._leaders: dict[str, str] = {}
 
     async def leaders(self, context: RequestContext, hits: Mapping[str, ObjectRef]) -> dict[str, str]:
@@ -67,7 +67,7 @@ class SingleFlight:
 
     async def _follow(self, request: str, stage: PlannedStage, leader: str) -> None:
         with suppress(NotFound):
-            async for event in self._queue.watch(leader):
+            async for event in self._requests.watch(leader):
                 if event.type in ("stage_completed", "retrying") and not await self._is_leading(stage.cache, leader):
                     break
         await self._go_on(request, stage, leader)
@@ -89,7 +89,7 @@ class SingleFlight:
     async def _state(self, key: str, request: str) -> tuple[RequestContext | None, StageState]:
         """The request, and the state of its stage that makes what is kept under this key; None where there is none."""
         with suppress(NotFound, Damaged):
-            context = (await self._queue.load(request)).context
+            context = (await self._requests.load(request)).context
             for stage in context.plan.stages:
                 if stage.cache == key:
                     return context, context.stages[stage.name]
@@ -102,4 +102,4 @@ def _is_under_way(state: StageState) -> bool:
 
 def _is_ahead(context: RequestContext, leader: RequestContext) -> bool:
     """Whether a request goes before one that came earlier."""
-    return (-context.priority, context.order) < (-leader.priority, leader.order)
+    return (-context.delivery.priority, context.order) < (-leader.delivery.priority, leader.order)

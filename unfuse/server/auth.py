@@ -29,7 +29,7 @@ UNKNOWN_KEY = "this server does not know this key: use one that `unfuse keys add
 WITHDRAWN_KEY = "this server does not know this key any more: it was removed, or its rights were reduced"
 
 
-class Caller(Key, frozen=True):
+class Principal(Key, frozen=True):
     """A caller with what its key opens. It sees and ends the requests of the tenant `sees`; None: of all tenants."""
 
     sees: str | None = None
@@ -39,19 +39,19 @@ class Caller(Key, frozen=True):
         return self.models is None or model in self.models
 
 
-async def caller_of(request: Request) -> Caller:
+async def caller_of(request: Request) -> Principal:
     """Return the caller. Raises Refusal: 401 for an unknown key, 403 for what a key that only reads may not do.
 
     Without configured keys, everyone is admitted. A signed link to a result opens without a key, or with any key.
     """
     gateway = await gateway_of(request)
     if not gateway.keys:
-        return Caller(DEFAULT_TENANT, admin=True, sees=DEFAULT_TENANT)
+        return Principal(DEFAULT_TENANT, admin=True, sees=DEFAULT_TENANT)
     shown = key_in(request.headers)
     key = gateway.keys.of(shown)
     with suppress(*((Refusal, TransientError) if key else ())):
         if await gateway.links.opens(request):  # the path of one result
-            return Caller(DEFAULT_TENANT)
+            return Principal(DEFAULT_TENANT)
     if key is None:
         raise unauthorized(UNKNOWN_KEY if shown else NO_KEY)
     if key.only_reads and request.method not in ("GET", "HEAD", "OPTIONS"):
@@ -59,7 +59,7 @@ async def caller_of(request: Request) -> Caller:
     return _caller(key)
 
 
-async def visitor_of(request: Request) -> Caller | None:
+async def visitor_of(request: Request) -> Principal | None:
     """Return the caller of a path that is open to everybody; None for a stranger.
 
     A stranger sent no key that is known where keys are configured; without configured keys, it used a host or an
@@ -72,10 +72,10 @@ async def visitor_of(request: Request) -> Caller | None:
     return None if key is None else _caller(key)
 
 
-Visitor = Annotated[Caller | None, Depends(visitor_of)]
+Visitor = Annotated[Principal | None, Depends(visitor_of)]
 
 
-async def reader_of(request: Request, visitor: Visitor) -> Caller | None:
+async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
     """Return the same for a path that shows less to strangers. Raises Refusal (401) for an unknown key.
 
     A program that lost its key is then told so, and does not work with less without notice.
@@ -86,11 +86,11 @@ async def reader_of(request: Request, visitor: Visitor) -> Caller | None:
     return visitor
 
 
-def _caller(key: Key) -> Caller:
-    return Caller(**asdict(key), sees=None if key.admin else key.tenant)
+def _caller(key: Key) -> Principal:
+    return Principal(**asdict(key), sees=None if key.admin else key.tenant)
 
 
-Known = Annotated[Caller, Depends(caller_of)]
+Known = Annotated[Principal, Depends(caller_of)]
 
 
 async def admin_only(caller: Known) -> None:

@@ -17,18 +17,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import Delivery, check, check_delivery, size_from
+from unfuse.core.checking import check, check_delivery, size_from
 from unfuse.core.derived import GRAMMAR, Derived, expected_tokens
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError, UnfuseError
 from unfuse.core.media import LAST_FRAME, MASK, MEDIA, UPLOAD, Medium
 from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
-from unfuse.core.request import Allowance, Asked, Record, RequestContext, Who, request_ids
+from unfuse.core.request import Allowance, Caller, Delivery, GenerationRequest, Record, RequestContext, request_ids
 from unfuse.core.words import PromptTokens
 from unfuse.edge.refusal import Refusal, envelope
-from unfuse.language.grammar import digest
+from unfuse.language.grammars import grammar_digest
 from unfuse.queues.base import Filter
-from unfuse.server.auth import Caller
+from unfuse.server.auth import Principal
 from unfuse.server.body import read_pictures
 from unfuse.server.errors import refusal_of
 from unfuse.server.gateway import Gateway
@@ -69,7 +69,7 @@ class Call:
 
     gateway: Gateway
     request: Request
-    caller: Caller
+    caller: Principal
     given: dict[str, object]
     medium: Medium
     upload: str = ""
@@ -106,12 +106,17 @@ class Call:
                 )
             fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
             only_client_can_use_it = self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
-            ends_with_client = gateway.cancels and only_client_can_use_it
-            base = gateway.base_of(self.request)
-            who = Who(self.caller.tenant, key, fingerprint, ends_with_client, self.caller.allowance, base)
-            id = gateway.queue.placed(request_ids(self.medium), who)
-            record = await self._earlier(key, id) or await self._submit(id, who, delivery)
-            if key and record.context.fingerprint != fingerprint:
+            caller = Caller(
+                tenant=self.caller.tenant,
+                idempotency_key=key,
+                fingerprint=fingerprint,
+                cancel_on_disconnect=gateway.cancels and only_client_can_use_it,
+                allowance=self.caller.allowance,
+                base_url=gateway.base_of(self.request),
+            )
+            id = gateway.queue.placed(request_ids(self.medium), caller)
+            record = await self._earlier(key, id) or await self._submit(id, caller, delivery)
+            if key and record.context.caller.fingerprint != fingerprint:
                 message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
                 headers = {"x-should-retry": "false"}
                 raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
@@ -148,8 +153,11 @@ class Call:
                 "the shard of the queue for this call does not answer: repeat the call later"
             )
 
-    async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
-        """Check everything, cheap checks first; store the attachments, then submit the request."""
+    async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> Record:
+        """Check everything, cheap checks first; store the attachments, then submit the request.
+
+        The attachments are deleted again if it does not become a request.
+        """
         gateway, pictures = self.gateway, self._pictures()
         fields = {name: value for name, value in self.given.items() if name not in self.files}
         asked, card = await self._model(fields.get("model"), pictures)
@@ -163,13 +171,32 @@ class Call:
         if UPLOAD in pictures:
             size = await to_thread.run_sync(size_of, inputs.files[UPLOAD], limiter=gateway.decoding)
             params |= size_from(card, fields, params, size)
-        limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-        key = result_key(card, self.given, params, inputs.derived, n, delivery)
-        hint = card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else ""
-        wanted = Asked(card, params, n, asked, id, limit_s, key, inputs.begins, hint, inputs.derived)
-        if gateway.result_cache and (record := await gateway.result_cache.answer(wanted, delivery, who)):
+        request = GenerationRequest(
+            id=id,
+            model=card.name,
+            params=params,
+            n=n,
+            alias=asked,
+            time_limit_s=gateway.time_limits.get(self.medium.name, 0.0) or None,
+            result_cache_key=result_key(card, self.given, params, inputs.derived, n, delivery),
+            hint=card.vocabulary.hint(asked, str(params.get("prompt", ""))) if card.vocabulary else "",
+            derived=inputs.derived,
+        )
+        if gateway.result_cache and (record := await gateway.result_cache.answer(request, caller, delivery)):
             return record
-        return await self._store(wanted, inputs.files, delivery, who)
+        unused = bool(inputs.files)
+        try:
+            for name, data in inputs.files.items():
+                await to_thread.run_sync(gateway.results.attach, id, name, data)
+            record = await gateway.scheduler.submit(card, request, caller, delivery, inputs.begins)
+            unused = unused and record.context.id != id
+        except TransientError:
+            unused = False  # a queue that does not answer may have accepted it
+            raise
+        finally:
+            if unused:
+                await to_thread.run_sync(gateway.results.delete, id)
+        return record
 
     async def _prompt(self, card: ModelCard, fields: Mapping[str, object]) -> Inputs:
         """What a chat brings. Raises InvalidParameter."""
@@ -184,7 +211,7 @@ class Call:
         derived = replace_struct(prompt.derived, expected_tokens=expected_tokens(params))
         if prompt.grammars:
             files[GRAMMAR] = await gateway.grammar_checker.choose(prompt.grammars, prompt.grammar_param)
-            derived = replace_struct(derived, grammar=digest(files[GRAMMAR]))
+            derived = replace_struct(derived, grammar=grammar_digest(files[GRAMMAR]))
         if "lora" in params:
             derived = replace_struct(derived, lora_id=await gateway.lora_ids(card, str(params["lora"])))
         if pictures:
@@ -192,22 +219,6 @@ class Call:
             hashes = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
             files, derived = files | found, replace_struct(derived, pictures=hashes)
         return replace(prompt, files=files, derived=derived)
-
-    async def _store(self, asked: Asked, files: Mapping[str, bytes], delivery: Delivery, who: Who) -> Record:
-        """Store the attachments, and submit the request; they are deleted again if it does not become a request."""
-        gateway, unused = self.gateway, bool(files)
-        try:
-            for name, data in files.items():
-                await to_thread.run_sync(gateway.results.attach, asked.id, name, data)
-            record = await gateway.scheduler.submit(asked, delivery, who)
-            unused = unused and record.context.id != asked.id
-        except TransientError:
-            unused = False  # a queue that does not answer may have accepted it
-            raise
-        finally:
-            if unused:
-                await to_thread.run_sync(gateway.results.delete, asked.id)
-        return record
 
     def _pictures(self) -> dict[str, object]:
         """The values of the fields for pictures, by the attachments that they become."""
@@ -292,7 +303,7 @@ class WaitingClient:
     def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:
         self._gateway, self._request, self._id = gateway, request, record.context.id
         self.is_answered = False  # whether the answer is there, whatever it is
-        if record.context.ends_with_client and not record.context.over:
+        if record.context.caller.cancel_on_disconnect and not record.context.over:
             gateway.background.once("waiting for a client to disconnect", self._await_disconnect)
 
     async def events(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

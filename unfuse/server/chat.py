@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,15 +20,16 @@ from unfuse.core.card import ModelCard
 from unfuse.core.chat_fields import UNBOUNDED, template_kwargs
 from unfuse.core.codec import decode
 from unfuse.core.derived import PROMPT, Derived
-from unfuse.core.errors import InvalidParameter, NotFound
+from unfuse.core.errors import InvalidParameter, NotFound, TransientError
 from unfuse.core.media import TEXT
 from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed, token_name
 from unfuse.core.vision import Shown, places_of
 from unfuse.core.words import PromptTokens, read_bad_words
+from unfuse.edge.refusal import BrokenOff
 from unfuse.language.answer_reader import ReasoningReader
-from unfuse.language.grammar import packed as pack_grammar
+from unfuse.language.grammars import pack_grammar
 from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_format
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools, grammar_of, read_tools
@@ -41,8 +41,9 @@ from unfuse.server.chat_formats import Parsers, reading_of, without_special_toke
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.server.openapi_schemas import CHAT, CHATTED
+from unfuse.server.output_stream import output_stream
 from unfuse.server.responses import sse_event
-from unfuse.server.said import GrowingMessage, pieces, whole
+from unfuse.server.said import GrowingMessage, whole
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["chat"])
@@ -170,7 +171,7 @@ async def _events(gateway: Gateway, record: Record, usage: StreamUsage, told: li
     for index, before in enumerate(told):
         if not before:
             yield chunk(context, told, index, {"role": "assistant", "content": ""})
-    looks_back = context.params.get("logprobs") is not None or any(message.looks_back for message in messages)
+    looks_back = context.request.params.get("logprobs") is not None or any(message.looks_back for message in messages)
     known, told = told, [0] * len(told) if looks_back else [*told]
     async for index, piece in _pieces(gateway, context, told):
         told[index] += 1
@@ -204,29 +205,18 @@ def _finals(context: RequestContext) -> list[str]:
 
 
 async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, Piece]]:
-    """What is made of each choice, with its index, behind what was told. It waits for a slow client."""
-    queue = asyncio.Queue[tuple[int, Piece] | None](1)
+    """The pieces of each choice behind those that were told, with its index, as they are recorded.
 
-    async def follow(index: int, name: str, after: int) -> None:
-        with suppress(NotFound):  # whoever waits for the end of the request learns why it is gone
-            async for data in pieces(gateway.queue, context.id, name, after):
-                await queue.put((index, decode(data, Piece)))
-
-    async def follow_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, name in enumerate(_finals(context)):
-                    group.create_task(follow(index, name, told[index]))
-        finally:
-            await queue.put(None)
-
-    following = asyncio.create_task(follow_all())
+    Raises BrokenOff while the queue cannot be read: the client continues with the id of the last event.
+    """
+    stages = _finals(context)
+    stream = output_stream(gateway.queue, context.id, dict(zip(stages, told, strict=True)))
     try:
-        while (made := await queue.get()) is not None:
-            yield made
-        await following
-    finally:
-        following.cancel()
+        with suppress(NotFound):  # whoever waits for the end of the request learns why it is gone
+            async for stage, data in stream:
+                yield stages.index(stage), decode(data, Piece)
+    except TransientError as error:
+        raise BrokenOff(str(error)) from error
 
 
 def _chunk(
@@ -255,7 +245,7 @@ def _head(context: RequestContext, kind: str) -> dict[str, Any]:
         "id": context.id,
         "object": kind,
         "created": int(context.created_at),
-        "model": context.asked or context.model,
+        "model": context.request.requested_model,
         "system_fingerprint": f"fp_{digest}",
     }
 
@@ -273,15 +263,15 @@ def _reply(results: ResultStore, context: RequestContext) -> bytes:
         about["stop_reason"] = answer.stop_reason
         choices.append({**about, "message": {"role": "assistant", "refusal": None, **message}})
     usage = _usage(context, sum(len(answer.pieces) for answer in answers), answers)
-    told = {"choices": choices, "usage": usage, "seed": context.params["seed"]}
+    told = {"choices": choices, "usage": usage, "seed": context.request.params["seed"]}
     return msgspec.json.encode({**_head(context, "chat.completion"), **told})
 
 
 def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -> dict[str, Any]:
     """Return the usage of a chat with `made` tokens. With the complete `answers` it has reasoning_tokens too."""
-    prompt = context.derived.prompt_tokens
+    prompt = context.request.derived.prompt_tokens
     details = {"cached_tokens": CHUNK * context.spared}
-    if shown := context.derived.shown:
+    if shown := context.request.derived.shown:
         details["image_tokens"] = sum(one.tokens for one in shown if not one.images)
         details["video_tokens"] = sum(one.tokens for one in shown if one.images)
     usage = {
@@ -291,7 +281,7 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
         "prompt_tokens_details": details,
     }
     if answers:
-        reading = context.derived.reading or Reading()
+        reading = context.request.derived.reading or Reading()
         reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     return usage

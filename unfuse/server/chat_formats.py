@@ -10,10 +10,8 @@ from anyio import CapacityLimiter, to_thread
 
 from unfuse.core.errors import InvalidParameter, UsageError
 from unfuse.core.reading import CallFormat, Reading, ReasoningFormat
-from unfuse.language.answer_formats import BARE, CALL_FORMATS, REASONING_FORMATS
-from unfuse.language.answer_reader import opened
-from unfuse.language.grammar import digest
-from unfuse.language.grammars import Grammars
+from unfuse.language.answer_reader import BARE, CALL_FORMATS, REASONING_FORMATS, opened
+from unfuse.language.grammars import Grammars, grammar_digest
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import Tools
 from unfuse.server.metrics import Metrics
@@ -109,7 +107,7 @@ class GrammarChecker:
 
     async def _refusal(self, grammar: bytes) -> str:
         """Return why a grammar cannot be used, or ""."""
-        key = digest(grammar)
+        key = grammar_digest(grammar)
         if key not in self._known:
             self._metrics.grammars += 1
             try:

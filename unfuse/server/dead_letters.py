@@ -80,15 +80,15 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
             f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried",
             headers={"x-should-retry": "false"},
         )
-    if not caller.may_use(asked := old.context.asked or old.context.model):
+    if not caller.may_use(asked := old.context.request.requested_model):
         raise UnknownModel(f"no model {asked!r} is served to this key", "model")
     await gateway.model(asked, caller.models)  # one that is not served now would wait for ever
-    own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
+    own = caller.allowance if caller.tenant == old.context.caller.tenant else Allowance()
     fresh = gateway.scheduler.retried_as(old.context, own)
-    for name in old.context.derived.attachments:
+    for name in old.context.request.derived.attachments:
         data = await to_thread.run_sync(gateway.results.attached, id, name)
         await to_thread.run_sync(gateway.results.attach, fresh, name, data)
-    with gateway.refusals_logged(old.context.tenant, old.context.model):
+    with gateway.refusals_logged(old.context.caller.tenant, old.context.request.model):
         record = await gateway.scheduler.retry(id, fresh, own)
     gateway.release(old.context)
     return await gateway.view(request, record)

@@ -6,10 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import sha256
-from typing import Annotated, Literal
+from typing import Annotated
 
-import msgspec
 import structlog
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends
@@ -19,7 +17,6 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import (
-    ConfigError,
     Damaged,
     InvalidParameter,
     NotFound,
@@ -30,7 +27,6 @@ from unfuse.core.errors import (
     Unsuitable,
 )
 from unfuse.core.event import TERMINAL_EVENTS
-from unfuse.core.model_names import name_of
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, Record, RequestContext
 from unfuse.core.supervisor import Supervisor
@@ -48,6 +44,7 @@ from unfuse.server.metrics import Metrics
 from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.request_objects import FREE, Prices, request_object
 from unfuse.server.result_cache import ResultCache
+from unfuse.server.served_models import Joining, ModelNames
 from unfuse.server.webhooks import Webhooks
 from unfuse.stores.results import PART, ResultStore
 from unfuse.weights.adapters import Loras
@@ -59,86 +56,7 @@ STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 
 PICTURES_AT_ONCE = 2
 
 
-DIGITS = 6  # of a hash, behind the name of a model whose name another one has
-
 log = structlog.get_logger(__name__)
-
-
-class ModelNames:
-    """Maps the names of models in both directions; `given` are names that clients use, and whose they are.
-
-    A model without such a name goes by its own, and if that is a path by the last part of it: no answer says where the
-    server keeps files. Where two models would have one name, that of the second one ends with a hash.
-    """
-
-    def __init__(self, given: Mapping[str, str]) -> None:
-        self._given, self._own = dict(given), dict(given)
-        self._shown: dict[str, str] = {}
-        for name, own in given.items():
-            self._shown.setdefault(own, name)
-
-    def own(self, name: str) -> str:
-        """Return the name by which a model goes here, of one that clients use."""
-        return self._own.get(name, name)
-
-    def shown(self, own: str) -> str:
-        """Return the name of a model that clients see; of several the first."""
-        known = self._shown.get(own)
-        if known is None:
-            known = name_of(own)
-            if self._own.get(known, own) != own:
-                known = f"{known}-{sha256(own.encode(errors='replace')).hexdigest()[:DIGITS]}"
-            self._shown[own], self._own[known] = known, own
-        return known
-
-    def is_given(self, name: str) -> bool:
-        """Return whether that is a name that the server was started with, for a model with another one."""
-        return self._given.get(name, name) != name
-
-    def free(self, name: str) -> None:
-        """Give a name to a model that is added. Nothing that is served has this name."""
-        own = self._own.get(name, name)
-        if own != name and name not in self._given:
-            del self._own[name], self._shown[own]
-
-    def of(self, cards: Mapping[str, ModelCard]) -> dict[str, ModelCard]:
-        """Return these models by all names that clients use: first those that were given, in their order."""
-        renamed = {name: cards[own] for name, own in self._given.items() if own in cards}
-        return renamed | {self.shown(own): card for own, card in cards.items() if own not in self._given.values()}
-
-    def asked(self, name: str) -> str:
-        """Return the name that clients see for a model's own name, such as a folder's path.
-
-        Any other name is returned as it is. A model with given names goes by these alone.
-        """
-        is_other = name in self._own or name in self._given.values()
-        return name if is_other else self._shown.get(name, name)
-
-
-Phase = Literal["starting", "fetching", "importing", "loading"]
-
-
-class JoinProgress(msgspec.Struct, frozen=True):
-    """What workers do before they are ready; `done` of `total` bytes are fetched, or loaded."""
-
-    phase: Phase
-    done: int = 0
-    total: int = 0
-
-
-class Joining:
-    """What starts the workers of models that are added."""
-
-    async def add(self, name: str, source: str) -> None:
-        """Serve a folder or a hub name too. It is admitted at once, and its workers load from then on.
-
-        Raises ConfigError for what cannot be served or does not fit, and Refusal (409) for a name that is taken.
-        """
-        raise ConfigError("this gateway starts no workers: name the model when the server is started")
-
-    def progress(self, name: str) -> JoinProgress | None:
-        """How far workers are with loading a model; None if they are ready, or start elsewhere."""
-        return None
 
 
 class Gateway(Observer):
@@ -258,13 +176,14 @@ class Gateway(Observer):
 
     @override
     def submitted(self, context: RequestContext) -> None:
-        log.info("accepted", request=context.id, model=context.model, tenant=context.tenant)
+        log.info("accepted", request=context.id, model=context.request.model, tenant=context.caller.tenant)
 
     @override
     def ended(self, context: RequestContext) -> None:
         """Log a request that this scheduler ended, whichever accepted it, count what it cost, delete its uploads."""
         self.billed(context, billed_seconds(context))
-        told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
+        told: dict[str, object] = {"model": context.request.model, "tenant": context.caller.tenant}
+        told |= {"status": context.status, "dead": context.dead}
         if context.error:
             told |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
@@ -275,8 +194,8 @@ class Gateway(Observer):
     def billed(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         """Count what a request has used, of a tenant that has no key any more as of `other`."""
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
-        tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.charged(self.names.shown(context.model), tenant, seconds, self._prices)
+        tenant = context.caller.tenant if context.caller.tenant in known else "other"
+        self.metrics.charged(self.names.shown(context.request.model), tenant, seconds, self._prices)
 
     @contextmanager
     def refusals_logged(self, tenant: str, model: object) -> Iterator[None]:
@@ -327,7 +246,7 @@ class Gateway(Observer):
         """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""
         with suppress(NotFound):
             record = await self.queue.load(request)
-            if tenant in (None, record.context.tenant):
+            if tenant in (None, record.context.caller.tenant):
                 return record
         raise NotFound(f"no request {request} is known (any more)")
 

@@ -15,11 +15,10 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 
-from unfuse.core.checking import Delivery
 from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.media import IMAGE, MASK
 from unfuse.core.medium import nth_seed
-from unfuse.core.request import Record, RequestContext, ResultFile
+from unfuse.core.request import Delivery, Record, RequestContext, ResultFile
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
 from unfuse.server.calls import Call, answer_call
@@ -83,7 +82,7 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
         yield _event(f"{kind}.partial_image", record.context, data, about)
         made[stage] += 1
     context = await gateway.completed(request)
-    form = {"output_format": context.params["output_format"], "usage": _USAGE}
+    form = {"output_format": context.request.params["output_format"], "usage": _USAGE}
     for file in context.result:
         data = b"" if file.flagged else await to_thread.run_sync(gateway.results.read, request, file.index)
         about = _FLAGGED if file.flagged else _true_size(data, file)
@@ -107,7 +106,7 @@ def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, obje
 
 def _form(context: RequestContext) -> dict[str, object]:
     """Return the requested size, the quality and the background."""
-    return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
+    return {"size": size_of(context), "quality": context.request.params.get("quality", "auto"), "background": "opaque"}
 
 
 def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
@@ -119,7 +118,7 @@ def _true_size(picture: bytes, file: ResultFile) -> dict[str, object]:
 
 
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
-    seed = context.params["seed"]
+    seed = context.request.params["seed"]
     return {"seed": nth_seed(seed, file.index)} if isinstance(seed, int) else {}
 
 
@@ -141,12 +140,12 @@ def _reply(results: ResultStore, context: RequestContext, links: Sequence[str] |
         {
             "created": int(context.completed_at or context.created_at),
             "id": context.id,
-            "model": context.asked or context.model,
+            "model": context.request.requested_model,
             "data": data,
-            "output_format": context.params.get("output_format"),
+            "output_format": context.request.params.get("output_format"),
             **_form(context),
             **size,
-            **({"hint": context.hint} if context.hint else {}),
+            **({"hint": context.request.hint} if context.request.hint else {}),
             "usage": _USAGE,
         }
     )

@@ -29,7 +29,7 @@ class Live:
     """One client's stream of one video. It keeps no bytes for a slow client, only how many it has, and their hash."""
 
     def __init__(self, gateway: Gateway, context: RequestContext) -> None:
-        self._gateway, self._request, self._fps = gateway, context.id, float(context.params["fps"] or 0)
+        self._gateway, self._request, self._fps = gateway, context.id, float(context.request.params["fps"] or 0)
         (self._stage,) = (stage.name for stage in context.plan.stages if stage.final)
         self._attempt = self._parts = self._bytes = 0
         self._sent = hashlib.sha256()

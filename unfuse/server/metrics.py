@@ -93,9 +93,9 @@ class Metrics(Observer):
     def submitted(self, context: RequestContext) -> None:
         self.count("unfuse_requests_submitted_total")
         self.count("requests_submitted_total")
-        if tokens := context.derived.prompt_tokens:
-            self.count("unfuse_tokens_total", self._shown(context.model), "prompt", by=tokens)
-            self.count("unfuse_tokens_total", self._shown(context.model), "cached", by=0)
+        if tokens := context.request.derived.prompt_tokens:
+            self.count("unfuse_tokens_total", self._shown(context.request.model), "prompt", by=tokens)
+            self.count("unfuse_tokens_total", self._shown(context.request.model), "cached", by=0)
 
     @override
     def ended(self, context: RequestContext) -> None:
@@ -110,7 +110,7 @@ class Metrics(Observer):
                 self.count("unfuse_requests_failed_total")
                 self.count("requests_failed_total")
         if spared := context.spared:
-            self.count("unfuse_tokens_total", self._shown(context.model), "cached", by=CHUNK * spared)
+            self.count("unfuse_tokens_total", self._shown(context.request.model), "cached", by=CHUNK * spared)
 
     @override
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
@@ -161,7 +161,7 @@ class Metrics(Observer):
     @override
     def written_off(self, context: RequestContext, seconds: Mapping[str, float]) -> None:
         for device, used in seconds.items():
-            self.count("unfuse_lost_device_seconds_total", self._shown(context.model), device, by=used)
+            self.count("unfuse_lost_device_seconds_total", self._shown(context.request.model), device, by=used)
 
     def charged(self, model: str, tenant: str, seconds: Mapping[str, float], prices: Prices) -> None:
         """Add the seconds of each device that a tenant has used, and what they cost, if anything has a price."""
@@ -220,7 +220,7 @@ class Metrics(Observer):
             yield gauge
 
     def _observe_stages(self, context: RequestContext) -> None:
-        model = self._shown(context.model)
+        model = self._shown(context.request.model)
         if context.completed_at is not None:
             self._observe("unfuse_request_latency_seconds", max(0.0, context.completed_at - context.created_at), model)
         for stage in (stage for stage in context.plan.stages if context.stages[stage.name].attempt):

@@ -16,7 +16,7 @@ from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import LAST_FRAME, TEXT, UPLOAD, VIDEO
 from unfuse.core.model_names import MAX_NAME, is_name, name_of, without_source
 from unfuse.edge.refusal import Refusal
-from unfuse.server.auth import Caller, Known, admin_only
+from unfuse.server.auth import Known, Principal, admin_only
 from unfuse.server.body import read_json
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.openapi_schemas import ADD, MAX_SOURCE, MODEL, REMOVED, one, several
@@ -111,7 +111,7 @@ class Views:
     loras: list[str]
 
     @classmethod
-    async def of(cls, gateway: Gateway, caller: Caller) -> Views:
+    async def of(cls, gateway: Gateway, caller: Principal) -> Views:
         """Look at the models as they are now."""
         loras = [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
         missing = await gateway.scheduler.registry.missing()

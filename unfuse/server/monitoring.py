@@ -22,7 +22,7 @@ from unfuse.core.errors import TransientError
 from unfuse.core.messages import Sharing
 from unfuse.edge.refusal import Refusal, envelope
 from unfuse.queues.base import Member
-from unfuse.server.auth import Caller, Visitor, admin_only, reader_of
+from unfuse.server.auth import Principal, Visitor, admin_only, reader_of
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.metrics import Audience
 from unfuse.server.openapi_schemas import POOL, READY, WORKER, several
@@ -107,7 +107,7 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=Response)
-async def metrics(gateway: Served, reader: Annotated[Caller | None, Depends(reader_of)]) -> Response:
+async def metrics(gateway: Served, reader: Annotated[Principal | None, Depends(reader_of)]) -> Response:
     """Numbers for Prometheus.
 
     All of them with a key that has `admin=yes` or `read=yes`, with --open-metrics, and where no keys are configured.

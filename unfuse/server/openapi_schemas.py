@@ -16,7 +16,7 @@ from unfuse.core.medium import Medium
 from unfuse.core.model_names import MAX_NAME, NAME
 from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
 from unfuse.core.request import Awaiting, RequestStatus
-from unfuse.server.gateway import Phase
+from unfuse.server.served_models import Phase
 
 Schema = dict[str, Any]
 Answers = dict[int | str, Schema]

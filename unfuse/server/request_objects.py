@@ -73,25 +73,25 @@ def request_object(
     for dead ones; lists leave that out.
     """
     context, error = record.context, record.context.error
+    request, webhook = context.request, context.webhook
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     step, steps = _steps(record)
-    used = billed_seconds(context, record.running, wall)
     started_at = context.started_at
     if started_at is None:
         started_at = min((run.since for run in record.running), default=None)
     return {
         "id": context.id,
         "object": "request",
-        "model": context.asked or context.model,
+        "model": request.requested_model,
         "medium": context.medium.name,
-        "prompt": context.params.get("prompt"),
+        "prompt": request.params.get("prompt"),
         "params": {
-            **{name: value for name, value in context.params.items() if name != "prompt"},
-            **context.derived.values(),
+            **{name: value for name, value in request.params.items() if name != "prompt"},
+            **request.derived.values(),
         },
-        "tenant": context.tenant,
-        "priority": context.priority,
+        "tenant": context.caller.tenant,
+        "priority": context.delivery.priority,
         "status": record.status,
         "state": record.status,
         "stage": current.stage if current else None,
@@ -100,12 +100,8 @@ def request_object(
         "progress": progress(record),
         "queue_position": record.position,
         "eta_s": _rounded(eta),
-        "seed": context.params.get("seed"),
-        "cost": {
-            "predicted_s": round(context.cost, 3),
-            "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
-            "money": _rounded(prices.money(used), 6),
-        },
+        "seed": request.params.get("seed"),
+        "cost": _cost(record, prices, wall),
         "created_at": round(context.created_at, 3),
         "started_at": _rounded(started_at),
         "completed_at": _rounded(context.completed_at),
@@ -113,16 +109,23 @@ def request_object(
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
         "result": [_result(file, base_url + sign(result_path(context, file.index))) for file in context.result],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
-        "hint": context.hint or None,
-        "metadata": context.metadata,
-        "webhook": context.webhook
-        and {name: getattr(context.webhook, name) for name in ("url", "state", "attempts", "reason")},
+        "hint": request.hint or None,
+        "metadata": context.delivery.metadata,
+        "webhook": {
+            "url": context.delivery.webhook,
+            "state": webhook.state,
+            "attempts": webhook.attempts,
+            "reason": webhook.reason,
+        }
+        if context.delivery.webhook
+        else None,
     }
 
 
 def video_object(record: Record) -> dict[str, object]:
     """The request as a video of OpenAI's shape, which has four statuses: one that was ended without result failed."""
-    context, params, status = record.context, record.context.params, record.status
+    context, status = record.context, record.status
+    request, params = context.request, context.request.params
     frames, fps = params["num_frames"], params["fps"]
     error = context.error and {"code": context.error.code, "message": context.error.message}
     if status == "cancelled" and error is None:
@@ -132,7 +135,7 @@ def video_object(record: Record) -> dict[str, object]:
         "object": "video",
         "created_at": int(context.created_at),
         "completed_at": None if context.completed_at is None else int(context.completed_at),
-        "model": context.asked or context.model,
+        "model": request.requested_model,
         "status": "failed" if status in ("cancelled", "expired") else status,
         "progress": progress(record),
         "prompt": params["prompt"],
@@ -140,14 +143,15 @@ def video_object(record: Record) -> dict[str, object]:
         "size": size_of(context),
         "error": error,
         **{name: params[name] for name in ("num_frames", "fps", "seed", "output_format")},
-        "metadata": context.metadata,
-        **({"hint": context.hint} if context.hint else {}),
+        "metadata": context.delivery.metadata,
+        **({"hint": request.hint} if request.hint else {}),
     }
 
 
 def size_of(context: RequestContext) -> str:
     """Width and height in pixels, as they are asked for."""
-    return f"{context.params['width']}x{context.params['height']}"
+    params = context.request.params
+    return f"{params['width']}x{params['height']}"
 
 
 def result_path(context: RequestContext, index: int) -> str:
@@ -169,6 +173,16 @@ def progress(record: Record) -> int:
     costs = {stage.name: stage.cost or 1.0 for stage in context.plan.stages}
     behind = sum(costs[name] * part for name, part in parts.items())
     return min(99, int(100 * behind / sum(costs.values())))
+
+
+def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
+    """Return seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
+    used = billed_seconds(record.context, record.running, wall)
+    return {
+        "predicted_s": round(record.context.cost, 3),
+        "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
+        "money": _rounded(prices.money(used), 6),
+    }
 
 
 def _result(file: ResultFile, url: str) -> dict[str, object]:

@@ -9,12 +9,11 @@ from anyio import to_thread
 
 from unfuse import __version__
 from unfuse.core.card import ModelCard
-from unfuse.core.checking import Delivery
 from unfuse.core.derived import Derived
 from unfuse.core.errors import Damaged, NotFound, TransientError
 from unfuse.core.medium import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
-from unfuse.core.request import Asked, Record, RequestContext, ResultFile, Who
+from unfuse.core.request import Caller, Delivery, GenerationRequest, Record, RequestContext, ResultFile
 from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stores.results import ResultStore
@@ -42,23 +41,24 @@ class ResultCache:
     def __init__(self, scheduler: Scheduler, results: ResultStore) -> None:
         self._scheduler, self._results = scheduler, results
 
-    async def answer(self, asked: Asked, delivery: Delivery, who: Who) -> Record | None:
+    async def answer(self, request: GenerationRequest, caller: Caller, delivery: Delivery) -> Record | None:
         """The request that is asked for, completed; None if it has to be made."""
-        if not asked.makes:
+        if not request.result_cache_key:
             return None
-        same = Filter(tenant=who.tenant, fingerprint=who.fingerprint)
+        same = Filter(tenant=caller.tenant, fingerprint=caller.fingerprint)
         for source in [record.context for record in await self._scheduler.queue.list(same, limit=LOOKED_AT)]:
-            if self._is_equal(asked, source) and await self._copied(source, asked.id):
-                record = await self._scheduler.reuse(asked, delivery, who, source)
-                if record.context.id != asked.id:
-                    await to_thread.run_sync(self._results.delete, asked.id)
+            if self._is_equal(request, source) and await self._copied(source, request.id):
+                record = await self._scheduler.reuse(request, caller, delivery, source)
+                if record.context.id != request.id:
+                    await to_thread.run_sync(self._results.delete, request.id)
                 return record
         return None
 
-    def _is_equal(self, asked: Asked, source: RequestContext) -> bool:
+    def _is_equal(self, request: GenerationRequest, source: RequestContext) -> bool:
         """Whether a request completed with the very bytes that this one would be made of now, by workers that live."""
-        is_same = source.status == "completed" and source.makes == asked.makes
-        return is_same and all(self._scheduler.registry.is_exact(stage.pool) for stage in source.plan.stages)
+        if source.status != "completed" or source.request.result_cache_key != request.result_cache_key:
+            return False
+        return all(self._scheduler.registry.is_exact(stage.pool) for stage in source.plan.stages)
 
     async def _copied(self, source: RequestContext, request: str) -> bool:
         """Copy results, if they are whole and their request is not deleted meanwhile; else no copy is left."""

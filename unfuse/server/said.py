@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from hashlib import blake2b
 from typing import Any
 
-from unfuse.core.event import Event
-from unfuse.core.growth import PIECES_AT_ONCE
 from unfuse.core.request import RequestContext
 from unfuse.core.text import Answer
-from unfuse.language.answer_reader import AnswerReader
-from unfuse.language.tool_calls import Part
-from unfuse.queues.base import RequestStore
-
-
-async def pieces(queue: RequestStore, request: str, stage: str, after: int = 0) -> AsyncIterator[bytes]:
-    """The recorded pieces of a stage from number `after` on, as they come, until the request is over.
-
-    Whoever counts what came may go on from there with another call. For a slow reader nothing is kept but one answer of
-    the queue. Raises NotFound for an unknown request, and TransientError while the queue cannot be read.
-    """
-    events, ended = queue.watch(request), False
-    while True:
-        more = True
-        while more:
-            some = await queue.appended(request, stage, after)
-            for piece in some:
-                yield piece
-            after += len(some)
-            more = len(some) == PIECES_AT_ONCE
-        if ended:
-            return
-        ended = not await _grew(events, stage, after)
-
-
-async def _grew(events: AsyncIterator[Event], stage: str, after: int) -> bool:
-    """Wait until a stage has a piece of number `after`; False at the end of the request."""
-    async for event in events:
-        if (event.type, event.stage) == ("appended", stage) and event.step > after:
-            return True
-    return False
+from unfuse.language.answer_reader import AnswerReader, Part
 
 
 class GrowingMessage:
     """Turns the text of one choice into deltas. A parsed answer must be fed from its beginning."""
 
     def __init__(self, context: RequestContext, index: int) -> None:
-        reading = context.derived.reading
+        reading = context.request.derived.reading
         self._reader = AnswerReader(reading) if reading else None
         self._hidden = "reasoning" if reading and reading.hidden else ""
         self._answer = f"{context.id}:{index}"

@@ -85,7 +85,7 @@ async def content(
     record = await _load(gateway, id, caller.sees)
     if variant == "spritesheet":
         raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
-    if stream and (variant != "video" or record.context.params["output_format"] != "mp4"):
+    if stream and (variant != "video" or record.context.request.params["output_format"] != "mp4"):
         raise InvalidParameter("what can be streamed is a video as mp4: leave stream out", "stream")
     if stream and (record.context.status == "completed" or not record.context.over):
         live = Live(gateway, record.context).content()

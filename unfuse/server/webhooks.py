@@ -20,7 +20,7 @@ from standardwebhooks import Webhook as Signer
 
 from unfuse import __version__
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError, UsageError
-from unfuse.core.request import Record, RequestContext, Webhook
+from unfuse.core.request import Record, RequestContext
 from unfuse.core.supervisor import Supervisor
 from unfuse.edge.keys import is_path_like
 from unfuse.scheduler.observer import Observer
@@ -78,40 +78,40 @@ class Webhooks(Observer):
     async def _tell(self, context: RequestContext) -> None:
         """Tell one webhook, as often as is needed, unless others do."""
         with suppress(NotFound):
-            while context.unheard and context.webhook:
+            while context.unheard:
                 await asyncio.sleep(max(0.0, context.webhook.next_at - self._scheduler.clock.wall()))
-                each = self._hosts.setdefault(host_of(context.webhook.url), asyncio.Semaphore(AT_ONCE_EACH))
+                each = self._hosts.setdefault(host_of(context.delivery.webhook), asyncio.Semaphore(AT_ONCE_EACH))
                 async with each, self._all:
                     context, is_ours = await self._notices.take(context.id)
-                    if is_ours and context.webhook:
-                        context = await self._attempt(context, context.webhook)
+                    if is_ours:
+                        context = await self._attempt(context)
 
-    async def _attempt(self, context: RequestContext, webhook: Webhook) -> RequestContext:
+    async def _attempt(self, context: RequestContext) -> RequestContext:
         """Call it once, and record what came of it."""
-        reason, status = "", 0
+        reason, status, url = "", 0, context.delivery.webhook
         try:
-            self.http.require(webhook.url)
-            status = await self.http.call(webhook.url, *await self._message(context, webhook))
+            self.http.require(url)
+            status = await self.http.call(url, *await self._message(context))
         except (InvalidParameter, TransientError) as error:
             reason = str(error)
-        told = {"request": context.id, "host": host_of(webhook.url), "attempt": webhook.attempts}
+        told = {"request": context.id, "host": host_of(url), "attempt": context.webhook.attempts}
         if 200 <= status < 300:
             log.info("webhook heard", **told)
             self._scheduler.observers.tell(Observer.told, "heard")
             return await self._notices.heard(context.id)
         reason = reason or f"it answered {status}" + " (redirects are not followed)" * (300 <= status < 400)
         context = await self._notices.failed(context.id, reason, for_good=status == GONE)
-        state = context.webhook.state if context.webhook else ""
+        state = context.webhook.state
         log.warning("webhook failed", **told, reason=reason, state=state)
         self._scheduler.observers.tell(Observer.told, "given_up" if state == "given_up" else "failed")
         return context
 
-    async def _message(self, context: RequestContext, webhook: Webhook) -> tuple[dict[str, str], bytes]:
+    async def _message(self, context: RequestContext) -> tuple[dict[str, str], bytes]:
         """The headers and the body: what happened, and the request as its tenant sees it."""
         happened = context.status if context.status in ("completed", "cancelled") else "failed"
         at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
         sign = await self._links.signer(WEBHOOK_LASTS_S)
-        data = request_object(Record(context), webhook.base, prices=self._prices, sign=sign)
+        data = request_object(Record(context), context.caller.base_url, prices=self._prices, sign=sign)
         body = msgspec.json.encode({"type": f"request.{happened}", "timestamp": at, "data": data})
         now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
         signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]

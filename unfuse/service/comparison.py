@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from typing_extensions import override
 
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
@@ -22,9 +20,8 @@ from unfuse.core.checking import check, size_from
 from unfuse.core.errors import PermanentError
 from unfuse.core.media import medium_for
 from unfuse.core.pixels import size_of
-from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
-from unfuse.launch.output import Output
+from unfuse.launch.local import Output
 from unfuse.models.undivided import Undivided
 from unfuse.planning.machine import gpus
 from unfuse.scheduler.costs import Costs
@@ -33,23 +30,7 @@ from unfuse.service.plan import Plan
 Digests = tuple[str, ...]  # the SHA-256 of each file of a request
 
 
-class Case(msgspec.Struct, frozen=True):
-    """A request: what a client gives, and the parameters that stages get for it."""
-
-    given: dict[str, Any]
-    params: Params
-
-
-class ComparedSide(Protocol):
-    """One way to run a model."""
-
-    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
-        """Make all of these, asked for at once; `alike` with as many CPU threads a forward as the other side has."""
-        ...
-
-    def memory(self) -> tuple[list[int], int]:
-        """Most bytes that each of its processes had, and bytes that they share."""
-        ...
+Request = dict[str, Any]  # what a client asks for
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -65,7 +46,7 @@ class Figures(msgspec.Struct, frozen=True):
     digests: list[Digests]
 
 
-class UndividedPipeline(ComparedSide):
+class UndividedPipeline:
     """The undivided pipeline in a process, one request after the other. `hear` gets each line that it writes.
 
     `made` is called after each request.
@@ -75,7 +56,7 @@ class UndividedPipeline(ComparedSide):
         model = plan.models[0]
         device = next(worker.device for worker in plan.workers if plan.wanted.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
-        self._made, self._best = made, 0
+        self._card, self._made, self._best = model.card, made, 0
         self._alike, *_ = self._choices = threads_to_try(plan)
         self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
         self._output = Output(hear)
@@ -96,26 +77,26 @@ class UndividedPipeline(ComparedSide):
         self._process.communicate()
         self._output.close()
 
-    @override
-    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+    def make(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
+        """Make all of these; `alike` with as many CPU threads a forward as a worker of the plan has."""
         if not self._best and not alike:
-            self._best = min(self._choices, key=lambda threads: self._seconds(threads, cases[0]))
-        return [self._request(self._alike if alike else self._best, case) for case in cases]
+            self._best = min(self._choices, key=lambda threads: self._seconds(threads, requests[0]))
+        return [self._request(self._alike if alike else self._best, request) for request in requests]
 
-    def _seconds(self, threads: int, case: Case) -> float:
+    def _seconds(self, threads: int, request: Request) -> float:
         """How long it takes with so many threads, once they are there."""
-        self._request(threads, case)
+        self._request(threads, request)
         began = time.perf_counter()
-        self._request(threads, case)
+        self._request(threads, request)
         return time.perf_counter() - began
 
-    def _request(self, threads: int, case: Case) -> Digests:
-        found = self._answer((threads, case.params))
+    def _request(self, threads: int, request: Request) -> Digests:
+        found = self._answer((threads, check(self._card, request, medium_for(request))[0]))
         self._made()
         return found
 
-    @override
     def memory(self) -> tuple[list[int], int]:
+        """Most bytes that its process had, and bytes that it shares."""
         return [_peak(self._process.pid)], 0
 
     def _answer(self, asked: object) -> Digests:
@@ -127,24 +108,23 @@ class UndividedPipeline(ComparedSide):
         raise PermanentError("the undivided pipeline failed; its message is above")
 
 
-class Pools(ComparedSide):
+class Pools:
     """Workers of our own, which take all requests at once. `made` is called after each of them."""
 
     def __init__(self, client: Client, image: Path | None, made: Callable[[], object]) -> None:
         self._client, self._made = client, made
         self._picture: dict[str, Any] = {} if image is None else {"image": image}
 
-    @override
-    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
-        requests = [self._client.submit(**case.given, **self._picture, cache=False) for case in cases]
+    def make(self, requests: Sequence[Request], alike: bool = False) -> list[Digests]:
+        """Make all of these, asked for at once."""
         found = []
-        for request in requests:
+        for request in [self._client.submit(**one, **self._picture, cache=False) for one in requests]:
             found.append(tuple(hashlib.sha256(data).hexdigest() for data in request.result().data))
             self._made()
         return found
 
-    @override
     def memory(self) -> tuple[list[int], int]:
+        """Most bytes that each of their processes had, and bytes that they share."""
         workers = self._client.workers()
         parents = [int(worker["pid"]) for worker in workers]
         children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
@@ -178,28 +158,25 @@ def sized(card: ModelCard, asked: dict[str, Any], image: Path | None) -> dict[st
     return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 
 
-def measure(side: ComparedSide, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
+def measure(side: UndividedPipeline | Pools, asked: Request, rounds: int, counts: Sequence[int]) -> Figures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
-    free, seconds = _free(), partial(_seconds, side, card, asked)
-    digests = side.make(_cases(card, asked, 0, rounds), alike=True)
+
+    def requests(first: int, count: int) -> list[Request]:
+        return [asked | {"seed": seed} for seed in range(first, first + count)]
+
+    def seconds(first: int, count: int) -> float:
+        """How long so many requests take that are asked for at once, of seeds from the first on."""
+        began = time.perf_counter()
+        side.make(requests(first, count))
+        return time.perf_counter() - began
+
+    free = _free()
+    digests = side.make(requests(0, rounds), alike=True)
     seconds(0, 1)
     latency = median(seconds(seed, 1) for seed in range(rounds))
     throughput = {count: count / seconds(0, count) for count in counts}
     peaks, shared = side.memory()
     return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
-
-
-def _seconds(side: ComparedSide, card: ModelCard, asked: dict[str, Any], first: int, count: int) -> float:
-    """How long so many requests take that are asked for at once, of seeds from the first on."""
-    began = time.perf_counter()
-    side.make(_cases(card, asked, first, count))
-    return time.perf_counter() - began
-
-
-def _cases(card: ModelCard, asked: dict[str, Any], first: int, count: int) -> list[Case]:
-    """So many requests, of seeds from the first on."""
-    given = [asked | {"seed": seed} for seed in range(first, first + count)]
-    return [Case(one, check(card, one, medium_for(asked))[0]) for one in given]
 
 
 def _peak(pid: int) -> int:
@@ -211,3 +188,100 @@ def _peak(pid: int) -> int:
 
 def _free() -> int:
     return sum(gpu.free for gpu in gpus())
+
+
+if TYPE_CHECKING:
+    from unfuse.service.comparison import Figures
+
+ALIKE = 0.05
+"""By how much figures of two runs may differ and be called equal."""
+
+
+class Course:
+    """Counts the requests of a comparison. As text it is what runs now, and how much is left.
+
+    `totals` are the requests of each side, in order. Before the first request it says how many there are, with an
+    estimate from the `predicted_s` of one, if known; after the first request, an estimate from that.
+    """
+
+    def __init__(
+        self, totals: Mapping[str, int], predicted_s: float | None, say: Callable[[str], object],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._totals, self._say, self._now = dict(totals), say, now
+        self._side, self._done, self._began, self._first = "", 0, 0.0, 0.0
+        self._each_s = predicted_s or 0.0
+        self._is_known = False
+        requests = ", then ".join(f"{count} requests with {side}" for side, count in totals.items())
+        whole = sum(totals.values()) * self._each_s
+        known = f"about {duration(whole)}, by what stages took on this machine before"
+        say(f"{requests}: {known if whole else 'the first one will tell how long that takes'}")
+
+    def begin(self, side: str) -> None:
+        """The requests of this side are made from now on."""
+        self._side, self._done, self._began = side, 0, self._now()
+
+    def made(self) -> None:
+        """A request of this side is done."""
+        self._done += 1
+        now = self._now()
+        if self._done == 1:
+            self._first = now
+            self._each_s = self._each_s if self._is_known else now - self._began
+        else:
+            self._each_s = (now - self._first) / (self._done - 1)
+        if not self._is_known:
+            self._is_known = True
+            self._say(f"estimate: about {duration(self.left_s)}, at {self._each_s:.2g} s a request")
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until all requests are made, if each takes as long as those of late."""
+        left = self._totals.get(self._side, 0) - self._done + sum(self._totals[side] for side in self._later)
+        return max(0, left) * self._each_s
+
+    @property
+    def _later(self) -> list[str]:
+        """The sides whose requests are still to be made."""
+        sides = [*self._totals]
+        return sides[sides.index(self._side) + 1 :] if self._side else sides
+
+    def __str__(self) -> str:
+        if self._done == self._totals.get(self._side, 0):
+            return f"starting {self._later[0]}" if self._later else "done"
+        left = f", about {duration(self.left_s)} left" if self._is_known else ""
+        return f"measuring {self._side}: {self._done} of {self._totals[self._side]} requests{left}"
+
+
+def duration(seconds: float) -> str:
+    """A time in words: 40 s, 4 min, 1 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def verdict(whole: Figures, split: Figures, workers: int) -> str:
+    """What the figures of diffusers and of so many workers come to, in a sentence."""
+    most = max(whole.throughput)
+    alone, at_once = whole.latency / split.latency, split.throughput[most] / whole.throughput[most]
+    best, worst = max(alone, at_once), min(alone, at_once)
+    if best <= 1 + ALIKE and worst >= 1 - ALIKE:
+        faster = "both are equally fast here"
+    elif worst >= 1 - ALIKE:
+        faster = "unfuse is faster here"
+    elif best <= 1 + ALIKE:
+        faster = "diffusers alone is faster here"
+    else:
+        faster = "which is faster here depends on how many ask at once"
+    memory = split.memory / whole.memory
+    return (
+        f"{faster}: compared with diffusers, unfuse needs {_times(1 / alone, 'the time', 'as much time')} for one "
+        f"request, makes {_times(at_once, 'as many', 'as many')} a second with {most} at once, and takes "
+        f"{_times(memory, 'the memory', 'as much memory')}: {workers} worker{'s' * (workers > 1)} beside one process"
+    )
+
+
+def _times(factor: float, what: str, equal: str) -> str:
+    """So many times something, in words."""
+    return f"{factor:.2g} times {what}" if abs(factor - 1) > ALIKE else equal

@@ -17,19 +17,22 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.model_names import without_source
 from unfuse.core.own_thread import in_own_thread
 from unfuse.core.request import Record
+from unfuse.core.time_budget import first
 from unfuse.edge.refusal import Refusal
 from unfuse.launch.base import Launcher
 from unfuse.planning.placement import taken
 from unfuse.queues.base import Declaration, Filter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.gateway import Joining, JoinProgress
-from unfuse.service.load_progress import StartProgress
-from unfuse.service.machine_workers import LEAVING_S
+from unfuse.server.served_models import Joining, JoinProgress
+from unfuse.service.loading import Loading
 from unfuse.service.plan import Model, Plan
 from unfuse.weights.gguf_model import files_of
+from unfuse.worker.records import read_record
 
 LOOK_S = 1.0  # seconds between two looks at which models have left
+LAST_WORDS = b"unfuse: "  # what the line begins with in which a command says why it ends
+LEAVING_S = 10.0  # seconds beside the drain timeout that workers of a model that left get to end
 QUIET = 2  # how many looks in a row find no request of a model that left before its workers go: one may be on its way
 
 Plans = Callable[[Mapping[str, str], Counter[str], Counter[str]], Plan]
@@ -49,7 +52,9 @@ class _Crew:
     plan: Plan
     launcher: Launcher
     first: int
-    progress: StartProgress
+    loading: Loading
+    reason: str = ""
+    """Why a worker could not start, in its own words; "" if none has said so."""
     quiet: int = 0
     heir: _Crew | None = None
     next: Plan | None = None
@@ -96,7 +101,8 @@ class Crews(Joining):
     def begin(self, plan: Plan) -> Launcher:
         """Start the workers of a plan. Where the first ones that began cannot start, it is up to the caller to end."""
         number, self._started = self._started, self._started + len(plan.workers) + 1
-        crew = _Crew(plan, self._start(plan, number), number, StartProgress(len(plan.workers)))
+        crew = _Crew(plan, self._start(plan, number), number, Loading(_models(plan)))
+        crew.loading.expect([worker.role for worker in plan.workers])
         self._first = self._first or crew
         self._crews.append(crew)
         self._offer()
@@ -105,13 +111,18 @@ class Crews(Joining):
     def hear(self, number: int, line: bytes) -> None:
         """Read what the worker of that number writes, in whatever thread."""
         for crew in list(self._crews):
-            if 0 <= number - crew.first <= len(crew.plan.workers):
-                crew.progress.hear(number - crew.first, line)
+            if not 0 <= number - crew.first <= len(crew.plan.workers):
+                continue
+            if line.startswith(LAST_WORDS):
+                crew.reason = line.removeprefix(LAST_WORDS).decode(errors="replace").strip()
+            elif record := read_record(line):
+                crew.loading.hear(number - crew.first, record)
 
     @override
     def progress(self, name: str) -> JoinProgress | None:
         latest = next((crew for crew in reversed(self._crews) if name in _models(crew.plan)), None)
-        return latest.progress.now() if latest else None
+        found = latest.loading.earliest() if latest else None
+        return JoinProgress(found.phase, found.done, found.total) if found else None
 
     @override
     async def add(self, name: str, source: str) -> None:
@@ -197,7 +208,9 @@ class Crews(Joining):
         served = {*await self._scheduler.registry.cards(), *(name for crew in self._crews for name in crew.models)}
         waiting = Counter[str]()
         async for page in self._pages():
-            waiting.update(record.context.model for record in page if record.context.model not in served)
+            waiting.update(
+                record.context.request.model for record in page if record.context.request.model not in served
+            )
         for model, count in waiting.items():
             message = "requests wait for a model that is not served: start the server with it, add it, or cancel them"
             log.warning(message, model=model, requests=count)
@@ -306,7 +319,7 @@ class Crews(Joining):
         self._dissolve(crew, blamed)
         for name in blamed:
             again = self._server if name in self._restored else ""
-            await self._refuse(models[name], crew.progress.reason or str(error), again)
+            await self._refuse(models[name], crew.reason or str(error), again)
 
     def _dissolve(self, crew: _Crew, leaving: Collection[str]) -> None:
         """Forget a crew that has ended. Models that stay get another one at the end of a look."""
@@ -317,7 +330,7 @@ class Crews(Joining):
     async def _unfinished(self, models: Collection[str]) -> list[str]:
         """Requests of these models that are not over: those of a page of the list that has any."""
         async for page in self._pages():
-            if found := [record.context.id for record in page if record.context.model in models]:
+            if found := [record.context.id for record in page if record.context.request.model in models]:
                 return found
         return []
 
@@ -368,15 +381,10 @@ class Crews(Joining):
             coming.subtract(_taken([instead]))  # which will be free
         found_by = {name: self._sources.get(name, name) for name in models}
         planning = asyncio.create_task(in_own_thread(partial(self._plan, found_by, _taken(others), coming)))
-        stops = asyncio.create_task(self._stops.wait())
-        try:
-            await asyncio.wait({planning, stops}, return_when=asyncio.FIRST_COMPLETED)
-            if not planning.done():
-                raise _stopping()
-            return planning.result()
-        finally:
-            planning.cancel()
-            stops.cancel()
+        await first(planning, self._stops.wait())
+        if planning.cancelled():
+            raise _stopping()
+        return planning.result()
 
     def _offer(self) -> None:
         plans = [crew.plan for crew in self._crews]

@@ -8,26 +8,23 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.compute import ComputeOptions, Hold
+from unfuse.core.compute import ComputeOptions, MaxLoadedModels
 from unfuse.queues.base import Limits
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.order import Order
 from unfuse.transfer.base import TransferSettings
 
 
-def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:
-    """A field's description for `--help`, its `flag` (default: its name), and whether it is a `secret`, never shown."""
-    return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
-
-
-def says_seconds(text: str) -> Meta:
-    """The description of a time, which may be written with a unit. The field's name ends in _s, its flag does not."""
-    return Meta(description=text, extra={"flag": "--retention", "unit": "second"}, gt=0)
+def says(text: str, *, flag: str = "", unit: str = "", secret: bool = False, **limits: Any) -> Meta:
+    """A field's description for `--help`, its `flag` (default: its name), the `unit` that its number may be written
+    with (byte or second), and whether it is a `secret`, never shown.
+    """
+    return Meta(description=text, extra={"flag": flag, "unit": unit, "secret": secret}, **limits)
 
 
 def says_bytes(text: str, *, flag: str = "") -> Meta:
     """The description of a number of bytes, which may be written with a unit."""
-    return Meta(description=text, extra={"flag": flag, "unit": "byte"}, ge=0, le=2**63 - 1)
+    return says(text, flag=flag, unit="byte", ge=0, le=2**63 - 1)
 
 
 class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,9 +123,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "that are made if there are none; or another unix:PATH in its place."
     )] = ()  # fmt: skip
     workers: Annotated[str, says(
-        "Workers to start here. auto: whole models in each worker if they fit, one at a time if they fit alone, else "
-        "split. split: a worker for each role. swap: a worker for each device, with one model loaded at a time. none: "
-        "they are started by `unfuse worker`. Or counts, like all=2 (whole models) or encoder+decoder=1,denoiser=2."
+        "Workers to start here. auto: all stages of all models in each worker if they fit, else one model at a time, "
+        "else a worker for each role. split: a worker for each role. none: `unfuse worker` starts them. Or a plan, "
+        "like all=2 or encoder=1,denoiser=2,decoder=1; + joins roles in one worker."
     )] = "auto"  # fmt: skip
     device_memory: Annotated[
         tuple[str, ...],
@@ -138,9 +135,6 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ()
     launcher: Annotated[str, says("Where workers run: local, ray:HOST:PORT, or ray, a Ray of its own.")] = "local"
-    encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
-    denoisers: Annotated[int, says("Denoiser workers to start; others than 1 take models apart.", ge=0, le=1024)] = 1
-    decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
     place: Annotated[
         str, says("Devices by role: encoder=cpu,denoiser=cuda:0,denoiser=cuda:1; a worker for each device named.")
     ] = ""
@@ -172,9 +166,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
     ] = 256 << 20
-    retention_s: Annotated[
-        float, says_seconds("How long a request and its results are kept once over, like 90min, 24h or 7d.")
-    ] = 86400.0
+    retention_s: Annotated[float, says(
+        "How long a request and its results are kept once over, like 90min, 24h or 7d.",
+        flag="--retention", unit="second", gt=0,
+    )] = 86400.0  # fmt: skip
     results_limit: Annotated[
         int, says_bytes("Bytes of results above which the oldest requests that are over go earlier; 0 sets no limit.")
     ] = 0
@@ -215,13 +210,17 @@ class WorkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
     workers: Annotated[str, says(
-        "Start, place and restart all workers of this machine, as `serve` does: auto, split, or how many of what; "
-        "else this is one worker."
+        "Start, place and restart all workers of this machine, as `serve` does: auto, split, or a plan like "
+        "encoder=1,denoiser=2. Without it, this is one worker."
     )] = ""  # fmt: skip
-    role: Annotated[
-        str, says("Stages to run: a role such as denoiser, several as encoder+decoder, or all; by commas, in turns.")
-    ] = "all"
-    hold: Annotated[Hold, says("What is loaded at a time: all that it serves, or one model, by what waits.")] = "all"
+    role: Annotated[str, says(
+        "Roles to serve: one, such as denoiser; several at once as encoder+decoder; all; or one at a time, chosen by "
+        "the tasks that wait, as encoder,decoder."
+    )] = "all"  # fmt: skip
+    max_loaded_models: Annotated[MaxLoadedModels, says(
+        "Models that a worker has loaded at a time: all, or 1, chosen by the requests that wait. `--workers auto` "
+        "chooses 1 where models only fit alone."
+    )] = "all"  # fmt: skip
     component: Annotated[
         tuple[str, ...], says("Of these stages only those of one component: --role encoder --component text_encoder_2.")
     ] = ()

@@ -2,67 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from socket import gethostname
+from typing import Any
 
-from unfuse.core.errors import UsageError
+import msgspec
+import structlog
+
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
+from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Unsuitable, UsageError
+from unfuse.core.media import IMAGE, UPLOADS, VIDEO
 from unfuse.core.messages import Places
-from unfuse.core.plan import Params
+from unfuse.core.plan import Choice, Params, StageSpec, roles_of
 from unfuse.edge.access import Access
-from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys
 from unfuse.launch import opener
-from unfuse.queues.base import Limits
+from unfuse.launch.base import OpenLauncher
+from unfuse.planning.machine import devices
+from unfuse.planning.placement import NONE, Wanted
 from unfuse.server.chat_formats import Parsers
 from unfuse.server.links import parse_public_url
 from unfuse.server.request_objects import Prices
-from unfuse.service.addresses import listens, trust
-from unfuse.service.groups import Settings
-from unfuse.service.plan import NONE, wanted
-from unfuse.service.resources import COSTS, counts, device_memory, means, resources
-from unfuse.service.service import ServeOptions
+from unfuse.service.addresses import listens, require_engines, trust
+from unfuse.service.groups import Serve, Settings
+from unfuse.service.plan import (
+    COSTS,
+    Plan,
+    counts,
+    device_memory,
+    means,
+    plan_for,
+    resources,
+    slots_by_role,
+    wanted,
+)
 from unfuse.service.settings import Loaded
-from unfuse.service.specs import WorkerSlots, environment_of, flags_of
-from unfuse.service.transfers import require_engines
+from unfuse.stages import specs
+from unfuse.weights.adapters import Loras, require_peft
 from unfuse.weights.fingerprints import FINGERPRINTS
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.quantised import library
+from unfuse.weights.source import parse_component_sources
+from unfuse.wire.address import Trust
 from unfuse.worker.checkpoints import Policy
+from unfuse.worker.registration import pools_of
+
+log = structlog.get_logger(__name__)
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a service, and what is made of those that have to be read first.
+
+    Workers come in at `listen`, where `trust` says whom to believe; unless a unix socket is among these there is one
+    in the run folder. What serves these models is chosen among `workers`, of devices at most `device_memory`. Each
+    worker has the `slots` of its role, and these `resources`. `standard` parameters go before the models' own. The file
+    `costs` remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin with the
+    `public_url`, if there is one. `parsers` selects the parsers of answers.
+    """
+
+    settings: Settings
+    keys: Keys
+    access: Access
+    prices: Prices
+    queue: str
+    places: Places
+    listen: tuple[str, ...]
+    trust: Trust
+    workers: Wanted
+    device_memory: Mapping[str, int]
+    asleep: Mapping[str, int]
+    resources: Mapping[str, int]
+    costs: Path | None
+    standard: Params
+    launcher: OpenLauncher | None
+    public_url: str
+    parsers: Parsers
+
+    @property
+    def serve(self) -> Serve:
+        """The settings of the server."""
+        return self.settings.serve
+
+
+def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Plan:
+    """The plan for these options, or for `models` in place of theirs, by name, with where each is.
+
+    Raises ConfigError for models that cannot be served, or do not fit.
+    """
+    found = devices(options.device_memory, elsewhere=options.launcher is not None)
+    for kind in options.prices.unseen([device.name for device in found]):
+        log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
+    serve, sources = options.serve, parse_component_sources(options.serve.component_source)
+    named = serve.models if models is None else models
+    if sources and len(named) > 1:
+        raise UsageError("--component-source is for one model: serve the others by another server")
+    planned = plan_for(named, serve.revision, options.workers, found, means(options.settings), sources=sources)
+    if planned.refusal:
+        raise ConfigError(planned.refusal)
+    cards = [model.card for model in planned.models]
+    check_stage_kinds(serve, cards)
+    for worker in planned.workers:
+        pools_of(cards, Choice(roles_of(worker.role)), options.resources)
+    if options.launcher is None:
+        require_libraries(planned, options.places.loras)
+    return planned
 
 
 def options(loaded: Loaded) -> ServeOptions:
     """Return the options of a service for these settings. Fingerprints of weights are cached in the data folder."""
     settings, serve = loaded.settings, loaded.settings.serve
     FINGERPRINTS.remember_in(Path(settings.data_dir))
+    slots_by_role(settings)
     found = ServeOptions(
-        serve=serve,
+        settings=settings,
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
-        bounds=ConnectionLimits(serve.max_connections, serve.max_connections_per_address),
         prices=Prices(serve.price),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
-        queue_wait=serve.queue_wait,
         places=places(settings),
-        run_dir=settings.run_dir,
         listen=listens(settings),
         launcher=opener(serve.launcher),
         trust=trust(settings, "scheduler"),
-        worker_environment=environment_of(settings),
-        worker_flags=flags_of(settings),
         workers=wanted(settings),
         device_memory=device_memory(settings),
-        means=means(settings),
-        slots=WorkerSlots.of(settings),
         asleep=counts("--asleep", serve.asleep, "ROLE=N, like denoiser=2"),
         resources=resources(settings),
-        limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
-        encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,
         costs=Path(settings.data_dir, COSTS),
-        lease_ttl=settings.lease.ttl_s,
         standard=standard(settings),
         parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
-        name=f"{gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}",
     )
-    if found.trust is not None and serve.workers not in NONE and found.launcher is None:
+    if found.trust is not None and serve.workers != NONE and found.launcher is None:
         require_engines(settings.transfer.engine)
     return found
 
@@ -102,3 +173,56 @@ def places(settings: Settings) -> Places:
         results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,
         serve.checkpoint, loras,
     )  # fmt: skip
+
+
+def require_libraries(plan: Plan, loras: str) -> None:
+    """Raise ConfigError, with what to install, for an optional library that the workers of this plan would miss.
+
+    `loras` is the folder of adapters ("": none). They are loaded by the roles whose stages have many forwards.
+    """
+    if not plan.workers:
+        return
+    adapts = any(plan.wanted.goes_first(worker.role) for worker in plan.workers)
+    if loras and adapts and any(model.card.takes_lora for model in plan.models):
+        require_peft()
+    for model in plan.models:
+        files = files_of(model.folder)
+        library(files.quantisation(component) for component in model.components)
+
+
+def check_request(plan: Plan, asked: Mapping[str, Any], loras: str) -> None:
+    """Check the parameters and adapters of a request for the only model of a plan, as a gateway would.
+
+    `asked` are the arguments of `Client.submit`. Raises InvalidParameter. What only a gateway can tell is left to it.
+    """
+    card, medium = plan.models[0].card, VIDEO if asked.get("video") else IMAGE
+    if not medium.made_by(card.limits):
+        return
+    fields = {name: value for name, value in asked.items() if name not in (*UPLOADS, "video")}
+    params, _ = check(card, fields, medium, uploads=[name for name in UPLOADS if name in asked])
+    if "lora" not in params:
+        return
+    if not card.takes_lora:
+        raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
+    if not loras:
+        raise InvalidParameter(
+            "--lora names a file in a folder of adapters: give that folder by --loras FOLDER", "lora"
+        )
+    try:
+        Loras(loras).check(str(params["lora"]))
+    except (NotFound, Unsuitable) as error:
+        raise InvalidParameter(str(error), "lora") from error
+
+
+BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(spec, StageSpec))
+"""Kinds of stages of our own families; families of other packages may have more."""
+
+
+def check_stage_kinds(serve: Serve, cards: Sequence[ModelCard]) -> None:
+    """Raise UsageError if --encode or --durable-stages names a kind that no stage has."""
+    known = BUILT_IN | {stage.kind for card in cards for stage in card.pipeline.stages}
+    entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]
+    entries += [("--durable-stages", kind, kind) for kind in serve.durable_stages]
+    for flag, entry, kind in entries:
+        if kind not in known:
+            raise UsageError(f"{flag} {entry}: no stage is of kind {kind!r}; kinds are {', '.join(sorted(known))}")

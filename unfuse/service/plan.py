@@ -9,38 +9,41 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
-from unfuse.core.spread import SHARD, parse_parallel, refuse
+from unfuse.core.spread import SHARD, fewer, own_spreads, parse_parallel, refuse
+from unfuse.core.task import ARENA, SLOTS
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.local import Forks, InheritedForks
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.encoders import shared_of
-from unfuse.planning.layout import SWAP, Layouts, Means, layouts
+from unfuse.planning.layout import Layouts, Means, layouts
+from unfuse.planning.machine import CONTROL_GROUP, cpus
 from unfuse.planning.placement import (
+    AUTO,
     Device,
     Part,
     Placed,
     Wanted,
     devices_of,
+    numbered,
     only_cpu,
     parse_place,
     parse_workers,
     place,
     taken,
 )
+from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
-from unfuse.service.size import Size
+from unfuse.service.settings import FIELDS, Size
 from unfuse.stages.specs import PREFILL
-from unfuse.weights.composed import with_components
-from unfuse.weights.dtypes import choose_dtypes, parse_dtypes
-from unfuse.weights.folder import STORED, ModelFolder
+from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
 from unfuse.weights.gguf_model import files_of
-
-AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
-"""Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""
+from unfuse.weights.source import with_components
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -114,23 +117,15 @@ class Plan(msgspec.Struct, frozen=True):
 
 def wanted(settings: Settings) -> Wanted:
     """The workers that these settings ask for. Raises ConfigError."""
-    serve, text = settings.serve, settings.serve.workers
-    counts = {"encoder": serve.encoders, "denoiser": serve.denoisers, "decoder": serve.decoders}
-    named, arena = parse_place(serve.place), settings.arena.bytes or SHARED_ARENA
-    if text in NONE:
-        return Wanted({}, {}, settings.compute, split=False)
-    changed = sorted(f"--{role}s" for role, count in counts.items() if count != 1)
-    if text in SPLIT or (text == AUTO and (changed or named or settings.compute.parallel)):
-        return Wanted(counts, named, settings.compute, arena)
-    if text == AUTO:
-        return Wanted({}, {}, settings.compute, arena, auto=True)
-    if text == SWAP and (settings.compute.parallel or named):
-        raise UsageError("--workers swap is one worker on each device: leave out --parallel and --place")
-    if changed:
-        raise UsageError(f"--workers {text} and {changed[0]} both say how many: leave one out")
-    if text == SWAP:
-        return Wanted({ALL: 1}, {}, settings.compute, arena, split=False, swap=True)
-    return Wanted(parse_workers(text), named, settings.compute, arena, split=False)
+    workers, parallel, loaded = settings.serve.workers, settings.compute.parallel, settings.worker.max_loaded_models
+    devices = parse_place(settings.serve.place)
+    auto = workers == AUTO and not (devices or parallel)
+    counts = None if workers == AUTO else parse_workers(workers)
+    whole = auto or (counts is not None and not counts.keys() - {ALL})
+    if loaded == "1" and (parallel or not whole):
+        raise UsageError("--max-loaded-models 1 needs workers of all stages: write --workers all=1 without --parallel")
+    arena = settings.arena.bytes or SHARED_ARENA
+    return Wanted(counts, devices, settings.compute, arena, auto=auto, max_loaded_models=loaded)
 
 
 def plan_for(
@@ -273,3 +268,126 @@ def _texts(stage: StageSpec, model: Model, users: tuple[str, ...]) -> Iterator[P
             size = producer.room.bytes({"prompt_tokens": int(model.card.limits["max_tokens"])})
             dtype = model.components[stage.components[0]].dtype
             yield Part("keys and values", dtype, size, users, shared=size, once=True)
+
+
+COSTS = "costs.json"
+"""The file in the data folder with what stages took."""
+
+
+def resources(settings: Settings) -> dict[str, int]:
+    """The amounts of named resources of each worker. Raises ConfigError for a malformed one."""
+    found = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
+    if own := sorted(found.keys() & {SLOTS, ARENA}):
+        raise UsageError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
+    return found
+
+
+def device_memory(settings: Settings) -> dict[str, int]:
+    """What is planned for on devices at most, in bytes. Raises ConfigError for a malformed one."""
+    found = {}
+    for entry in settings.serve.device_memory:
+        name, _, size = entry.partition("=")
+        try:
+            found[numbered(name)] = Size.parse(size)
+        except ValueError as error:
+            raise UsageError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
+    return found
+
+
+def means(settings: Settings) -> Means:
+    """What there is to compute with on this machine, by these settings."""
+    return Means(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS))
+
+
+def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
+    """The numbers of a flag, by name. Raises ConfigError for a malformed one."""
+    found = {}
+    for entry in given:
+        name, _, count = entry.partition("=")
+        if not name or not count.isdecimal() or not int(count):
+            raise UsageError(f"{flag} {entry}: write {example}")
+        found[name] = int(count)
+    return found
+
+
+def slots_by_role(settings: Settings) -> dict[str, int]:
+    """Tasks that a worker of each role holds at a time, as they are set. Raises ConfigError for a malformed entry."""
+    return counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2")
+
+
+def environment_of(settings: Settings) -> dict[str, str]:
+    """What each worker on any machine is told by variable; each is one worker, whatever started it."""
+    return {
+        FIELDS[name].variable: FIELDS[name].written(value)
+        for name, value in (
+            ("run_dir", settings.run_dir),
+            ("data_dir", settings.data_dir),
+            ("insecure_listen", settings.insecure_listen),
+            ("store.orphan_s", settings.store.orphan_s),
+            ("worker.workers", ""),
+            ("worker.health", ""),
+            ("worker.resources", settings.worker.resources),
+            ("buffer.tokens", settings.buffer.tokens),
+            *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
+        )
+    }
+
+
+def forked(planned: Plan, begun: Forks | InheritedForks | None = None) -> Forks | InheritedForks | None:
+    """Return the fork server for a plan's workers on CPUs, or None if there are no such workers.
+
+    It is `begun`, or a copy of that if it is inherited, or a new one.
+    """
+    on_cpu = any(worker.on_cpu for worker in planned.workers)
+    if isinstance(begun, InheritedForks):
+        return begun.copy() if on_cpu else None
+    if not on_cpu:
+        if begun:
+            begun.close()
+        return None
+    return begun or Forks([str(model.folder) for model in planned.models])
+
+
+def specs_of(
+    planned: Plan, settings: Settings, told: Mapping[str, object], more: Mapping[str, str],
+    models: tuple[str, ...] = (), *, elsewhere: bool = False,
+) -> list[WorkerSpec]:  # fmt: skip
+    """The workers to start, which share the cores, for these `models` or what their scheduler offers when they start.
+
+    They are `told` this by flag, and `more` by variable, beside what settings say. Each gets its dtypes from the
+    scheduler, since models differ. Those `elsewhere` have the folders of their own machine.
+    """
+    wanted, workers = planned.wanted, planned.workers
+    ranks, slots = sum(len(worker.devices) for worker in workers), slots_by_role(settings)
+    threads = wanted.compute.threads or max(1, means(settings).cores // max(1, ranks))
+    common = asdict(wanted.compute) | {
+        "threads": threads,
+        "dtype": "auto",
+        "arena": wanted.arena,
+        **told,
+        "keys": keys_folder(settings, "worker"),
+        "memory-limit": settings.worker.memory_limit,
+        "stall-s": settings.lease.stall_s,
+        "kv": settings.kv.bytes,
+        "drain-timeout": settings.serve.drain_timeout,
+        "max_loaded_models": wanted.max_loaded_models,
+        **({"listen": settings.worker.listen} if settings.worker.listen else {}),
+    }
+    del common["device"]
+    environment = {**environment_of(settings), **more}
+    for folder in ("run_dir", "data_dir") if elsewhere else ():
+        del environment[FIELDS[folder].variable]
+    specs = []
+    for worker in workers:
+        roles = roles_of(worker.role)
+        given = [count for role, count in slots.items() if roles is None or role in roles]
+        own = common | {"slots": min(given, default=settings.worker.slots)}
+        if worker.on_cpu:
+            own["offload"] = "none"
+        flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
+        smaller = tuple(
+            WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment, models=models)
+            for device, parallel in fewer(worker.device, own_spreads(wanted.compute.parallel, roles))
+        )
+        specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller, models))
+    return specs

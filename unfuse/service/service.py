@@ -1,65 +1,68 @@
-"""The composition root: opens backends by name and hands them, opened, to scheduler and gateway."""
+"""The composition root: opens backends by name and hands them, opened, to scheduler and gateway.
+
+`local` is a private service: its workers serve this process alone, and end with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import logging
+import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
+from anyio import to_thread
 
-from unfuse.core.errors import ConfigError, TransientError, UsageError
-from unfuse.core.messages import Places, WorkerInfo
-from unfuse.core.plan import Choice, Params, roles_of
+from unfuse import queues
+from unfuse.client import Client
+from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError, UsageError
+from unfuse.core.messages import Borrow, Lent, Refused, ToScheduler, ToWorker, WorkerInfo
+from unfuse.core.plan import Choice, roles_of
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.time_budget import StopBudget
-from unfuse.edge.access import Access
+from unfuse.core.time_budget import first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys as ApiKeys
-from unfuse.launch.base import Launcher, OpenLauncher, WorkerSpec
-from unfuse.launch.forks import Forks, InheritedForks
-from unfuse.launch.local import LocalLauncher
-from unfuse.planning.layout import Means
+from unfuse.launch.base import Launcher
+from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
-from unfuse.planning.placement import Wanted
 from unfuse.queues.base import Limits, QueueBackend, RequestStore
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import Front, create_app
-from unfuse.server.chat_formats import Parsers
 from unfuse.server.gateway import Gateway
 from unfuse.server.multimodal_messages import ImageFetcher
-from unfuse.server.request_objects import Prices
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.addresses import from_elsewhere, running
 from unfuse.service.crews import Crews
-from unfuse.service.first_checks import require_libraries
+from unfuse.service.disk import passing_folder
 from unfuse.service.groups import Serve
-from unfuse.service.lending import Lending
+from unfuse.service.loading import Loading, LoadLines
 from unfuse.service.logs import Logs
-from unfuse.service.machine_workers import first
-from unfuse.service.plan import Plan, plan_for
-from unfuse.service.queue_start import QueueStart, ServiceStopped
-from unfuse.service.settings import FIELDS
-from unfuse.service.specs import WorkerSlots, forked, specs_of
-from unfuse.service.stage_kinds import check_stage_kinds
-from unfuse.service.stopping import share_of
+from unfuse.service.options import ServeOptions, options, plan
+from unfuse.service.plan import Plan, forked, specs_of
+from unfuse.service.settings import DEFAULT, Loaded, load
+from unfuse.service.stopping import Stoppable
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
-from unfuse.weights.composed import parse_component_sources
-from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
+from unfuse.weights.adapters import Loras
+from unfuse.wire.address import UNIX, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
 from unfuse.wire.run_folder import machine_id, open_run_folder
-from unfuse.wire.unix_socket import server_socket
+from unfuse.wire.unix_socket import private_socket, server_socket
+from unfuse.worker.records import is_configured_elsewhere
 from unfuse.worker.registration import pools_of
 
 DRAIN_CHECK_S = 0.1
@@ -70,94 +73,116 @@ BOUND_S = 10.0  # seconds between two looks at the bytes of all results
 REMAINS_S = 10.0  # seconds between two searches for what dead workers left in durable stores
 ARENAS = ("auto", "shared_memory", "spill")  # stores that keep objects in arenas
 
+RETRY_S = 0.5  # seconds between two tries to use a queue
+
+LOGGER = "unfuse"
+"""The logger of Python's own logging that tells programs which configure it how far workers are."""
+
+T = TypeVar("T")
+
 log = structlog.get_logger(__name__)
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a service as they are taken, `serve`, and what is made of those that have to be read first.
+class ServiceStopped(Exception):
+    """The service was stopped before its queue could be used."""
 
-    Workers come in at `listen`, where `trust` says whom to believe; unless a unix socket is among these there is one
-    in `run_dir`. `worker_flags` are what the workers it starts are told beside how to compute, by flag;
-    `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
-    there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
-    remembers what stages take. Workers are started elsewhere by the `launcher`, else here. Links begin with the
-    `public_url`, if there is one. `parsers` selects the parsers of answers. By its `name` the queue knows this server,
-    also after it was started again.
+
+class QueueStart:
+    """Opens the queue of a service, and waits for one that is away, that loads its data, or whose disk is full:
+    `longest_s` seconds at most in all, or until `stop` is set.
+
+    `waits` is called with the reason whenever the queue could not be used.
     """
 
-    serve: Serve
-    keys: ApiKeys
-    access: Access
-    bounds: ConnectionLimits
-    prices: Prices
-    queue: str
-    queue_wait: float
-    places: Places
-    run_dir: str
-    listen: tuple[str, ...]
-    trust: Trust
-    worker_flags: Mapping[str, object]
-    worker_environment: Mapping[str, str]
-    workers: Wanted
-    device_memory: Mapping[str, int]
-    means: Means
-    slots: WorkerSlots
-    asleep: Mapping[str, int]
-    resources: Mapping[str, int]
-    limits: Limits
-    encoder_cache: int
-    costs: Path | None
-    lease_ttl: float
-    standard: Params
-    launcher: OpenLauncher | None
-    public_url: str
-    parsers: Parsers
-    name: str
+    def __init__(self, longest_s: float, stop: asyncio.Event, waits: Callable[[str], object]) -> None:
+        self._end = asyncio.get_running_loop().time() + longest_s
+        self._stop, self._on_wait = stop, waits
+
+    async def open(self, url: str) -> QueueBackend:
+        """Open the queue at `url` and see that it works. Raises ConfigError if it can never be the queue.
+
+        Raises TransientError if it does not work in time, and ServiceStopped.
+        """
+
+        async def opened() -> QueueBackend:
+            return queues.open(url)
+
+        async def answers() -> None:
+            await queue.reach()
+            await queue.check()
+
+        queue = await self.until_done(opened)
+        try:
+            await self.until_done(answers)
+        except BaseException:
+            await queue.close()
+            raise
+        return queue
+
+    async def until_done(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Repeat this work until the queue does not fail it. Raises TransientError (too long) and ServiceStopped.
+
+        That the start waits is logged once, and that it goes on.
+        """
+        has_waited = False
+        while True:
+            try:
+                done = await self._unless_stopped(work())
+            except TransientError as error:
+                if asyncio.get_running_loop().time() >= self._end:
+                    raise
+                if not has_waited:
+                    log.warning("the queue cannot be used yet: waiting for it", reason=str(error))
+                has_waited = True
+                self._on_wait(str(error))
+            else:
+                if has_waited:
+                    log.info("the queue can be used now")
+                return done
+            await self._unless_stopped(asyncio.sleep(RETRY_S))
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do this work. Raises ServiceStopped when the service is stopped before it is done."""
+        working = asyncio.create_task(work)
+        await first(working, self._stop.wait())
+        if working.cancelled():
+            raise ServiceStopped
+        return working.result()
 
 
-def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Plan:
-    """The plan for these options, or for `models` in place of theirs, by name, with where each is.
+class Lending:
+    """Answers workers: of adapters in the folder `loras` itself, of all else by the dispatcher."""
 
-    Raises ConfigError for models that cannot be served, or do not fit.
+    def __init__(self, dispatcher: Dispatcher, loras: str) -> None:
+        self._dispatcher, self._loras = dispatcher, Loras(loras) if loras else None
+
+    async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
+        """The reply to one message."""
+        if not isinstance(message, Borrow):
+            return await self._dispatcher.answer(peer, message)
+        if self._loras is None:
+            return Refused("no lora is served here: start the server with --loras FOLDER")
+        try:
+            return Lent(*await to_thread.run_sync(self._loras.part, message.name, message.id, message.offset))
+        except (NotFound, PermanentError) as error:
+            return Refused(str(error))
+        except OSError as error:
+            return Refused(f"lora {message.name!r} cannot be read: {error.strerror}")
+
+
+class Service(Stoppable):
+    """Gateway, scheduler and the workers of a plan: one `serve`. It closes `forks`, unless they are inherited.
+
+    At `stop` it accepts no more requests, saves what runs, and ends, within the drain timeout.
     """
-    found = devices(options.device_memory, elsewhere=options.launcher is not None)
-    for kind in options.prices.unseen([device.name for device in found]):
-        log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
-    serve = options.serve
-    sources = parse_component_sources(serve.component_source)
-    if sources and len(serve.models if models is None else models) > 1:
-        raise UsageError("--component-source is for one model: serve the others by another server")
-    named = serve.models if models is None else models
-    planned = plan_for(named, serve.revision, options.workers, found, options.means, sources=sources)
-    if planned.refusal:
-        raise ConfigError(planned.refusal)
-    cards = [model.card for model in planned.models]
-    check_stage_kinds(serve, cards)
-    for worker in planned.workers:
-        pools_of(cards, Choice(roles_of(worker.role)), options.resources)
-    if options.launcher is None:
-        require_libraries(planned, options.places.loras)
-    return planned
-
-
-class Service:
-    """Gateway, scheduler and the workers of a plan: one `serve`. It closes `forks`, unless they are inherited."""
 
     def __init__(
         self, options: ServeOptions, plan: Plan, logs: Logs, forks: Forks | InheritedForks | None = None
     ) -> None:
+        super().__init__(options.serve.drain_timeout)
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
         self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
         self._crews: Crews | None = None
-        self._stop, self._budget = asyncio.Event(), StopBudget(options.serve.drain_timeout)
-
-    def stop(self) -> None:
-        """Accept no more requests, save what runs, and end, within the drain timeout. A second call ends at once."""
-        if self._stop.is_set():
-            self._budget.hurry.set()
-        else:
-            self._budget = StopBudget(self._options.serve.drain_timeout)
-        self._stop.set()
 
     async def run(self, started: Callable[[str], None]) -> None:
         """Serve until `stop`; `started` is called with the URL once requests are answered.
@@ -169,15 +194,14 @@ class Service:
 
     async def _run(self, started: Callable[[str], None]) -> None:
         options, serve = self._options, self._options.serve
-        check_host(options)
-        names = public_names(serve)
-        listener = listen(serve.host, serve.port, options.run_dir)
-        front = Front(listener, options.bounds, options.access, keyed=bool(options.keys))
+        names, listener = public_names(serve), listen(options)
+        bounds = ConnectionLimits(serve.max_connections, serve.max_connections_per_address)
+        front = Front(listener, bounds, options.access, keyed=bool(options.keys))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             stack.push_async_callback(front.close)
             port = listener.getsockname()[1]
-            start = QueueStart(options.queue_wait, self._stop, front.wait)
+            start = QueueStart(serve.queue_wait, self.stopping, front.wait)
             scheduler, dispatcher, crews = await stack.enter_async_context(self._scheduler(port, start))
             results = open_results(options.places.results)
             webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
@@ -211,36 +235,37 @@ class Service:
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
             started(f"http://{host}:{port}")
             try:
-                await first(asyncio.shield(serving), self._stop.wait(), _raise(launcher.failed))
+                await first(asyncio.shield(serving), self.stopping.wait(), _raise(launcher.failed))
                 await self._await_callers(scheduler, gateway, crews)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
-                if not self._stop.is_set():
+                if not self.stopping.is_set():
                     self.stop()
                 kept = "goes on after the next start" if options.places.copies != "none" else "is finished if it can be"
-                log.info("stopping the workers", what_runs=kept, within_s=round(self._budget.left(), 1))
+                log.info("stopping the workers", what_runs=kept, within_s=round(self.budget.left(), 1))
                 dispatcher.withhold()
-                await crews.stop(self._budget.left(share_of(self._budget)), self._budget.hurry)
+                await crews.stop(self.budget.left(self.reserve), self.budget.hurry)
                 await front.close()
 
     @contextlib.asynccontextmanager
     async def _scheduler(self, port: int, start: QueueStart) -> AsyncIterator[tuple[Scheduler, Dispatcher, Crews]]:
         options, serve, cards = self._options, self._options.serve, [model.card for model in self._plan.models]
+        settings, kind = options.settings, options.places.store.partition(":")[0]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
-        arenas = Arenas(spills=options.places.store.partition(":")[0] == "spill")
+        arenas = Arenas(spills=kind == "spill")
         queue = await start.open(options.queue)
         scheduler = Scheduler(
-            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=serve.order,
-            cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas, asleep=options.asleep,
-            wake_limit=serve.wake_limit,
+            queue, limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None), cards=cards,
+            lease_ttl=settings.lease.ttl_s, order=serve.order, cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
+            costs=options.costs, arenas=arenas, asleep=options.asleep, wake_limit=serve.wake_limit,
         )  # fmt: skip
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
-        folder, routers = open_run_folder(options.run_dir), list[Router]()
+        folder, routers = open_run_folder(settings.run_dir), list[Router]()
         dispatcher = Dispatcher(
             scheduler, offered, places, options.workers.compute.outcome, serve.dispatch, node=machine_id(folder)
         )
         lending = Lending(dispatcher, places.loras)
-        own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
+        own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]
         try:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
                 routers.append(Router(address, lending.answer, dispatcher.undelivered, options.trust, folder))
@@ -248,7 +273,8 @@ class Service:
             await start.until_done(partial(scheduler.registry.declare, cards))
             await scheduler.start()
             drain, expect = serve.drain_timeout, partial(self._expect, arenas)
-            self._crews = Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain, options.name)
+            name = f"{socket.gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}"
+            self._crews = Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain, name)
             yield scheduler, dispatcher, self._crews
         finally:
             for router in routers:
@@ -284,11 +310,18 @@ class Service:
             raise ConfigError(f"--revision {revision} is of the models that were named there, not of one that is added")
         sources = options.serve.component_source if own else ()
         serve = msgspec.structs.replace(options.serve, revision=revision, component_source=sources)
-        return plan(msgspec.structs.replace(options, serve=serve, device_memory=left), models)
+        settings = msgspec.structs.replace(options.settings, serve=serve)
+        return plan(msgspec.structs.replace(options, settings=settings, device_memory=left), models)
 
     def _launch(self, planned: Plan, first: int) -> Launcher:
         """Start the workers of a plan; the first of them goes by this number."""
-        specs, launcher = self._specs(planned), self._options.launcher
+        options, launcher = self._options, self._options.launcher
+        pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
+        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by)}
+        if launcher:  # each goes by the address that schedulers see
+            told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
+        models, more = tuple(model.card.name for model in planned.models), self._logs.environment
+        specs = specs_of(planned, options.settings, told, more, models, elsewhere=launcher is not None)
         if launcher is None:
             forks = forked(planned, self._forks)
             if not isinstance(self._forks, InheritedForks):
@@ -304,28 +337,13 @@ class Service:
             self._crews.hear(worker, line)
         self._logs.relay(worker, line)
 
-    def _specs(self, planned: Plan) -> list[WorkerSpec]:
-        """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
-        options = self._options
-        pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
-        flags = {**options.worker_flags, "drain-timeout": options.serve.drain_timeout}
-        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **flags}
-        environment = {**options.worker_environment, **self._logs.environment}
-        if options.launcher:  # each goes by the address that schedulers see, and has the folders of its own machine
-            told = {"scheduler": next(from_elsewhere(one) for one in self.addresses if not unix_path(one))}
-            told |= flags
-            for folder in ("run_dir", "data_dir"):
-                del environment[FIELDS[folder].variable]
-        models = tuple(model.card.name for model in planned.models)
-        return specs_of(planned, options.means.cores, options.slots, told, environment, models)
-
     async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, crews: Crews) -> None:
         """Wait for the requests that callers wait for here, as long as one can be over in time.
 
         Half of the budget is for workers, if there are any. All other requests go on after the start, or elsewhere.
         """
-        scheduler.draining, budget = True, self._budget
-        reserve = budget.seconds / 2 if crews.has_workers else share_of(budget)
+        scheduler.draining, budget = True, self.budget
+        reserve = budget.seconds / 2 if crews.has_workers else self.reserve
 
         async def waits() -> None:
             while await gateway.awaited_within(budget.left(reserve)):
@@ -335,11 +353,11 @@ class Service:
 
     async def _close(self, queue: QueueBackend) -> None:
         """Close the queue; in a stop, not beyond its budget, for a server that does not answer takes long."""
-        if not self._stop.is_set():
+        if not self.stopping.is_set():
             await queue.close()
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(CLOSE_S, self._budget.left(CLOSE_S))):
+            async with asyncio.timeout(max(CLOSE_S, self.budget.left(CLOSE_S))):
                 await queue.close()
 
 
@@ -388,23 +406,17 @@ def public_names(serve: Serve) -> dict[str, str]:
     return dict(zip(names, models, strict=False))
 
 
-def check_host(options: ServeOptions) -> None:
-    """Raise ConfigError for an address that others can reach, where no key keeps them out."""
-    host = options.serve.host
+def listen(options: ServeOptions) -> socket.socket:
+    """Open the gateway's socket, where clients may connect and wait from now on.
+
+    Raises ConfigError, also for an address that others can reach where no key keeps them out.
+    """
+    host, port = options.serve.host, options.serve.port
     if not is_loopback(host) and not options.keys:
         raise UsageError(
             f"--host {host} can be reached by others: set --api-keys FILE or --api-key KEY, or use 127.0.0.1"
         )
 
-
-def check_address(options: ServeOptions) -> None:
-    """Raise ConfigError for an address where this server could not listen, or must not. Then nothing need be read."""
-    check_host(options)
-    listen(options.serve.host, options.serve.port, options.run_dir).close()
-
-
-def listen(host: str, port: int, run_dir: str) -> socket.socket:
-    """Open the gateway's socket, where clients may connect and wait from now on. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -413,7 +425,8 @@ def listen(host: str, port: int, run_dir: str) -> socket.socket:
         listener.listen()  # from now on the port is taken, and early clients wait
     except OSError as error:
         listener.close()
-        own = "a server of yours has it; " if error.errno == errno.EADDRINUSE and str(port) in running(run_dir) else ""
+        is_ours = error.errno == errno.EADDRINUSE and str(port) in running(options.settings.run_dir)
+        own = "a server of yours has it; " if is_ours else ""
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; {own}choose another --port") from error
     return listener
 
@@ -423,3 +436,104 @@ async def _raise(failed: asyncio.Future[None]) -> None:
     if failed.cancelled():  # its workers were ended, since their models have left: that is no reason to end
         await asyncio.Event().wait()
     failed.result()
+
+
+@contextmanager
+def local(model: str | None = None, *, threads: int | None = None) -> Iterator[Client]:
+    """A client of workers that serve this process alone while the block lasts; `model` is a name, a folder or a hub id.
+
+    `threads` is CPU threads per worker. Everything else is as the environment sets it. How far the workers are with
+    loading is written to standard error; or, by a program that configures logging, to its log as `info`; or nowhere, if
+    UNFUSE_LOG__LEVEL is set. Raises ConfigError.
+    """
+    loaded = load({"serve.models": [model] if model else None, "compute.threads": threads})
+    logs, loading = Logs(loaded.settings.log), Loading(loaded.settings.serve.models)
+    say = _teller(logs, loaded.settings.log.level)
+    if not structlog.is_configured():
+        logs.open_log()
+    if say is None:
+        with own_pools(loaded, logs) as client:
+            yield client
+        return
+    logs.heard = loading.hear
+    with LoadLines(", ".join(loaded.settings.serve.models), loading, say), own_pools(loaded, logs, loading) as client:
+        yield client
+
+
+def _teller(logs: Logs, level: str) -> Callable[[str], object] | None:
+    """Return what writes a line on loading where this program wants it; None if it wants no such lines."""
+    if is_configured_elsewhere():
+        tell: Callable[[str], object] = structlog.get_logger(LOGGER).info
+        return tell
+    if logging.getLogger(LOGGER).hasHandlers():
+        return logging.getLogger(LOGGER).info
+    return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
+
+
+def without_keys(loaded: Loaded) -> Loaded:
+    """Return the settings without API keys, which are those of a server elsewhere."""
+    serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())
+    return Loaded(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
+
+
+@contextmanager
+def own_pools(
+    loaded: Loaded, logs: Logs, loading: Loading | None = None, check: Callable[[Plan], object] | None = None
+) -> Iterator[Client]:
+    """What `local` returns, for these settings; `loading` learns which workers are started.
+
+    No worker starts if `check` raises for their plan. Their lines go to `logs`. They leave nothing behind: their
+    results lie in a temporary folder that goes with the block, and what stages took is not remembered.
+    """
+    chosen = options(without_keys(loaded))
+    planned = plan(chosen)
+    if check:
+        check(planned)
+    if loading:
+        loading.expect([worker.role for worker in planned.workers])
+    with passing_folder() as folder:
+        places = msgspec.structs.replace(chosen.places, results=f"disk:{folder}?fsync=no")
+        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else chosen.queue
+        chosen = msgspec.structs.replace(chosen, places=places, costs=None, queue=queue)
+        with _served(chosen, planned, logs) as client:
+            yield client
+
+
+@contextmanager
+def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
+    """A service for this process alone, on a free port with a random key; it ends with the block.
+
+    Raises ConfigError if a worker cannot start, in place of any other error that follows from it.
+    """
+    key = secrets.token_urlsafe(24)
+    own = f"{UNIX}{private_socket(options.settings.run_dir)}"
+    settings = msgspec.structs.replace(options.settings, serve=msgspec.structs.replace(options.serve, port=0))
+    options = msgspec.structs.replace(options, settings=settings, listen=(own,), keys=ApiKeys((key,)))
+    service = Service(options, planned, logs)
+    ready: Future[tuple[asyncio.AbstractEventLoop, str]] = Future()
+
+    def started(url: str) -> None:
+        ready.set_result((asyncio.get_running_loop(), url))
+
+    def fail(over: Future[None]) -> None:
+        if (error := over.exception()) and not ready.done():
+            ready.set_exception(error)
+
+    def stop(ready: Future[tuple[asyncio.AbstractEventLoop, str]]) -> None:
+        """End the service at once, as soon as it has started."""
+        with suppress(RuntimeError):  # the service has ended by itself
+            for _ in range(2 if ready.exception() is None else 0):
+                ready.result()[0].call_soon_threadsafe(service.stop)
+
+    with ThreadPoolExecutor(1, "unfuse") as thread:
+        over = thread.submit(lambda: asyncio.run(service.run(started)))
+        over.add_done_callback(fail)
+        try:
+            with Client(ready.result()[1], key, reconnect_delay=0.0) as client:
+                yield client
+        except UnfuseError:
+            if over.done():
+                over.result()
+            raise
+        finally:
+            ready.add_done_callback(stop)

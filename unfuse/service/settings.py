@@ -6,9 +6,11 @@ A value comes from the first that has one: flag, environment (`UNFUSE_GROUP__FIE
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,36 +19,72 @@ import msgspec
 from unfuse.core.errors import UsageError
 from unfuse.core.registry import nearest
 from unfuse.service.groups import Settings
-from unfuse.service.size import Size, seconds_in
 
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
-
-
-PARSED: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}
-"""What reads numbers that are written with a unit, by that unit."""
 
 ADMIN_KEYS = "make an admin's key by `unfuse keys add NAME --admin`, which writes admin=yes into a file for --api-keys"
 GUIDANCE_HALVES = (
     "leave it out: both halves of guidance share a forward in batched pools (--batching batched), and in exact ones "
     "where that changes no byte"
 )
-
-GONE = {
-    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
-    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
-    "serve.admin_key": ADMIN_KEYS,
-    "compute.guidance_halves": GUIDANCE_HALVES,
-}
-"""Prefixes of settings' former names, and what replaces them."""
-
 LAYOUTS = (
     "`python -m bench.layouts MODEL`, in a clone of the repository, measures what each layout gives; "
     "`unfuse serve --workers all=2` takes one"
 )
+COUNTS = "write how many workers there are of each role in one plan: --workers encoder=1,denoiser=2,decoder=1"
+ONE_MODEL = "write --max-loaded-models 1 for one model at a time, or all"
+REMOVED: Mapping[str, str] = {
+    "--admin-key": ADMIN_KEYS,
+    "--guidance-halves": GUIDANCE_HALVES,
+    "--layouts": LAYOUTS,
+    "--no-workers": "write --workers none",
+    **dict.fromkeys(("--encoders", "--denoisers", "--decoders"), COUNTS),
+    "--hold": ONE_MODEL,
+    "--workers true": "write --workers split",
+    "--workers false": "write --workers none",
+    "--workers swap": "write --workers all=1 --max-loaded-models 1, with as many workers as there are devices",
+    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
+    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1",
+    "serve.admin_key": ADMIN_KEYS,
+    "compute.guidance_halves": GUIDANCE_HALVES,
+    **dict.fromkeys(("serve.encoders", "serve.denoisers", "serve.decoders"), COUNTS),
+    "worker.hold": ONE_MODEL,
+}
+"""What replaces a removed flag, a flag's removed value, or the settings whose names begin so."""
 
-GONE_FLAGS = {"--admin-key": ADMIN_KEYS, "--guidance-halves": GUIDANCE_HALVES, "--layouts": LAYOUTS}
-"""Former flags, and what replaces them."""
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+class Size(int):
+    """A number of bytes that prints with a unit, for output only. Settings, and what is made of them, have ints."""
+
+    @staticmethod
+    def parse(text: str) -> int:
+        """A number of bytes: a number, "2GiB", "512MB"; a bare prefix ("2G") is binary. Raises ValueError."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+        if not match or match[2] not in _UNITS:
+            raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
+        return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def seconds_in(text: str) -> float:
+    """Parse a time: a number of seconds, or "90min", "24h", "7d". Raises ValueError when it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in _SECONDS:
+        raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, min, h or d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+PARSERS: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}  # of numbers with that unit
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -62,11 +100,6 @@ class Field(msgspec.Struct, frozen=True):
     """byte or second, of a number that may be written with a unit; else ""."""
     secret: bool
     """Whether its value must not be shown."""
-
-    @property
-    def in_bytes(self) -> bool:
-        """Whether it is a number of bytes."""
-        return self.unit == "byte"
 
     @property
     def variable(self) -> str:
@@ -98,6 +131,9 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
 FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}
 
 
+_Given = tuple[Any, str]  # a value that is set somewhere, and where
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """Settings, and the origin of each value by dotted name."""
 
@@ -112,24 +148,21 @@ def load(
 
     Raises UsageError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    sources = (
-        (FLAG, given, {name: FIELDS[name].flag for name in given}),
-        (ENVIRONMENT, *_from_environment(environment)),
-        (FILE, *_from_file(config)),
-    )
+    home = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~"), ".local", "share")
+    given: dict[str, _Given] = {
+        "data_dir": (str(Path(home, "unfuse")), DEFAULT),
+        "run_dir": (_run_dir(environment), DEFAULT),
+        **_from_file(config),
+        **_from_environment(environment),
+        **{name: (value, f"{FLAG} {FIELDS[name].flag}") for name, value in (flags or {}).items() if value is not None},
+    }
     settings: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, DEFAULT)
-    for name, field in FIELDS.items():
-        for origin, values, labels in sources:
-            if name in values:
-                origins[name] = f"{origin} {labels[name]}"
-                group, _, key = name.rpartition(".")
-                place = settings.setdefault(group, {}) if group else settings
-                place[key] = _convert(field, values[name], origins[name])
-                break
-    settings.setdefault("data_dir", _data_dir(environment))
-    settings.setdefault("run_dir", _run_dir(environment))
+    for name, (value, origin) in given.items():
+        origins[name] = origin
+        group, _, key = name.rpartition(".")
+        place = settings.setdefault(group, {}) if group else settings
+        place[key] = _convert(FIELDS[name], value, origin)
     return Loaded(_at_home(msgspec.convert(settings, Settings)), origins)
 
 
@@ -153,19 +186,19 @@ def _at_home(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, data_dir=data_dir, run_dir=run_dir, serve=serve)
 
 
-def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_environment(environment: Mapping[str, str]) -> dict[str, _Given]:
     known = {field.variable: name for name, field in FIELDS.items()}
     found = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
     for variable in found:
         if variable not in known:
             name = variable.removeprefix(PREFIX).lower().replace("__", ".")
             raise UsageError(f"environment variable {variable} is not a setting{_instead(name, variable, known)}")
-    return {known[v]: text for v, text in found.items()}, {known[v]: v for v in found}
+    return {known[variable]: (text, f"{ENVIRONMENT} {variable}") for variable, text in found.items()}
 
 
-def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _from_file(path: Path | None) -> dict[str, _Given]:
     if path is None:
-        return {}, {}
+        return {}
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
@@ -178,11 +211,11 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     for name in flat:
         if name not in FIELDS:
             raise UsageError(f"{path}: {name} is not a setting{_instead(name, name, FIELDS)}")
-    return flat, dict.fromkeys(flat, str(path))
+    return {name: (value, f"{FILE} {path}") for name, value in flat.items()}
 
 
 def _instead(name: str, written: str, known: Iterable[str]) -> str:
-    for beginning, new in GONE.items():
+    for beginning, new in REMOVED.items():
         if name.startswith(beginning):
             return f" any more; {new}"
     close = nearest(written, known, 0.5)
@@ -190,24 +223,21 @@ def _instead(name: str, written: str, known: Iterable[str]) -> str:
 
 
 def _convert(field: Field, value: Any, origin: str) -> Any:
-    if isinstance(field.default, str) and isinstance(value, bool):
-        value = str(value).lower()
+    if replacement := REMOVED.get(f"{field.flag} {value}".lower()):
+        raise UsageError(f"{field.name} {value!r} (from {origin}) is removed: {replacement}")
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    kind = get_args(field.type)[0]
+    if get_origin(kind) is Literal:
+        value = str(value)  # a file may have the number
     try:
-        parse = PARSED.get(field.unit)
+        parse = PARSERS.get(field.unit)
         given = parse(value) if parse and isinstance(value, str) else value
         return msgspec.convert(given, field.type, strict=not isinstance(given, str))
     except (ValueError, msgspec.ValidationError) as error:
         shown = "" if field.secret else f" {value!r}"
-        kind = get_args(field.type)[0]
         reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
         raise UsageError(f"{field.name}{shown} (from {origin}): {reason}") from error
-
-
-def _data_dir(environment: Mapping[str, str]) -> str:
-    home = environment.get("XDG_DATA_HOME") or str(Path(environment.get("HOME", "~"), ".local", "share"))
-    return str(Path(home) / "unfuse")
 
 
 def _run_dir(environment: Mapping[str, str]) -> str:

@@ -1,9 +1,11 @@
-"""The stop of a process: how its time is divided, and its end, whatever hangs."""
+"""The stop of a process: how its time is divided, what systemd is told, and its end, whatever hangs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
+from contextlib import suppress
 
 import structlog
 
@@ -16,9 +18,27 @@ ENDING_S, ENDING = 3.0, 0.3  # seconds that closing takes once all workers have 
 log = structlog.get_logger(__name__)
 
 
-def share_of(budget: StopBudget) -> float:
-    """Return the seconds to leave for closing when workers are told to stop."""
-    return min(ENDING_S, ENDING * budget.seconds)
+READY, STOPPING = "READY=1", "STOPPING=1"  # what systemd is told
+
+
+class Stoppable:
+    """What runs until `stop`, and ends within the drain timeout."""
+
+    def __init__(self, drain_timeout: float) -> None:
+        self.stopping, self.budget = asyncio.Event(), StopBudget(drain_timeout)
+
+    def stop(self) -> None:
+        """End within the drain timeout. A second call ends at once."""
+        if self.stopping.is_set():
+            self.budget.hurry.set()
+        else:
+            self.budget = StopBudget(self.budget.seconds)
+        self.stopping.set()
+
+    @property
+    def reserve(self) -> float:
+        """The seconds to leave for closing when workers are told to stop."""
+        return min(ENDING_S, ENDING * self.budget.seconds)
 
 
 def end_after(seconds: float) -> None:
@@ -32,3 +52,12 @@ def end_after(seconds: float) -> None:
 def _end(seconds: float) -> None:
     log.error("the stop was not over in time: this process ends now, and what runs begins again", seconds=seconds)
     os._exit(1)
+
+
+def notify(state: str) -> None:
+    """Tell systemd how far a service is (sd_notify), if a unit of `Type=notify` started it. Never fails."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+        to.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)

@@ -7,29 +7,52 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
+from unfuse import __version__
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Hello, Refused, Welcome, WorkerInfo
 from unfuse.core.spread import AUTO
-from unfuse.launch.forks import Forks
-from unfuse.launch.local import HURRY, LocalLauncher
+from unfuse.core.time_budget import first
+from unfuse.launch.local import HURRY, Forks, LocalLauncher
+from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
 from unfuse.planning.placement import CPU, Wanted, devices_of, only_cpu
 from unfuse.service.addresses import schedulers, worker_trust
-from unfuse.service.groups import OWN_ARENA, Settings, Transfer
-from unfuse.service.resources import resources
-from unfuse.service.stopping import AT_ONCE_S, end_after
+from unfuse.service.groups import OWN_ARENA, Settings
+from unfuse.service.logs import Logs
+from unfuse.service.plan import (
+    Plan,
+    device_memory,
+    forked,
+    means,
+    plan_for,
+    resources,
+    roles_apart,
+    specs_of,
+    wanted,
+)
+from unfuse.service.settings import FIELDS
+from unfuse.service.stopping import AT_ONCE_S, Stoppable, end_after
+from unfuse.stores.results import sees
 from unfuse.transfer.base import TransferEngine, TransferOptions, threads_for
-from unfuse.weights.composed import parse_component_sources
 from unfuse.weights.fingerprints import FINGERPRINTS
-from unfuse.wire.address import host_towards
+from unfuse.weights.source import is_local, parse_component_sources, resolve_source
+from unfuse.wire.address import Trust, host_towards, unix_path
+from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
 from unfuse.worker.health import answering
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.link import Link
+from unfuse.worker.registration import WorkerOptions
 from unfuse.worker.worker import Worker
 
 
@@ -43,9 +66,11 @@ def worker_options(settings: Settings) -> WorkerOptions:
     addresses = schedulers(settings)
     trusted = worker_trust(settings, addresses)
     secret = trusted.secret if isinstance(trusted, Keys) else ""
+    transfer = msgspec.structs.asdict(settings.transfer)
+    del transfer["engine"]
     return WorkerOptions(
         role=wanted.role,
-        hold=wanted.hold,
+        max_loaded_models=wanted.max_loaded_models,
         components=wanted.component,
         schedulers=addresses,
         node=wanted.node or machine_id(run_folder),
@@ -65,7 +90,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
             insecure=settings.insecure_listen,
-            **_transfer(settings.transfer),
+            **(transfer | {"threads": transfer["threads"] or threads_for(cpus(CONTROL_GROUP))}),
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
@@ -73,12 +98,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
         component_sources=parse_component_sources(settings.serve.component_source),
         gpus=sum(device.name != CPU for device in devices()) if compute.parallel == AUTO else 0,
     )
-
-
-def _transfer(settings: Transfer) -> dict[str, Any]:
-    """The options of transfer engines that settings have, with threads by the cores that this process may use."""
-    own = {name: value for name, value in msgspec.structs.asdict(settings).items() if name != "engine"}
-    return own | {"threads": settings.threads or threads_for(cpus(CONTROL_GROUP))}
 
 
 async def _run(worker: Worker, health: str) -> None:
@@ -146,3 +165,194 @@ async def work(
     finally:
         for launcher in own:
             await launcher.stop(0)
+
+
+STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
+
+
+class MachineWorkers(Stoppable):
+    """All workers of a machine, for schedulers that run elsewhere (`unfuse worker --workers auto`).
+
+    They are placed, and kept running, as those are that `serve` starts, and end as those do.
+    """
+
+    def __init__(self, settings: Settings, logs: Logs) -> None:
+        super().__init__(settings.serve.drain_timeout)
+        self._settings, self._logs = settings, logs
+
+    async def run(self, starting: Callable[[Plan], object]) -> None:
+        """Run them until `stop`; `starting` is called with what is started. Raises ConfigError if one cannot start."""
+        planning = asyncio.create_task(self._plan())
+        await first(planning, self.stopping.wait())
+        if self.stopping.is_set():
+            return
+        planned, settings = planning.result(), self._settings
+        starting(planned)
+        named = {"node": settings.worker.node} if settings.worker.node else {}
+        scheduler = FIELDS["worker.scheduler"]
+        environment = {**self._logs.environment, scheduler.variable: scheduler.written(schedulers(settings))}
+        specs = specs_of(planned, settings, named, environment)
+        launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
+        launcher.start()
+        try:
+            await first(asyncio.shield(launcher.failed), self.stopping.wait())
+        finally:
+            if not self.stopping.is_set():
+                self.stop()
+            await launcher.stop(self.budget.left(self.reserve), self.budget.hurry)
+
+    async def _plan(self) -> Plan:
+        """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""
+        addresses = schedulers(self._settings)
+        link = Link(addresses, worker_trust(self._settings, addresses), lambda: None)
+        try:
+            welcome = await link.hello(STRANGER)
+        finally:
+            await link.close()
+        return await asyncio.to_thread(plan_here, self._settings, welcome)
+
+
+def plan_here(settings: Settings, welcome: Welcome) -> Plan:
+    """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
+    if not welcome.models:
+        raise ConfigError("the scheduler serves no model yet: start it with one")
+    FINGERPRINTS.remember_in(Path(settings.data_dir))
+    compute, places = settings.compute, welcome.places
+    dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in welcome.models).split(",")))
+    compute = compute if compute.dtype != "auto" else replace(compute, dtype=dtypes)
+    serve = replace(settings.serve, workers=settings.worker.workers)
+    planned = plan_for(
+        [source for _, source, _ in welcome.models], "", wanted(replace(settings, serve=serve, compute=compute)),
+        devices(device_memory(settings)), means(settings), results=sees(places.results, places.mark),
+    )  # fmt: skip
+    if planned.refusal:
+        raise ConfigError(planned.refusal)
+    return planned
+
+
+ANSWER_S = 6.0  # the longest that a scheduler may take to answer
+CLOCKS_S = 5.0  # seconds by which two clocks may differ
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What was looked at, whether it is as it should be, and a sentence: if it is not, what to do."""
+
+    what: str
+    ok: bool
+    says: str
+
+
+async def checks(settings: Settings) -> list[Check]:
+    """Port, key, version, clock, models and results of each scheduler that is named; later ones need the earlier."""
+    found: list[Check] = []
+    for address in schedulers(settings):
+        port = await _port(address)
+        found.append(port)
+        if not port.ok:
+            continue
+        began = time.time()
+        try:
+            welcome = await _welcome(address, worker_trust(settings, [address]))
+        except (ConfigError, ConnectionError) as error:
+            found.append(Check("key", False, str(error)))
+            continue
+        if isinstance(welcome, str):
+            found.append(Check("version", False, welcome))
+            continue
+        found.append(Check("key", True, f"{address} and this machine know each other"))
+        found += [_version(welcome), _clock(welcome, (began + time.time()) / 2), *_models(welcome), _results(welcome)]
+    return found
+
+
+async def _port(address: str) -> Check:
+    if path := unix_path(address):
+        there = path.exists()
+        return Check("port", there, f"{path} is there" if there else f"{path} is not there: start `unfuse serve` here")
+    parts = urlsplit(address)
+    host, port = parts.hostname or "", parts.port or 0
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        advice = f"start it there by `unfuse serve --listen {address}`, or correct the port"
+        return Check("port", False, f"{host} answers, and nobody listens at its port {port}: {advice}")
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        advice = f"correct the address, or have firewalls and networks between let TCP to port {port} through"
+        return Check("port", False, f"{host} cannot be reached ({reason}): {advice}")
+    writer.close()
+    return Check("port", True, f"{host}:{port} can be reached")
+
+
+async def _welcome(address: str, trusted: Trust) -> Welcome | str:
+    """The answer to a worker that comes, or why a version cannot be understood. Raises ConnectionError."""
+    dealer = Dealer(address, trusted)
+    try:
+        answer = await dealer.call(STRANGER, ANSWER_S)
+    except (TimeoutError, ConnectionError) as error:
+        raise ConnectionError(
+            f"{address} does not accept this machine's key ({str(error) or 'no answer'}): copy worker.key again from "
+            "the folder that the scheduler has as --keys, or says when it starts"
+        ) from error
+    finally:
+        await dealer.close()
+    if isinstance(answer, Welcome):
+        return answer
+    why = answer.message if isinstance(answer, Refused) else type(answer).__name__
+    return f"{address} does not understand this version, {__version__} ({why}): install the same one on both machines"
+
+
+def _version(welcome: Welcome) -> Check:
+    there = welcome.version
+    if there == __version__:
+        return Check("version", True, f"both have {__version__}")
+    advice = f"install the same one here: pip install 'unfuse[serve]=={there}'"
+    return Check("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
+
+
+def _clock(welcome: Welcome, now: float) -> Check:
+    if not welcome.now:
+        return Check("clock", True, "the scheduler does not tell its time")
+    ahead = now - welcome.now
+    if abs(ahead) <= CLOCKS_S:
+        return Check("clock", True, f"both agree within {CLOCKS_S:g} s")
+    way = "ahead of" if ahead > 0 else "behind"
+    advice = "have both set by NTP (timedatectl set-ntp true); until then logs and times of files mislead"
+    return Check("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
+
+
+def _models(welcome: Welcome) -> Iterator[Check]:
+    for name, source, _ in welcome.models:
+        try:
+            resolve_source(source, None, ())
+        except ConfigError as error:
+            if source.startswith("/"):
+                advice = "copy that folder here to the same path, or serve it there by its hub name"
+                yield Check("models", False, f"{name} is in {source} on the scheduler's machine and not here: {advice}")
+            else:
+                yield Check("models", False, str(error))
+        else:
+            weights = "is here" if is_local(source) else f"comes when a worker starts, or now by `unfuse pull {name}`"
+            yield Check("models", True, f"{name} {weights}")
+    if not welcome.models:
+        yield Check("models", False, "the scheduler serves no model yet: start it with one")
+
+
+def _results(welcome: Welcome) -> Check:
+    places, cards = welcome.places, list[ModelCard]()
+    if sees(places.results, places.mark):
+        return Check("results", True, "this machine can run all stages")
+    for _, source, _ in welcome.models:
+        with suppress(ConfigError):  # which the check of models says
+            cards.append(card_of(source, resolve_source(source, None, ())))
+    apart = roles_apart(cards)
+    advice = "a shared folder at the same path, or --results s3://BUCKET/PREFIX there, would let this one run them"
+    if cards and not apart:
+        says = f"{places.results} is not seen here, and every stage of these models needs it: {advice}"
+        return Check("results", False, says)
+    runs = f" of the roles {', '.join(apart)} run here, the others" if apart else " that need it"
+    return Check(
+        "results", True,
+        f"{places.results} is not seen here: stages{runs} stay on the scheduler's machine, which has to have workers "
+        f"for them; {advice} too",
+    )  # fmt: skip

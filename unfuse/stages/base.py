@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from unfuse.core.text import TextLoad
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 Tensors = Mapping[str, "Tensor | None"]
 Outline = Sequence[tuple[str, str, tuple[int, ...]]]
 
@@ -27,9 +28,9 @@ class StageInput(msgspec.Struct, frozen=True):
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
     pieces that are recorded of what it makes: see `Stage.grown`. A task of a higher `priority` goes first.
-    `prefix` is what others have made of the same beginning: see `Stage.kept`; it is gone once the task began. An
-    input that the stage has `received` in pieces is not among the tensors. Whether the task `extends` the portions of
-    another stage: see `StageSpec.extends`. `derived` is what the server found out about the request.
+    `prefix` has the first prefix blocks, which others have made: see `Stage.prefix_blocks`; it is gone once the task
+    began. An input that the stage has `received` in pieces is not among the tensors. Whether the task `extends` the
+    prefix blocks of another stage: see `StageSpec.extends`. `derived` is what the server found out about the request.
     """
 
     params: Params
@@ -82,6 +83,20 @@ class Receiving(Protocol):
 
     def drop(self) -> None:
         """The task will not begin."""
+
+
+@dataclass(frozen=True)
+class PrefixBlock:
+    """A part of an output that is equal for all tasks of the same beginning."""
+
+    #: Its place among the blocks of the task, from 0 on.
+    number: int
+
+    #: Returns a copy of its tensors, which steps do not change. To be called before the next step.
+    read: Callable[[], Tensors]
+
+    #: Identifies this block and all before it, where the stage's spec `extends` the blocks of another stage.
+    digest: str = ""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -140,8 +155,8 @@ class Stage(ABC):
     """Whether all tasks that may share a forward do, as far as there is memory, without finding out if that pays."""
     can_overlap = False
     """Whether a step may be computed while the one before is still reported, by `grown`, in another thread, where its
-    portions are stored too. That touches nothing that steps need, and may find that the state is over: then the step
-    was one too many.
+    prefix blocks are stored too. That touches nothing that steps need, and may find that the state is over: then the
+    step was one too many.
     """
 
     @abstractmethod
@@ -259,22 +274,13 @@ class Stage(ABC):
         """
         return ()
 
-    def kept(self, state: Any) -> Sequence[int]:
-        """The numbers of the portions that the last step completed; none from a stage without such.
+    def prefix_blocks(self, state: Any) -> Sequence[PrefixBlock]:
+        """The prefix blocks that the last step completed, in order; none from a stage without such.
 
-        A stage whose spec `goes_on` makes what it makes in numbered portions, which are equal for all tasks of the same
-        beginning. A task may be given the first of them as its `prefix`, in order; it takes what it can, and makes the
-        others itself.
+        A stage whose spec `goes_on` makes its output in such blocks. A task may be given the first of them as its
+        `prefix`, in order; it takes what it can, and makes the others itself.
         """
         return ()
-
-    def portion(self, state: Any, number: int) -> Tensors:
-        """A portion, for the tasks of others, in memory that steps do not change."""
-        raise PermanentError(f"stage {self.kind} makes no portion {number}")
-
-    def digest(self, state: Any, number: int) -> str:
-        """What a portion and all before it depend on, of a stage whose spec `extends` what another stage makes."""
-        raise PermanentError(f"stage {self.kind} makes no portion {number}")
 
 
 State = TypeVar("State")
@@ -361,3 +367,17 @@ def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole:
         found = f"{tensor.dtype} of {tuple(tensor.shape)}"
         raise PermanentError(f"input {name} must be {'integer' if whole else 'floating point'} of {sides}, not {found}")
     return tensor
+
+
+NEGATIVE = "negative_"  # prefix of what was made from the negative prompt; the value is None without guidance
+TOWARDS, AWAY = "towards", "away"  # the halves of guidance: what is predicted for the prompt, and for its negative
+
+
+def guidance_scale(params: Params) -> float:
+    """How much further than the negative prompt's a prediction goes. Raises PermanentError without a scale."""
+    return need(params, "guidance_scale", float)
+
+
+def applies(scale: float) -> bool:
+    """Whether there is a second half at that scale: above 1, as diffusers has it."""
+    return scale > 1.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,19 +15,32 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.parallel.group import Mesh
-from unfuse.parallel.guidance import in_turn, side_by_side
-from unfuse.stages import noise_state
-from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
-from unfuse.stages.feature_cache import FeatureCache, Memory
-from unfuse.stages.finite import remedy
-from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
+from unfuse.stages.base import (
+    AWAY,
+    NEGATIVE,
+    TOWARDS,
+    Checkpoint,
+    Media,
+    StageInput,
+    StageOutput,
+    SteppedStage,
+    applies,
+    need,
+    need_tensor,
+)
+from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
+from unfuse.stages.media import remedy
 from unfuse.stages.one_by_one import one_by_one
-from unfuse.stages.preview import Preview
-from unfuse.stages.redraw import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
+from unfuse.stages.vae_decode import Preview
 from unfuse.weights.adapters import Adapters
 
 Inputs = Mapping[str, Tensor]
 
+PLAIN = (int, float, str, bool, type(None))  # types of what a noise scheduler remembers beside tensors and lists
+
+LEADER = "fbc_leader_block_hook"  # the name of diffusers' hook on the first block
+NEVER = -1.0  # a threshold below every difference: every block runs, and the result is exact
+Memory = dict[int, dict[str, Any]]  # what each transformer remembered, by the names of its forwards
 SIMILAR = "feature_cache"  # the parameter by which a request allows blocks to be skipped
 
 
@@ -94,6 +108,47 @@ class Denoiser(Protocol):
         """One request's latents after its last step, in the form that is handed on."""
 
 
+class FeatureCache:
+    """Skips most of a transformer while its first block says that little has changed since the step before.
+
+    First-block caching, as diffusers has it (https://github.com/chengzeyi/ParaAttention, after TeaCache,
+    arXiv:2411.19108): when what the first block adds differs from last time by less than a share, the other blocks are
+    taken to add what they added last time. diffusers remembers that in its hooks; here each request has its own memory,
+    which goes with its state. Hooks are installed when a request first asks for them.
+    """
+
+    def __init__(self, transformers: Sequence[Any]) -> None:
+        self._transformers = transformers
+        self._hooks: list[tuple[Any, Any]] = []
+
+    def install(self) -> None:
+        """Raise PermanentError for a transformer that cannot skip its blocks."""
+        from diffusers import FirstBlockCacheConfig
+
+        for transformer in self._transformers[len(self._hooks) :]:
+            try:
+                transformer.enable_cache(FirstBlockCacheConfig(threshold=NEVER))
+            except (AttributeError, ValueError, IndexError) as error:
+                name = type(transformer).__name__
+                raise PermanentError(f"feature_cache: {name} cannot skip its blocks: leave it out") from error
+            registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
+            leader = next(hook for registry in registries if registry and (hook := registry.get_hook(LEADER)))
+            self._hooks.append((transformer, leader))
+
+    @contextmanager
+    def remembering(self, memory: Memory | None, threshold: float, forward: str) -> Iterator[None]:
+        """Run the forward of that name with what its request remembers; without `memory` none is used or left.
+
+        A `threshold` is the share by which the first block's effect may differ for the others to be skipped.
+        """
+        with ExitStack() as contexts:
+            for number, (transformer, hook) in enumerate(self._hooks):
+                hook.threshold = NEVER if memory is None else threshold
+                hook.state_manager._state_cache = {} if memory is None else memory.setdefault(number, {})
+                contexts.enter_context(transformer.cache_context(forward))
+            yield
+
+
 @dataclass(frozen=True)
 class DenoiseState:
     """A request between two steps. `negative` is None without guidance; `scheduler` changes with every step."""
@@ -139,11 +194,10 @@ class Denoise(SteppedStage[DenoiseState]):
         self._denoiser, self._preview, self._adapters, self._is_spread = denoiser, preview, loras, mesh is not None
         self._features = FeatureCache(denoiser.transformers)
         self.exact = options.batching != "batched"
-        apart = mesh is not None and "cfg" in mesh.degrees
-        self._halves = partial(side_by_side, mesh.axis("cfg")) if mesh is not None and apart else in_turn
+        self._apart = mesh.axis("cfg") if mesh is not None and "cfg" in mesh.degrees else None
         self._paired = self.exact and bool(denoiser.first)
-        self._fused = (self._paired or not self.exact) and not apart
-        self.differs_alone = self.exact and not (apart or self._paired)
+        self._fused = (self._paired or not self.exact) and self._apart is None
+        self.differs_alone = self.exact and self._apart is None and not self._paired
         self._noise_device = denoiser.device if options.noise_device != "cpu" else torch.device("cpu")
 
     @property
@@ -214,7 +268,7 @@ class Denoise(SteppedStage[DenoiseState]):
     def save(self, state: DenoiseState) -> Checkpoint:
         """Latents, the number of steps, and the state of the noise scheduler."""
         fresh = self._denoiser.noise_scheduler(state.params, state.latents)
-        tensors, remembered = noise_state.save(state.scheduler, fresh)
+        tensors, remembered = scheduler_state(state.scheduler, fresh)
         return Checkpoint({"latents": state.latents.cpu(), **tensors}, {"step": state.step, "scheduler": remembered})
 
     @torch.no_grad()
@@ -224,7 +278,7 @@ class Denoise(SteppedStage[DenoiseState]):
         steps = range(len(begun.scheduler.timesteps))
         if saved is None or saved.shape != begun.latents.shape or not isinstance(step, int) or step not in steps:
             raise PermanentError(f"a checkpoint at step {step} does not fit its task")
-        noise_state.resume(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
+        restore_scheduler(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
         return replace(begun, latents=torch.empty_like(begun.latents, dtype=saved.dtype).copy_(saved), step=step)
 
     def exact_batch_key(self, state: DenoiseState) -> Hashable:
@@ -330,7 +384,11 @@ class Denoise(SteppedStage[DenoiseState]):
 
             if not negatives:
                 return half(TOWARDS, inputs)
-            towards, away = self._halves(lambda: half(TOWARDS, inputs), lambda: half(AWAY, _joined(negatives)))
+            if self._apart is None:
+                towards, away = half(TOWARDS, inputs), half(AWAY, _joined(negatives))
+            else:  # each half on a rank of its own, and both ranks get both
+                own = half(AWAY, _joined(negatives)) if self._apart.rank else half(TOWARDS, inputs)
+                towards, away = self._apart.gather(own).unbind(0)
         rows = [slice(row, row + 1) for row in range(len(batch))]
         combine = self._denoiser.combine
         return _join(
@@ -359,3 +417,53 @@ def _not_finite(state: DenoiseState, dtype: torch.dtype) -> PermanentError:
         f"denoising produced values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
         f"{remedy('the model', dtype, state.params)}"
     )
+
+
+def scheduler_state(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copied tensors and plain values that tell a scheduler from a fresh one. Raises PermanentError for others.
+
+    A scheduler made anew for the same request has all the rest, so only what has changed since is saved: of a
+    first-order one the index of the step, of a multistep one its last predictions too.
+    """
+    tensors: dict[str, Tensor] = {}
+    before = vars(fresh)
+    changed = {n: value for n, value in vars(scheduler).items() if n not in before or not _equal(value, before[n])}
+    return tensors, {name: _taken(f"scheduler.{name}", value, tensors) for name, value in changed.items()}
+
+
+def restore_scheduler(
+    scheduler: object, tensors: Mapping[str, Tensor | None], values: Mapping[str, Any], device: Any
+) -> None:
+    """Give a fresh scheduler what `scheduler_state` found; tensors that were not on the CPU go to the device."""
+    for name, value in values.items():
+        setattr(scheduler, name, _put_back(value, tensors, device))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _taken(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value in terms of plain ones; a tensor becomes [its name, whether it was on the CPU]."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().to("cpu", copy=True)
+        return {"tensor": name, "cpu": value.device.type == "cpu"}
+    if isinstance(value, list):
+        return [_taken(f"{name}.{index}", part, tensors) for index, part in enumerate(value)]
+    if isinstance(value, PLAIN):
+        return value
+    raise PermanentError(f"a noise scheduler with a {type(value).__name__} in {name} cannot be saved between steps")
+
+
+def _put_back(value: Any, tensors: Mapping[str, Tensor | None], device: Any) -> Any:
+    if isinstance(value, dict):
+        tensor = tensors[value["tensor"]]
+        assert tensor is not None
+        return tensor.clone() if value["cpu"] else tensor.to(device, copy=True)
+    if isinstance(value, list):
+        return [_put_back(part, tensors, device) for part in value]
+    return value

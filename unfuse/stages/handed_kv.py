@@ -142,7 +142,7 @@ class KvWriter:
     def stepped(self) -> None:
         """A step of the sequence is made."""
 
-    def portion(self, number: int) -> Tensors:
+    def prefix_block(self, number: int) -> Tensors:
         """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width), for other prompts."""
         span = number * CHUNK, (number + 1) * CHUNK
         return {"kv": torch.stack([torch.stack(self._kv.read(layer, *span)) for layer in range(self._layout.layers)])}
@@ -220,7 +220,7 @@ class SharedKvWriter(KvWriter):
                 self._output.written(*self._written(self._done))
 
     @override
-    def portion(self, number: int) -> Tensors:
+    def prefix_block(self, number: int) -> Tensors:
         return {"kv": self._tensors[CHUNKS][number].transpose(1, 2).contiguous()}
 
     @override

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,17 +23,28 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, MOST_SHARED, Answer, Piece, unpacked
 from unfuse.core.vision import Shown
+from unfuse.language.detokenize import Ending, Words
+from unfuse.language.grammars import BehindReasoning, GrammarMatcher, Grammars
 from unfuse.language.paged_kv import KvSequence, NoBlocks
 from unfuse.language.sampling import Sampled, Sampling, sample
-from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need, next_states
-from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
-from unfuse.stages.reasoned import BehindReasoning
-from unfuse.stages.sequences import GrammarEngine, GrammarMatcher, Growing, PromptStage, Sequences
-from unfuse.stages.words import Ending, Tokenizer, Words
+from unfuse.stages.base import (
+    Media,
+    OpenOutput,
+    PrefixBlock,
+    Receiving,
+    StageInput,
+    StageOutput,
+    Tensors,
+    need,
+    next_states,
+)
+from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader, KvWriter
+from unfuse.stages.sequences import Growing, PromptStage, Sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from unfuse.language.tokenizer import ChatTokenizer
     from unfuse.parallel.group import Group
 
 
@@ -50,6 +62,13 @@ class Prefilling(Growing):
     """A prompt, of which `before` tokens were in the KV before the last step."""
 
     before: int = 0
+    handed: KvWriter = field(kw_only=True)
+
+    @property
+    def blocks(self) -> list[PrefixBlock]:
+        """The chunks that the last step completed."""
+        numbers = range(self.before // CHUNK, self.done // CHUNK)
+        return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in numbers]
 
 
 class Prefill(PromptStage[Prefilling]):
@@ -89,13 +108,8 @@ class Prefill(PromptStage[Prefilling]):
         return replace(state, done=result, before=state.done)
 
     @override
-    def kept(self, state: Prefilling) -> Sequence[int]:
-        return range(state.before // CHUNK, state.done // CHUNK)
-
-    @override
-    def portion(self, state: Prefilling, number: int) -> Tensors:
-        assert state.handed
-        return state.handed.portion(number)
+    def prefix_blocks(self, state: Prefilling) -> Sequence[PrefixBlock]:
+        return state.blocks
 
     @override
     def progress(self, state: Prefilling) -> tuple[int, int]:
@@ -108,12 +122,10 @@ class Prefill(PromptStage[Prefilling]):
 
     @override
     def write_to(self, state: Prefilling, output: OpenOutput) -> None:
-        assert state.handed
         state.handed.to(output)
 
     @override
     def finish(self, state: Prefilling) -> StageOutput:
-        assert state.handed
         return StageOutput(state.handed.finish())
 
     @override
@@ -133,6 +145,11 @@ class Recomputed(Prefilling):
     digests: tuple[str, ...] = ()
 
     @property
+    @override
+    def blocks(self) -> list[PrefixBlock]:
+        return [replace(block, digest=self.digests[block.number]) for block in super().blocks]
+
+    @property
     def complete(self) -> bool:
         """Whether all chunks are computed."""
         return self.done == len(self.ids)
@@ -148,7 +165,7 @@ class Writing(Growing):
 
     prompt: int = 0
     how: Sampling = Sampling()
-    words: Words | None = None
+    words: Words = field(kw_only=True)
     sampled: Sampled | None = None
     constraint: GrammarMatcher | None = None
     shown: tuple[Shown, ...] = ()
@@ -163,7 +180,6 @@ class Writing(Growing):
     @property
     @override
     def most(self) -> int:
-        assert self.words
         return self.prompt + self.words.most
 
     @property
@@ -213,7 +229,7 @@ class Decode(PromptStage[Writing]):
     can_overlap = all_together = True
 
     def __init__(
-        self, sequences: Sequences, tokenizer: Tokenizer, grammars: GrammarEngine, group: Group | None = None
+        self, sequences: Sequences, tokenizer: ChatTokenizer, grammars: Grammars, group: Group | None = None
     ) -> None:
         super().__init__(sequences)
         self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
@@ -278,9 +294,10 @@ class Decode(PromptStage[Writing]):
         if grammar is None or (self._group and self._group.rank):
             return None
         reading = task.derived.reading
-        constraint: GrammarMatcher = self._grammars.open(grammar)
+        constraint: GrammarMatcher
+        constraint = opened = self._grammars.open(grammar)
         if reading and reading.reasoning:
-            constraint = BehindReasoning(constraint, reading, self._tokenizer)
+            constraint = BehindReasoning(opened, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)
         return constraint
 
@@ -350,7 +367,6 @@ class Decode(PromptStage[Writing]):
 
     def _again(self, state: Writing) -> Recomputed | None:
         """What is to be computed again of a text that is over; None if nobody would find it."""
-        assert state.words
         first, chunks = (state.prompt - 1) // CHUNK, min((len(state.ids) - 1) // CHUNK, MOST_SHARED)
         if not state.extends or first >= chunks or state.words.has_reasoning:
             return None
@@ -365,23 +381,12 @@ class Decode(PromptStage[Writing]):
         )  # fmt: skip
 
     @override
-    def kept(self, state: Writing) -> Sequence[int]:
-        return range(state.again.before // CHUNK, state.again.done // CHUNK) if state.again else ()
-
-    @override
-    def portion(self, state: Writing, number: int) -> Tensors:
-        assert state.again and state.again.handed
-        return state.again.handed.portion(number)
-
-    @override
-    def digest(self, state: Writing, number: int) -> str:
-        assert state.again
-        return state.again.digests[number]
+    def prefix_blocks(self, state: Writing) -> Sequence[PrefixBlock]:
+        return state.again.blocks if state.again else ()
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:
         """The tokens; as if the last one were to come, while a text that is over has something left to do."""
-        assert state.words
         made = len(state.ids) - state.prompt
         over = state.over or state.words.ended or (made and state.ids[-1] in state.words.ends)
         left = state.again is not None and not state.again.complete
@@ -391,13 +396,11 @@ class Decode(PromptStage[Writing]):
     def grown(self, state: Writing) -> Sequence[bytes]:
         if state.sampled is None:
             return []
-        assert state.words
         made = state.sampled
         return [encode(state.words.add(made.token, made.logprob, made.top))]
 
     @override
     def finish(self, state: Writing) -> StageOutput:
-        assert state.words
         words = state.words
         answer = Answer("".join(piece.text for piece in words.made), words.ended, words.made, words.stop_reason)
         return StageOutput(media=(Media("application/json", msgspec.json.encode(answer)),))
@@ -412,7 +415,6 @@ class Decode(PromptStage[Writing]):
 
 def _is_last(state: Writing) -> bool:
     """Whether the last token of an answer ends it, whatever its text."""
-    assert state.words
     return len(state.answer) == state.words.most or state.ids[-1] in state.words.ends
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from typing_extensions import override
@@ -72,6 +73,13 @@ def record(params: Params) -> Recording:
         return Video(need(params, "fps", float))
     given = params.get("output_compression")
     return Pictures(output_format, max(1, given) if isinstance(given, int) else 100)
+
+
+def to_bytes(frames: NDArray[Any], whose: str, advice: str) -> Frames:
+    """Frames of 0 to 1 as uint8; halves round to even. Raises PermanentError, with `advice`, unless all are finite."""
+    if not np.isfinite(frames).all():
+        raise PermanentError(f"the {whose} produced pixels that are not finite: {advice}")
+    return (frames * 255).round().astype(np.uint8)
 
 
 def encode(frames: Frames, params: Params) -> tuple[Media, ...]:
@@ -196,3 +204,18 @@ def _picture(frame: Frames, output_format: str, quality: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(frame).save(file, output_format, **options)
     return file.getvalue()
+
+
+def remedy(what: str, dtype: torch.dtype | None, params: Params | None = None) -> str:
+    """Return advice for a part of a model (`what`, in `dtype`) that produced NaN or infinite values.
+
+    `params` are the request's parameters, if they may be the cause.
+    """
+    asked = params or {}
+    knobs = ["guidance_scale"] * bool(asked.get("guidance_scale")) + ["lora_scale"] * bool(asked.get("lora"))
+    tries = [f"try a smaller {' or '.join(knobs)}"] if knobs else []
+    if dtype == torch.float32:
+        tries.append("download the model's files again, in case they are damaged")
+    else:
+        tries.append(f"serve {what} in float32")
+    return ", or ".join(tries)

@@ -13,44 +13,16 @@ from unfuse.core.derived import PROMPT
 from unfuse.core.errors import PermanentError
 from unfuse.core.text import CHUNK, TextLoad, beginnings, unpacked
 from unfuse.core.vision import Shown, Vision, places_of
+from unfuse.language.grammars import GrammarMatcher
 from unfuse.language.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
-from unfuse.stages.language_model import LanguageModel
-from unfuse.stages.sight import Sight
+from unfuse.stages.language_model import LanguageModel, Sight
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from unfuse.parallel.group import Axis
-from typing import Protocol
-
-
-class GrammarMatcher(Protocol):
-    """A text that has to match a grammar, and is followed somewhere else."""
-
-    @property
-    def compiling(self) -> bool:
-        """Whether its grammar is not compiled yet."""
-
-    def begin(self, ids: Sequence[int]) -> None:
-        """Have it found out, meanwhile, what may follow these ids."""
-
-    def waits(self, wait_s: float = 0.0) -> bool:
-        """Whether that is overdue, also after so many seconds."""
-
-    def allowed(self, ids: Sequence[int]) -> bytes | None:
-        """A bit for each token, set if it may follow these ids; None if that is overdue. Raises PermanentError."""
-
-    def close(self) -> None:
-        """The text is over."""
-
-
-class GrammarEngine(Protocol):
-    """What follows texts by their grammars."""
-
-    def open(self, grammar: bytes) -> GrammarMatcher:
-        """A new text, which has to match this grammar."""
 
 
 LAST = 1 << 62  # the place of sequences that every other one comes before
@@ -181,10 +153,10 @@ class Sequences:
         return sequence
 
     def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put others' portions in place while there are such, and room. Returns the tokens there are, up to `most`."""
+        """Put others' prefix blocks in place while there is room. Returns the tokens there are, up to `most`."""
         layout = self.layout(CHUNK)
-        for portion in prefix:
-            both, start = portion.get("kv"), sequence.length
+        for block in prefix:
+            both, start = block.get("kv"), sequence.length
             shape = layout.layers, 2, layout.heads, CHUNK, layout.width
             if both is None or both.shape != shape or start + CHUNK > most:
                 break

@@ -9,8 +9,7 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import OneStepState, Stage, StageInput, StageOutput, Tensors, need
-from unfuse.stages.guidance import NEGATIVE, applies
+from unfuse.stages.base import NEGATIVE, OneStepState, Stage, StageInput, StageOutput, Tensors, applies, need
 from unfuse.stages.one_by_one import one_by_one
 
 

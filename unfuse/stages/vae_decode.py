@@ -6,7 +6,7 @@ time: they are encoded as they come, and clients may have what that makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 from typing_extensions import override
 
-from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need, need_tensor
-from unfuse.stages.finite import remedy
-from unfuse.stages.media import Recording, need_format, record
+from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.media import Recording, encode, need_format, record, remedy, to_bytes
 
 
 class VaeDecoder(Protocol):
@@ -128,7 +127,29 @@ def to_pixels(video: Tensor) -> NDArray[np.uint8]:
     """
     unit = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
     frames: NDArray[np.float32] = unit.cpu().permute(0, 2, 3, 1).float().numpy()
-    if not np.isfinite(frames).all():
-        advice = remedy("the model's decoder", video.dtype)
-        raise PermanentError(f"the decoder produced pixels that are not finite: {advice}")
-    return (frames * 255).round().astype(np.uint8)
+    return to_bytes(frames, "decoder", remedy("the model's decoder", video.dtype))
+
+
+CELLS = 32  # longest side that is decoded, in latent cells: 256 pixels of a VAE that makes eight of a cell
+
+FORMAT: Params = {"output_format": "jpeg", "output_compression": 80}
+
+
+class Preview:
+    """Decodes one frame of a shrunk grid. `load` brings the VAE; it is called when the first preview is asked for."""
+
+    def __init__(self, load: Callable[[], VaeDecoder]) -> None:
+        self._load = load
+        self._decoder: VaeDecoder | None = None
+
+    def picture(self, latents: Tensor, params: Params) -> Media:
+        """A JPEG of a request's latents."""
+        self._decoder = self._decoder or self._load()
+        grid = self._decoder.unpack(latents, params)[:, :, :1]
+        height, width = grid.shape[-2:]
+        shrink = CELLS / max(height, width)
+        if shrink < 1:
+            size = (1, max(1, round(height * shrink)), max(1, round(width * shrink)))
+            grid = interpolate(grid, size, mode="area")
+        (media,) = encode(to_pixels(self._decoder.decode(grid)[0])[:1], FORMAT)
+        return media

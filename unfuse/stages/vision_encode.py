@@ -81,7 +81,8 @@ class VisionEncode(Stage):
     @override
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        views = [_view(task) for task in batch]
+        tasks = [(task, _shown(task.derived)) for task in batch]
+        views = [View(_images(task, s), Grid(s.frames, s.rows, s.columns), s.images > 0) for task, s in tasks]
         outputs = []
         for task, seen in zip(batch, self._encoder.encode(views), strict=True):
             named = zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)
@@ -99,11 +100,6 @@ def _shown(derived: Derived) -> Shown:
 def _names(task: StageInput, deep: int) -> list[str]:
     name = _shown(task.derived).shown
     return [name, *(f"{name}.{layer}" for layer in range(deep))]
-
-
-def _view(task: StageInput) -> View:
-    shown = _shown(task.derived)
-    return View(_images(task, shown), Grid(shown.frames, shown.rows, shown.columns), shown.images > 0)
 
 
 def _images(task: StageInput, shown: Shown) -> Iterator[Image.Image]:

@@ -28,9 +28,8 @@ from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
-from unfuse.stages.finite import remedy
 from unfuse.stages.image_encode import read_picture
-from unfuse.stages.media import encode, need_format
+from unfuse.stages.media import encode, need_format, remedy, to_bytes
 from unfuse.weights.adapters import Adapters
 
 FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
@@ -305,13 +304,11 @@ class Whole(SteppedStage[RunningCall]):
         frames = frames[0] if frames.ndim == 5 else frames
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
-        if not np.isfinite(frames).all():
-            advice = remedy("the model", self._lowest(), params)
-            raise PermanentError(f"the pipeline produced pixels that are not finite: {advice}")
+        pixels = to_bytes(frames, "pipeline", remedy("the model", self._lowest(), params))
         for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
             if name in self._takes and params[name] != size:
                 raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")
-        return (frames * 255).round().astype(np.uint8)
+        return pixels
 
 
 def _telling(bar: Callable[..., Any], reached: Callable[..., object]) -> Callable[..., Any]:

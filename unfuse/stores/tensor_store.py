@@ -9,15 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
-from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
+from unfuse.core.object_ref import PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
 from unfuse.stores.base import (
     DEFAULT_CAPACITY,
     SPILL_CAPACITY,
@@ -27,10 +25,9 @@ from unfuse.stores.base import (
     StoreOptions,
     open_backend,
 )
-from unfuse.stores.checksums import PIECE, Checksums, checksums_of
-from unfuse.stores.four_bits import Packed
+from unfuse.stores.checksums import checksums_of
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import WIDE, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.tensors import WIDE, Value, describe, narrowed, numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 
 LOOK_AGAIN_S = 0.005  # seconds between two tries of a `put` that waits for room
@@ -146,27 +143,14 @@ class TensorStore:
             tensors = {name: narrowed(value, encoding) for name, value in wide.items()}
         metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
         narrow = {name: describe(wide[name])[0] for name in tensors if tensors[name] is not wide[name]}
-        draft = self._create(nbytes, request, wait)
+        metas = tuple(replace(meta, wide=narrow[meta.name]) if narrow.get(meta.name) else meta for meta in metas)
+        output = self._unsealed(metas, nbytes, request, stage, attempt, wait)
         try:
-            checksums = _write(draft.memory, metas, tensors)
+            output.write(tensors)
+            return output.finish()
         except BaseException:
-            self._backend.abort(draft.id)
+            output.abort()
             raise
-        self._backend.seal(draft.id)
-        return ObjectRef(
-            id=draft.id,
-            owner=self.owner,
-            node=self.node,
-            request=request,
-            stage=stage,
-            attempt=attempt,
-            generation=draft.generation,
-            nbytes=nbytes,
-            tensors=tuple(replace(meta, wide=narrow[meta.name]) if narrow.get(meta.name) else meta for meta in metas),
-            checksums=checksums,
-            key=draft.key,
-            created_at=self._clock.wall(),
-        )
 
     def begin(
         self,
@@ -186,12 +170,9 @@ class TensorStore:
         metas, nbytes = lay_out(outline)
         if not self._backend.announces or (nbytes <= chunk_bytes(nbytes) and not small):
             return None
-        draft = self._backend.create(nbytes, request)
-        ref = ObjectRef(
-            draft.id, self.owner, self.node, request, stage, attempt, draft.generation, nbytes, metas, (), draft.key,
-            self._clock.wall(),
-        )  # fmt: skip
-        return Unsealed(self._backend, ref, draft.memory)
+        output = self._unsealed(metas, nbytes, request, stage, attempt)
+        output.announce()
+        return output
 
     def at(self, offset: int, nbytes: int) -> Any:
         """Bytes of the memory in which objects lie, whatever they are now, as a torch tensor of uint8."""
@@ -297,6 +278,17 @@ class TensorStore:
             raise ObjectLost(f"object {ref.id} is lost, and this worker makes no copies", ref.id)
         return copies.hold(ref)
 
+    def _unsealed(
+        self, metas: tuple[TensorMeta, ...], nbytes: int, request: str, stage: str, attempt: int, wait: float = 0.0
+    ) -> Unsealed:
+        """Allocate an object, waiting up to `wait` seconds for room. Raises ArenaFull."""
+        draft = self._create(nbytes, request, wait)
+        ref = ObjectRef(
+            draft.id, self.owner, self.node, request, stage, attempt, draft.generation, nbytes, metas, (), draft.key,
+            self._clock.wall(),
+        )  # fmt: skip
+        return Unsealed(self._backend, ref, draft.memory)
+
     def _create(self, nbytes: int, request: str, wait: float) -> ObjectDraft:
         until = self._clock.now() + wait
         while True:
@@ -324,22 +316,3 @@ def _consistent(ref: ObjectRef) -> bool:
         return lay_out((meta.name, meta.dtype, meta.shape) for meta in stored) == (stored, ref.nbytes)
     except ValueError:
         return False
-
-
-def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Mapping[str, Value]) -> tuple[int, ...]:
-    """Copy the tensors to their places, with zeros between them; hash each piece while it is in the CPU's cache."""
-    checksums = Checksums(memory)
-    for meta in metas:
-        value, end = tensors[meta.name], meta.offset + meta.nbytes
-        value = value.data if isinstance(value, Packed) else value
-        source = None if value is None else flat_bytes(value)
-        if value is not None and source is None:
-            copy_into(memory[meta.offset : end], value)
-        elif source is not None:
-            for start in range(meta.offset, end, PIECE):
-                stop = min(start + PIECE, end)
-                memory[start:stop] = source[start - meta.offset : stop - meta.offset]
-                checksums.filled(stop)
-        if gap := -end % ALIGNMENT:
-            memory[end : end + gap] = 0
-    return checksums.finish()

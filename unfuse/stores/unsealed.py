@@ -1,4 +1,7 @@
-"""An object that is written from front to back, a piece at a time, and can be read meanwhile."""
+"""An object that is being written, from front to back. If it is announced, others can read it meanwhile.
+
+An announced object is the sending end of a tensor that streams between workers.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from numpy.typing import NDArray
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, DTYPES, ObjectRef, chunk_bytes
 from unfuse.stores.base import StorageBackend
-from unfuse.stores.checksums import Checksums
-from unfuse.stores.tensors import copy_into, describe, torch_over
+from unfuse.stores.checksums import PIECE, Checksums
+from unfuse.stores.four_bits import Packed
+from unfuse.stores.tensors import Value, copy_into, describe, flat_bytes, torch_over
 
 
 class Unsealed:
-    """What a stage writes its output into, announced from the beginning; `ref` names it, without checksums.
+    """An object that is not sealed yet; `ref` names it, without checksums.
 
     Where its request is over meanwhile, writing goes on to no effect, and `finish` says so.
     """
@@ -30,7 +34,6 @@ class Unsealed:
         for meta in ref.tensors:
             end = meta.offset + meta.nbytes
             memory[end : end + -end % ALIGNMENT] = 0
-        self._announce()
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -45,17 +48,31 @@ class Unsealed:
         """These are written, and do not change any more."""
         self._checksums.filled(self._end(name, elements), 1)
         if len(self._checksums.known) > self._told:
-            self._announce()
+            self.announce()
 
     def fill(self, tensors: Mapping[str, Any]) -> None:
         """Write all of these, if there are any. Raises ValueError for other tensors than were said to come."""
         for meta in self.ref.tensors if tensors else ():
             if (found := describe(tensors.get(meta.name))) != (meta.dtype, meta.shape):
                 raise ValueError(f"{meta.name} is {found}, and was said to be {(meta.dtype, meta.shape)}")
-            copy_into(self._memory[meta.offset : meta.offset + meta.nbytes], tensors[meta.name])
         if tensors:
+            self.write(tensors)
             self._checksums.filled(self._memory.nbytes, 1)
-            self._announce()
+            self.announce()
+
+    def write(self, tensors: Mapping[str, Value]) -> None:
+        """Copy all tensors of `ref` to their places; hash each piece while it is in the CPU's cache."""
+        for meta in self.ref.tensors:
+            value, end = tensors[meta.name], meta.offset + meta.nbytes
+            value = value.data if isinstance(value, Packed) else value
+            source = None if value is None else flat_bytes(value)
+            if value is not None and source is None:
+                copy_into(self._memory[meta.offset : end], value)
+            elif source is not None:
+                for start in range(meta.offset, end, PIECE):
+                    stop = min(start + PIECE, end)
+                    self._memory[start:stop] = source[start - meta.offset : stop - meta.offset]
+                    self._checksums.filled(stop)
 
     def finish(self) -> ObjectRef:
         """All is written: seal it. Raises ObjectLost if its request was released meanwhile."""
@@ -74,7 +91,8 @@ class Unsealed:
         meta = next(meta for meta in self.ref.tensors if meta.name == name)
         return meta.offset + elements * DTYPES[meta.dtype]
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Let others read what is complete."""
         if self._lost:
             return
         self._told = len(self._checksums.known)

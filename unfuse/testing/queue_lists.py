@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from unfuse.core.errors import NotFound
-from unfuse.core.request import REQUEST_MOVES, Record, Webhook
-from unfuse.queues.base import Filter, QueueBackend
+from unfuse.core.request import REQUEST_MOVES, Record, WebhookDelivery
+from unfuse.queues.base import INDEXED_FIELDS, Filter, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -40,7 +40,7 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
     fields: dict[str, Any]
     for number, name in enumerate(("a", "video_b", "c", "video_d", "e", "video_f", "g", "h")):
         fields = {"tenant": "tu"[number // 2 % 2], "fingerprint": "xyz"[number % 3], "idempotency_key": "k" * number}
-        fields |= {"webhook": Webhook("http://h")} if name in "ceg" else {}
+        fields |= {"webhook": "http://h"} if name in "ceg" else {}
         await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
     await check_lists(queue)
     leases = await queue.lease("w", wanted("p", slots=4), TTL)
@@ -51,7 +51,7 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
     for name, status, dead in (("c", "failed", True), ("video_d", "cancelled", False), ("e", "completed", False)):
         await queue.commit(change(await queue.load(name), status=status, dead=dead, completed_at=5.0))
     await check_lists(queue)
-    heard = Webhook("http://h", state="heard", attempts=1)
+    heard = WebhookDelivery("heard", attempts=1)
     await queue.commit(change(await queue.load("c"), dead=False, webhook=heard))
     await queue.drop("e")
     await check_lists(queue)
@@ -113,7 +113,7 @@ async def _check_list(queue: QueueBackend, which: Filter, everything: list[Recor
 
 
 def _is_asked_for(record: Record, which: Filter) -> bool:
-    has = {name: getattr(record.context, name) for name in (*ASKED, "tenant")} | {"status": record.status}
+    has = {name: read(record.context) for name, read in INDEXED_FIELDS.items()} | {"status": record.status}
     return all(has[name] == value for name, value in which.asked().items())
 
 

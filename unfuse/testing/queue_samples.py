@@ -14,7 +14,7 @@ from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params, PlannedStage
-from unfuse.core.request import Change, Record, RequestContext, StageState
+from unfuse.core.request import Caller, Change, Delivery, GenerationRequest, Record, RequestContext, StageState
 from unfuse.core.task import ARENA, SLOTS, Claim, Lease, Task
 from unfuse.queues.base import Limits, Offer, QueueBackend, Wanted
 from unfuse.testing.clock import ManualClock
@@ -27,9 +27,21 @@ E = TypeVar("E", bound=Exception)
 
 
 def request(name: str, **fields: Any) -> RequestContext:
-    """A request whose stage "s" is queued."""
-    stages = {"s": StageState("queued", attempt=1)}
-    return RequestContext(name, "model", {}, fields.pop("plan", ExecutionPlan(())), stages, **fields)
+    """A request whose stage "s" is queued; each field goes to the struct that has it."""
+    fields = {"stages": {"s": StageState("queued", attempt=1)}} | fields
+    what = GenerationRequest(name, "model", fields.pop("params", {}))
+    return request_context(what, fields.pop("plan", ExecutionPlan(())), **fields)
+
+
+def request_context(request: GenerationRequest, plan: ExecutionPlan, **fields: Any) -> RequestContext:
+    """A context of this request; `fields` are those of the caller, of the delivery, or of the context."""
+    own = {
+        kind: {name: fields.pop(name) for name in kind.__struct_fields__ if name in fields}
+        for kind in (Caller, Delivery)
+    }
+    return RequestContext(
+        request, Caller(**own[Caller]), Delivery(**own[Delivery]), plan, fields.pop("stages", {}), **fields
+    )
 
 
 def planned(**costs: float) -> ExecutionPlan:

@@ -140,7 +140,8 @@ async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualC
     skipping = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, version=2))
     stale = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, version=0))
     forged = msgspec.structs.replace(good, claim=msgspec.structs.replace(lease.claim, token=bytes(16)))
-    unknown = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, id="z"))
+    other = msgspec.structs.replace(good.context, request=request("z").request)
+    unknown = msgspec.structs.replace(good, context=other)
     refusals: tuple[tuple[Change, type[UnfuseError]], ...] = (
         (skipping, Conflict),
         (stale, Conflict),
@@ -161,10 +162,10 @@ async def a_commit_that_raises_has_no_effect(queue: QueueBackend, clock: ManualC
 async def two_who_decide_at_once_conflict(queue: QueueBackend, clock: ManualClock) -> None:
     """The second change from one version is refused, and accepted once it is made from the new one."""
     record = await submitted(queue, "a")
-    await queue.commit(change(record, priority=1))
-    await raised(Conflict, queue.commit(change(record, priority=2)))
-    after = await queue.commit(change(await queue.load("a"), priority=2))
-    assert (after.context.version, after.context.priority) == (2, 2)
+    await queue.commit(change(record, order=1.0))
+    await raised(Conflict, queue.commit(change(record, order=2.0)))
+    after = await queue.commit(change(await queue.load("a"), order=2.0))
+    assert (after.context.version, after.context.order) == (2, 2.0)
 
 
 async def a_push_takes_the_place_of_its_key(queue: QueueBackend, clock: ManualClock) -> None:
@@ -384,9 +385,9 @@ async def what_is_stored_comes_back_equal(queue: QueueBackend, clock: ManualCloc
     stages = {
         "s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3, alone=True)
     }
-    context = request("a", tenant="ü", fingerprint="f", deadline=1.5, metadata={"k": "v"}, created_at=0.1, order=0.3)
     params = {"s": "é", "i": 2**40, "most": 2**64 - 1, "least": -(2**63), "f": 0.1, "n": None, "b": True}
-    context = msgspec.structs.replace(context, stages=stages, params=params)
+    own = {"tenant": "ü", "fingerprint": "f", "deadline": 1.5, "metadata": {"k": "v"}, "created_at": 0.1, "order": 0.3}
+    context = request("a", params=params, stages=stages, **own)
     sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, affinity="é", alone=True)
     await queue.submit(context, [sent], [], LIMITS)
     assert (await queue.load("a")).context == context

@@ -74,6 +74,7 @@ log = structlog.get_logger(__name__)
 
 class Session:
     """One transfer. The first `good` bytes are here and verified: whole chunks, or everything.
+    `cancelled` says whether `cancel` was called.
 
     `kept` are checksums of the first chunks that an earlier transfer has left in the sink, perhaps of another object:
     those that are equal are not pulled again.
@@ -97,7 +98,7 @@ class Session:
         self._kept = kept
         self._failures = 0
         self._trouble_since: float | None = None
-        self._cancelled = False
+        self.cancelled = False
         self.over: Future[None] = Future()  # done when the transfer has ended; it cannot be cancelled
         self.over.set_running_or_notify_cancel()
 
@@ -124,7 +125,7 @@ class Session:
 
     def cancel(self) -> None:
         """Make the transfer fail soon, unless it has ended."""
-        self._cancelled = True
+        self.cancelled = True
 
     def step(self) -> float | None:
         """Do a piece of work. Returns the seconds until the next step is due, None at the end. Never raises."""
@@ -254,7 +255,7 @@ class Session:
         return now - self._trouble_since > self._options.bootstrap_s
 
     def _check_wanted(self) -> None:
-        if self._cancelled:
+        if self.cancelled:
             raise TransientError(f"the transfer of object {self.ref.id} was cancelled")
 
     def _move(self, state: State) -> None:

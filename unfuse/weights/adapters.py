@@ -1,17 +1,19 @@
 """Adapters (LoRA) of denoisers: those that a folder holds, and the few of them that a transformer has loaded.
 
-Who only looks into the folder imports no torch.
+Every entry of a file that would have no effect is refused, by its name, shape and values. Who only looks into the
+folder imports no torch, and so does the gateway, which checks the headers before a request is queued.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from warnings import catch_warnings
 
 import xxhash
@@ -20,11 +22,11 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, Unsuitable
 from unfuse.core.parameters import scales
 from unfuse.core.plan import Params
-from unfuse.weights.adapter_files import REMEDY, entries, fitted, left_out, not_finite, refusal, unapplied
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+
 
 Value = TypeVar("Value")
 
@@ -57,8 +59,7 @@ class Loras:
 
     def __init__(self, folder: str, kept: str = "") -> None:
         self._folder, self._kept = Path(folder), kept
-        self._ids: dict[Path, tuple[tuple[int, ...], str]] = {}
-        self._refusals: dict[str, str] = {}
+        self._known: dict[Path, tuple[tuple[int, ...], str, str]] = {}  # state, id and refusal of each file
 
     def files(self) -> dict[str, Path]:
         """The files of all adapters, by name, in order: those directly in the folder."""
@@ -72,17 +73,13 @@ class Loras:
 
     def id_of(self, name: str) -> str:
         """The id of an adapter. A file that has changed is read again, which may take long. Raises NotFound."""
-        return self._id(self._file(name))
+        return self._read(self._file(name))[0]
 
     def check(self, named: str) -> None:
         """Look for adapters that a request names, and into their headers. Raises NotFound, and Unsuitable."""
-        from safetensors import SafetensorError
-
         for name, _ in scales(named):
-            file = self._file(name)
-            with suppress(KeyError, OSError, SafetensorError):  # the worker that loads the file reports the error
-                if reason := refusal(entries(file)):
-                    raise Unsuitable(f"lora {name!r} {reason}")
+            if reason := _refusal(self._file(name)):
+                raise Unsuitable(f"lora {name!r} {reason}")
 
     def _file(self, name: str) -> Path:
         known = self.files()
@@ -96,45 +93,34 @@ class Loras:
             raise NotFound(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
         return known[name]
 
-    def _id(self, file: Path) -> str:
+    def _read(self, file: Path) -> tuple[str, str]:
+        """The id of a file, and why no model can use it; "" if one may."""
         stat = file.stat()
         as_it_is = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-        if file not in self._ids or self._ids[file][0] != as_it_is:
-            digest = xxhash.xxh3_128()
+        if file not in self._known or self._known[file][0] != as_it_is:
             with file.open("rb") as stream:
-                while piece := stream.read(CHUNK):
-                    digest.update(piece)
-            self._ids[file] = as_it_is, digest.hexdigest()
-        return self._ids[file][1]
+                id = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+            self._known[file] = as_it_is, id, _refusal(file)
+        return self._known[file][1:]
 
     def ids_of(self, named: str) -> str:
         """Return the ids of all adapters that a request names, separated by commas.
 
         Raises NotFound, and Unsuitable if a file's header shows that no model can use it.
         """
-        ids = {name: self.id_of(name) for name, _ in scales(named)}
-        for name, id in ids.items():
-            if reason := self._refusal(name, id):
+        read = {name: self._read(self._file(name)) for name, _ in scales(named)}
+        ids = {name: id for name, (id, _) in read.items()}
+        for name, (_, reason) in read.items():
+            if reason:
                 raise Unsuitable(f"lora {name!r} {reason}")
         for name, id in ids.items():
             if twin := next((other for other in ids if other != name and ids[other] == id), ""):
                 raise NotFound(f"loras {name!r} and {twin!r} are one file: name one of them, with the scale of both")
         return ",".join(ids.values())
 
-    def _refusal(self, name: str, id: str) -> str:
-        """Return why no model can use the file with that id; "" if one may, or if it is not a safetensors file."""
-        from safetensors import SafetensorError
-
-        if id not in self._refusals:
-            try:
-                self._refusals[id] = refusal(entries(self.files()[name]))
-            except (KeyError, OSError, SafetensorError):  # the worker that loads the file reports the error
-                return ""
-        return self._refusals[id]
-
     def file(self, name: str, id: str) -> Path:
         """The file of an adapter whose content has that id. Raises NotFound, and PermanentError if it has another."""
-        if (kept := self.kept(id)).is_file() and self._id(kept) == id:
+        if (kept := self.kept(id)).is_file() and self._read(kept)[0] == id:
             return kept
         if self.id_of(name) != id:
             raise PermanentError(f"lora {name!r} is not the one that was asked for: its file here has another content")
@@ -158,6 +144,15 @@ class Loras:
         with self.file(name, id).open("rb") as stream:
             stream.seek(offset)
             return os.fstat(stream.fileno()).st_size, stream.read(CHUNK)
+
+
+def _refusal(file: Path) -> str:
+    """Why no model can use a file, by its header; "" if one may, or if it is not a safetensors file."""
+    from safetensors import SafetensorError
+
+    with suppress(OSError, SafetensorError):  # the worker that loads the file reports the error
+        return refusal(entries(file))
+    return ""
 
 
 class Adapters:
@@ -261,7 +256,7 @@ class Adapters:
             raise Unsuitable(f"lora {name!r} {reason}")
 
         copies, read = traced(tensors)
-        converted, *alphas = self._reader().lora_state_dict(copies, **self._ways())
+        converted, *alphas = self._pipeline().lora_state_dict(copies, **self._ways())
         alike = {key for key in read if key.endswith("alpha")}
         if key := left_out(tensors, sources_of((converted, alphas)) | alike):
             raise Unsuitable(f"lora {name!r} {unapplied(key)}")
@@ -284,7 +279,7 @@ class Adapters:
         by names that only other tools use.
         """
         layers = {
-            _own_name(part, path): layer
+            ".".join(name for name in f"{part}.{path}".split(".") if name != COMPILED): layer
             for part, model in self._parts().items()
             for path, layer in model.named_modules()
             if id in getattr(layer, "lora_alpha", ())
@@ -314,10 +309,6 @@ class Adapters:
     def _parts(self) -> dict[str, Any]:
         """The components that may be adapted, by the prefix of their keys."""
         return {self._part: self._transformer}
-
-    def _reader(self) -> Any:
-        """The diffusers class that converts a file."""
-        return self._pipeline()
 
     def _ways(self) -> dict[str, Any]:
         """The options for that class."""
@@ -356,10 +347,6 @@ class PipelineAdapters(Adapters):
         return {key: part for key, part in self._transformer.components.items() if hasattr(part, "named_parameters")}
 
     @override
-    def _reader(self) -> Any:
-        return self._transformer
-
-    @override
     def _ways(self) -> dict[str, Any]:
         parts, how = self._parts(), {"return_alphas": True, "return_lora_metadata": True}
         return how | ({"unet_config": parts[UNET].config} if UNET in parts and "text_encoder_2" in parts else {})
@@ -391,11 +378,6 @@ class PipelineAdapters(Adapters):
         how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
         self._transformer.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
         self._loras.file(name, id)  # it was not changed while it was read
-
-
-def _own_name(part: str, path: str) -> str:
-    """Return the name of a layer without the prefix that torch adds to compiled modules."""
-    return ".".join(name for name in f"{part}.{path}".split(".") if name != COMPILED)
 
 
 def _plain(key: str) -> str:
@@ -441,3 +423,135 @@ def _misfit(parts: Mapping[str, Module], tensors: Mapping[str, Tensor], applied:
         if end == "B.bias" and tuple(tensors[key].shape) != own[:1]:
             return f"does not fit the model: {key} has {len(tensors[key])} values, but {path} has {own[0]} outputs"
     return "" if tensors else "is empty"
+
+
+HALVES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), (".down.", ".up."))
+"""Parts of the names of the two halves of a low-rank pair, down and up, in the order in which they are tried."""
+
+BEYOND = {
+    "dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa", ".lokr_": "LoKr", ".oft_": "OFT",
+    ".lora_mid": "a pair with a third matrix", ".diff_m": "a difference of modulation",
+    ".diff_b": "a difference of a bias", ".diff": "a whole difference of weights",
+}  # fmt: skip
+"""Kinds of other entries than low-rank pairs, by a part of their names."""
+
+NOWHERE = ("dora_scale", ".hada_", ".oft_", ".lora_mid")
+"""Parts of the names of entries that are not supported for any model."""
+
+ONLY = "only low-rank pairs (LoRA) with their alphas are applied"
+REMEDY = "save it without that, or merge it into the model's weights"
+
+
+class TensorEntry(NamedTuple):
+    """An entry of a safetensors file: the file's name for its dtype, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def entries(file: Path) -> dict[str, TensorEntry]:
+    """Return the entries of a safetensors file by name. Raises SafetensorError and OSError."""
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        return {name: TensorEntry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+def refusal(found: Mapping[str, TensorEntry]) -> str:
+    """Return why a file with these entries cannot be used with any model, as the end of a sentence; else ""."""
+    if not found:
+        return "is empty"
+    for name, entry in found.items():
+        if any(part in name for part in NOWHERE):
+            return unapplied(name)
+        if not name.endswith("alpha") and (reason := _codes(name, entry.dtype)):
+            return reason
+    for name, entry in found.items():
+        other, is_down = other_half(name)
+        if not other:
+            continue
+        if other not in found:
+            return f"holds {name} without {other}, the other half of the low-rank pair: save it again with both"
+        pair = (entry.shape, found[other].shape)
+        down, up = pair if is_down else pair[::-1]
+        if len(down) > 1 and len(up) > 1 and down[0] != up[1]:
+            return f"holds {name} and {other} of different ranks ({down[0]} and {up[1]}): save it again"
+    return ""
+
+
+def other_half(name: str) -> tuple[str, bool]:
+    """Return the name of the pair's other half, and whether `name` is the down half; "" for other entries."""
+    for down, up in HALVES if "lora" in name else ():
+        for own, other in ((down, up), (up, down)):
+            before, found, after = name.rpartition(own)
+            if found and after in ("weight", ".weight", ".default.weight"):
+                return f"{before}{other}{after}", own == down
+    return "", False
+
+
+def unapplied(name: str) -> str:
+    """Return the end of a sentence that refuses an entry without effect."""
+    kind = next((kind for part, kind in BEYOND.items() if part in name), "")
+    shown = f"{name} ({kind})" if kind else name
+    return f"holds {shown}, which is not applied to this model: {ONLY}; {REMEDY}"
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the end of a sentence about the first entry with NaN or infinite numbers; "" if there is none."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            kind = "NaN" if bool(tensor.isnan().any()) else "infinite numbers"
+            return f"holds {kind} in {name}: it was damaged in training or saving; download or save it again"
+    return ""
+
+
+def left_out(tensors: Mapping[str, Tensor], used: set[str]) -> str:
+    """Return the first entry that is not in `used` and would have an effect; "" if there is none.
+
+    A difference of zeros, a pair whose up half is zero, and an alpha equal to the rank have no effect.
+    """
+    without = set(_zeros(tensors))
+    return next((name for name in tensors if name not in used and not _is_without_effect(name, tensors, without)), "")
+
+
+def _zeros(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        other, is_down = other_half(name)
+        adds = name.endswith((".diff", ".diff_b")) or bool(other) and not is_down
+        if adds and not bool(tensor.any()):
+            yield name
+
+
+def _is_without_effect(name: str, tensors: Mapping[str, Tensor], zeros: set[str]) -> bool:
+    if name in zeros or other_half(name)[0] in zeros:
+        return True
+    if not name.endswith(".alpha") or tensors[name].numel() != 1:
+        return False
+    path = name.removesuffix("alpha")
+    halves = {one: other_half(one) for one in tensors if one.startswith(path)}
+    ranks = {tensors[one].shape[0] for one, (_, is_down) in halves.items() if is_down}
+    is_zero = any(one in zeros for one, (other, is_down) in halves.items() if other and not is_down)
+    return is_zero or ranks == {float(tensors[name])}
+
+
+def _codes(name: str, dtype: str) -> str:
+    """Return the end of a sentence that refuses a quantised entry; "" for floats of at least 16 bits."""
+    if dtype.startswith(("I", "U", "B")) and dtype != "BF16":
+        return f"holds {name} as integers ({dtype}): quantised adapters are not supported; save it in 16 bits"
+    if dtype.startswith(("F8", "F6", "F4")):
+        return f"holds {name} in floats of fewer than 16 bits ({dtype}), which are not supported; save it in 16 bits"
+    return ""
+
+
+def fitted(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors, with a zero bias added to each pair without one, if any pair has a bias.
+
+    peft gives either all layers of an adapter a bias or none, and does not initialize a bias that the file lacks.
+    """
+    found = dict(tensors)
+    if any(name.endswith("lora_B.bias") for name in tensors):
+        for name, tensor in tensors.items():
+            if name.endswith("lora_B.weight"):
+                found.setdefault(f"{name.removesuffix('weight')}bias", tensor.new_zeros(tensor.shape[0]))
+    return found

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from unfuse.core.errors import ConfigError
-from unfuse.weights.fingerprints import FINGERPRINTS
+from unfuse.weights.fingerprints import FINGERPRINTS, Algorithm
 from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, contents
 from unfuse.weights.quantised import SETTING, codes, is_whole_number, refusal
 from unfuse.weights.single import is_of, own_names, single_of, singles_of
@@ -81,6 +81,16 @@ class HubFile(msgspec.Struct, frozen=True):
     size: int
     blob_id: str = ""
     lfs_sha256: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """The hub's hash of its content."""
+        return self.lfs_sha256 or self.blob_id
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """By which that is computed."""
+        return "sha256" if len(self.digest) == SHA256_DIGITS else "git"
 
 
 class _Tree(msgspec.Struct, frozen=True):
@@ -325,12 +335,13 @@ class ModelFolder:
         For a model from the hub that is the hub's hash. A file that replaces the link to the hub's blob is hashed with
         the same algorithm, so that an exact copy has the same identity.
         """
-        here, listed = self.path / path, file.lfs_sha256 or file.blob_id
+        here, listed = self.path / path, file.digest
         if not listed:
             return FINGERPRINTS.content(here)
-        if not here.exists() or (self._is_blob(here, listed) and not _written_since_linked(here)):
+        # The hub's library creates the link last. Copying a file over it overwrites the blob, which keeps its old name.
+        if not here.exists() or (self._is_blob(here, listed) and here.stat().st_ctime_ns <= here.lstat().st_ctime_ns):
             return listed.encode()
-        return FINGERPRINTS.of(here, "sha256" if len(listed) == SHA256_DIGITS else "git").encode()
+        return FINGERPRINTS.of(here, file.algorithm).encode()
 
     def _is_blob(self, file: Path, name: str) -> bool:
         """Whether a file of a snapshot is a link to the blob of that name in the hub's cache."""
@@ -370,14 +381,6 @@ class ModelFolder:
             raise ConfigError(f"model {self.path}: {reason}") from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
-
-
-def _written_since_linked(link: Path) -> bool:
-    """Return whether a hub's blob was modified after the hub's library created this link to it.
-
-    The library creates the link last. Copying a file over the link overwrites the blob, which keeps its old name.
-    """
-    return link.stat().st_ctime_ns > link.lstat().st_ctime_ns
 
 
 def has_single_experts(names: Iterable[str]) -> bool:
@@ -436,3 +439,32 @@ def hub_errors() -> tuple[type[Exception], ...]:
 def _config_name(component: str) -> str:
     kind = component.rstrip("0123456789").rstrip("_")
     return next((file for name, file in CONFIGS.items() if kind.endswith(name)), CONFIG)
+
+
+def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
+    """What `--dtype` says: the dtype of whatever it does not name ("auto" if it does not say), and those by component.
+
+    Written `bfloat16`, `transformer=bfloat16,vae=float32`, or both. Raises ConfigError for an unknown dtype.
+    """
+    rest, named = "auto", dict[str, str]()
+    for entry in spec.split(","):
+        component, equals, dtype = (part.strip() for part in entry.rpartition("="))
+        if dtype not in STORED and (equals or dtype != "auto"):
+            raise ConfigError(f"--dtype {spec}: unknown dtype {dtype!r}: one of auto, {', '.join(STORED)}")
+        if equals:
+            named[component] = dtype
+        else:
+            rest = dtype
+    return rest, named
+
+
+def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
+    """The dtype of each component by `--dtype`; "auto" is float32, which is what diffusers loads when told nothing.
+
+    One dtype for all means every component, as `torch_dtype` of a diffusers script does.
+    Raises ConfigError for an unknown dtype or component.
+    """
+    rest, named = parse_dtypes(spec)
+    if unknown := sorted(set(named) - set(components)):
+        raise ConfigError(f"--dtype {spec}: no component is called {unknown[0]!r}; known are {', '.join(components)}")
+    return dict.fromkeys(components, "float32" if rest == "auto" else rest) | named

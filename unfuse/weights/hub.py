@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
 import threading
@@ -25,6 +24,7 @@ import msgspec
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
+from unfuse.weights.fingerprints import HASHES
 from unfuse.weights.folder import HubFile, ModelFolder, hub_errors
 
 AT_ONCE = 4  # files that come side by side
@@ -105,7 +105,7 @@ class _Download:
                 raise
 
     def _part(self, file: HubFile) -> Path:
-        return self._blobs / f"{file.lfs_sha256 or file.blob_id}{PART}"
+        return self._blobs / f"{file.digest}{PART}"
 
     def _state(self) -> Brought:
         now, done = time.monotonic(), sum(self._here.values())
@@ -128,12 +128,13 @@ class _Download:
         """Bring one file, and put it where the hub library looks for it."""
         from huggingface_hub import hf_hub_download
 
-        whole = self._part(file).with_name(file.lfs_sha256 or file.blob_id)
+        whole = self._part(file).with_name(file.digest)
         with self._explained(path):
             with self._locked(path, file, whole) as stream:
                 if stream is not None:
                     self._complete(path, file, stream)
-                    _verify(stream, file)
+                    if HASHES[file.algorithm](self._part(file), file.size) != file.digest:
+                        raise _Lie("its hash is another; it was removed, and a next try brings it anew")
                     os.replace(self._part(file), whole)
             self._here[path] = file.size
             hf_hub_download(self._name, path, revision=self._commit)
@@ -241,13 +242,3 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
     """Whether that is still the file at this path: somebody may have finished it meanwhile."""
     found, named = os.fstat(stream.fileno()), path.stat()
     return (found.st_dev, found.st_ino) == (named.st_dev, named.st_ino)
-
-
-def _verify(stream: BinaryIO, file: HubFile) -> None:
-    """Raises _Lie unless it has the hash that the hub lists: of large files SHA-256, of others that of git."""
-    digest = hashlib.sha256() if file.lfs_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-    stream.seek(0)
-    while chunk := stream.read(CHUNK):
-        digest.update(chunk)
-    if digest.hexdigest() != (file.lfs_sha256 or file.blob_id):
-        raise _Lie("its hash is another; it was removed, and a next try brings it anew")

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import random
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
 
 from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.messages import Sharing
 from unfuse.core.retries import MEMORY, rule_of
-from unfuse.stages.base import Stage
+from unfuse.stages.base import Media, Stage
 from unfuse.worker.compute_messages import How
-from unfuse.worker.exactness import Exactness, culprit, difference
+from unfuse.worker.job import Job
 from unfuse.worker.ranks import Ranks
-from unfuse.worker.turn import Job
+
+log = structlog.get_logger(__name__)
+
+TRUSTED = 3  # how many comparisons have to find no difference before batches of a size are no longer compared each time
+
+CHECKED_AGAIN = 512  # of so many batches of a trusted size, one is compared again: a difference may hide for long
+
+MOST_VERDICTS = 4096  # the most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys
+
+Key = tuple[Hashable, ...]
+
+UNKNOWN = "a function that cannot be seen"
 
 LARGEST = 256  # how many tasks share a forward at most, of stages that have all together
 
 GAIN = 0.95  # a larger batch pays off if a task takes at most this share of its time in the smaller one
+
 SAMPLES = 5  # how many forwards of a size are remembered, the latest
+
 CHANGED = 1.5  # a forward so many times longer, or shorter, than is usual for its size may mean another load
 
 RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
@@ -33,6 +54,137 @@ is level needs no haste.
 """
 
 MAX_KEYS = 256
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What comparisons of a size found: so many times no difference, or a function that is to `blame` for one."""
+
+    equal: int = 0
+    blame: str = ""
+    pool: str = ""
+    size: int = 0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether requests may share a forward of this size."""
+        return self.equal >= TRUSTED and not self.blame
+
+
+UNSEEN = Verdict()
+
+
+class Exactness:
+    """The verdicts of one process, kept in a file that those of other processes and of earlier ones are in too.
+
+    A key begins with a pool and has whatever else tasks must have in common. Verdicts are of one `scope`: the device,
+    the versions and the settings under which they were found. Without a file, they end with the process; one that
+    cannot be read or written costs comparisons, no more.
+    """
+
+    def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
+        self._file, self._scope, self._chance = file, scope, chance
+        self._verdicts = self._read()
+
+    def all(self) -> Sequence[Verdict]:
+        """Every verdict, of whatever scope."""
+        return [*self._verdicts.values()]
+
+    def of(self, key: Key, size: int) -> Verdict:
+        """What is known of batches of this size."""
+        return self._verdicts.get(self._name(key, size), UNSEEN)
+
+    def must_compare(self, key: Key, size: int) -> bool:
+        """Whether the next batch of this size should be compared, unless it is known to make a difference."""
+        verdict = self.of(key, size)
+        return not verdict.blame and (not verdict.is_trusted or self._chance() * CHECKED_AGAIN < 1)
+
+    def largest(self, key: Key, size: int) -> int:
+        """Of this size, its half, its quarter and so on, the largest that is trusted or may still be; 0: none."""
+        while size and self.of(key, size).blame:
+            size //= 2
+        return size
+
+    def learn(self, key: Key, size: int, blame: str) -> None:
+        """Remember a comparison: what is to blame for a difference, "" if there was none."""
+        before = self.of(key, size)
+        after = Verdict(before.equal + (not blame), blame, str(key[0]), size)
+        self._verdicts.pop(self._name(key, size), None)
+        self._verdicts[self._name(key, size)] = after
+        if len(self._verdicts) > MOST_VERDICTS:
+            del self._verdicts[next(iter(self._verdicts))]
+        if blame:
+            log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
+        if after.is_trusted != before.is_trusted or blame:
+            self._write(self._name(key, size), after)
+
+    def _name(self, key: Key, size: int) -> str:
+        return f"{self._scope} {key!r} {size}".strip()
+
+    def _read(self) -> dict[str, Verdict]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, Verdict]) if self._file else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("what was compared before cannot be read", file=str(self._file), reason=str(error))
+            return {}
+
+    def _write(self, name: str, verdict: Verdict) -> None:
+        """Add a verdict to the file, beside those that other processes have added meanwhile."""
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                kept = self._read()
+                kept.pop(name, None)
+                kept[name] = verdict
+                fresh = self._file.with_suffix(".new")
+                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST_VERDICTS:])))
+                os.replace(fresh, self._file)
+        except OSError as error:
+            log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
+
+
+def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
+    """The first of some states that has something else of a forward together than alone; None if there is none."""
+    pairs = zip(alone, together, strict=True)
+    return next((row for row, (own, shared) in enumerate(pairs) if not _equal(own, shared)), None)
+
+
+def culprit(stage: Stage, states: Sequence[Any], row: int) -> str:
+    """What is to blame for it. Computes both once more."""
+    from unfuse.stages.one_by_one import first_difference
+
+    return first_difference(lambda: stage.step_alone(states[row]), lambda: stage.step(states)) or UNKNOWN
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two results, errors among them, are the same bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if hasattr(one, "untyped_storage"):  # a tensor of torch
+        return bool(one.shape == other.shape and one.dtype == other.dtype and _bytes(one) == _bytes(other))
+    match one:
+        case Exception():
+            return str(one) == str(other)
+        case np.ndarray():
+            return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+        case dict():
+            return one.keys() == other.keys() and all(map(_equal, one.values(), map(other.get, one)))
+        case tuple() | list():
+            return len(one) == len(other) and all(map(_equal, one, other))
+        case msgspec.Struct() if not isinstance(one, Media):
+            return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
+    return bool(one == other)
+
+
+def _bytes(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
 @dataclass
@@ -125,11 +277,6 @@ class BatchSizes:
         return found
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the error means that a device, or the host, had not enough memory."""
-    return rule_of(error) is MEMORY
-
-
 class Batches:
     """Picks up to `most` tasks for a forward (0: as is usual), and computes it.
 
@@ -183,7 +330,11 @@ class Batches:
         waited = self._ranks.exchange_s
         size = len(batch) if how == "together" else 1
         try:
-            made = self._together(stage, states) if how == "together" else [self._alone(stage, one) for one in states]
+            made = (
+                self._step(stage.step, states)
+                if how == "together"
+                else [self._step(stage.step_alone, one) for one in states]
+            )
         except Exception as error:  # an error of one task must not end the process
             return self._fallen_apart(batch, error, how)
         seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
@@ -214,23 +365,20 @@ class Batches:
         if known | found != known:
             self.sharing[pool] = known | found
 
-    def _together(self, stage: Stage, states: list[Any]) -> list[Any]:
+    def _step(self, compute: Callable[[Any], Any], states: Any) -> Any:
+        """Make a step on every rank."""
         with self._ranks.together():
-            return stage.step(states)
-
-    def _alone(self, stage: Stage, state: Any) -> Any:
-        with self._ranks.together():
-            return stage.step_alone(state)
+            return compute(states)
 
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step that each task has made alone once more, together, and remember whether that differs."""
         stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
         try:
-            together = self._together(stage, states)
+            together = self._step(stage.step, states)
             self.sizes.measured(key, len(batch), time.monotonic() - began)
             blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
         except Exception as error:  # what they have alone counts
-            if out_of_memory(error):
+            if rule_of(error) is MEMORY:
                 self.sizes.too_large(key, len(batch))
                 return
             blame = f"{type(error).__name__}: {error}"
@@ -240,7 +388,7 @@ class Batches:
     def _fallen_apart(self, batch: list[Job], error: Exception, how: How) -> list[tuple[Job, Any]]:
         if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
             return [(batch[0], error)]
-        if len(batch) > 1 and out_of_memory(error):
+        if len(batch) > 1 and rule_of(error) is MEMORY:
             self.sizes.too_large(batch[0].key, len(batch))
         else:
             for job in batch:

@@ -1,21 +1,32 @@
-"""When the state of a running task is saved, and how it is encoded."""
+"""When the state of a running task is saved, how it is encoded, and how the scheduler records it."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.messages import Accepted, Keep, Saved
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Checkpoint, Tensors
 
+if TYPE_CHECKING:
+    from unfuse.worker.link import Link
+    from unfuse.worker.objects import Objects
+
 FAILS_S = 4 * 3600.0  # the mean seconds between two failures of a worker that `auto` assumes: it may be taken away
+
 UNKNOWN_S = 0.05  # the seconds that saving is assumed to take before the first time
+
 VALUES = "unfuse.values"  # the tensor that holds a checkpoint's plain values, as bytes
 
 SPOKEN = re.compile(r"(?P<steps>[1-9]\d*)|(?P<seconds>\d+(\.\d+)?)s|auto|none")
@@ -74,3 +85,65 @@ def unpack(tensors: Mapping[str, Any]) -> Checkpoint:
         raise PermanentError("this object is no checkpoint")
     saved: Tensors = {name: tensor for name, tensor in tensors.items() if name != VALUES}
     return Checkpoint(saved, decode(np.asarray(values).tobytes(), dict[str, Any]))
+
+
+class SavedStates:
+    """Makes checkpoints durable, has them recorded, and deletes the ones before. For one event loop."""
+
+    def __init__(self, objects: Objects, link: Link) -> None:
+        self._objects, self._link = objects, link
+        self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
+        self._known: dict[Claim, ObjectRef | None] = {}
+        self._unshared = Counter[Claim]()  # portions that are on their way, by task
+        self._shared = asyncio.Condition()
+        self._lock = asyncio.Lock()
+
+    def begin(self, lease: Lease) -> None:
+        """A task begins, perhaps from a checkpoint."""
+        self._known[lease.claim] = lease.checkpoint
+
+    async def share(self, kept: Keep) -> None:
+        """Have a portion recorded, which others find from then on, and hold it for them."""
+        self._unshared[kept.claim] += 1
+        try:
+            answer = await self._link.call(kept)
+            if isinstance(answer, Accepted):
+                self._objects.share(kept.key, kept.output)
+        finally:
+            async with self._shared:
+                self._unshared -= Counter([kept.claim])
+                self._shared.notify_all()
+
+    async def save(self, saved: Saved) -> None:
+        """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
+
+        One that cannot be copied, as when the disk is full, replaces none that is.
+        """
+        async with self._lock:
+            before = self._known.get(saved.claim)
+            useless: ObjectRef | None = saved.checkpoint
+            is_copied = await self._objects.save_copy(saved.checkpoint, now=self.stops)
+            if is_copied or before is None or not self._objects.has_copy(before):
+                answer = await self._link.call(saved)
+                if isinstance(answer, Accepted):
+                    useless = before
+                    if saved.claim in self._known:
+                        self._known[saved.claim] = saved.checkpoint
+            if useless:
+                await self._objects.delete(useless)
+
+    async def wait_until_saved(self) -> None:
+        """Wait until every checkpoint so far is recorded."""
+        async with self._lock:
+            return
+
+    async def wait_until_shared(self, claim: Claim) -> None:
+        """Wait until every portion of a task so far is recorded."""
+        async with self._shared:
+            await self._shared.wait_for(lambda: claim not in self._unshared)
+
+    async def end(self, claim: Claim, done: bool) -> None:
+        """A task has ended here. If it is not `done`, its checkpoint stays, so that another worker can resume it."""
+        known = self._known.pop(claim, None)
+        if done and known:
+            await self._objects.delete(known)

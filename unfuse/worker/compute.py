@@ -10,11 +10,11 @@ import os
 import queue
 import socket
 import sys
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -37,16 +37,37 @@ from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.quantised import library
 from unfuse.worker import compute_messages as messages
+from unfuse.worker.batches import Exactness
 from unfuse.worker.checkpoints import Policy
-from unfuse.worker.exactness import Exactness
-from unfuse.worker.options import KEPT_LORAS
-from unfuse.worker.pairs import PairServer
-from unfuse.worker.ranks import Ranks, SeveralRanks
+from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from unfuse.parallel.group import Group
+
+
+class PairServer:
+    """The end in the compute process: does what messages ask of pairs, which `open` makes at the first."""
+
+    def __init__(self, open: Callable[[], Pairs], send: Callable[[messages.FromCompute], None]) -> None:
+        self._open, self._send, self._lock = open, send, Lock()
+        self._pairs: Pairs | None = None
+
+    def take(self, call: messages.PairCall) -> None:
+        """Do it in a thread, and answer. Nothing that fails there ends the process."""
+        Thread(target=self._serve, args=(call,), name="transfer-pair", daemon=True).start()
+
+    def _serve(self, call: messages.PairCall) -> None:
+        try:
+            with self._lock:
+                pairs = self._pairs = self._pairs or self._open()
+            port = getattr(pairs, call.method)(call.pair, *call.arguments)
+        except Exception as error:  # those of torch have no base of their own
+            self._send(messages.PairDone(call.pair, error=f"{type(error).__name__}: {error}"))
+        else:
+            if call.method != "part":
+                self._send(messages.PairDone(call.pair, port or 0))
 
 
 def compute(descriptor: int) -> None:
@@ -62,10 +83,12 @@ def compute(descriptor: int) -> None:
         return
     if not isinstance(load, messages.Load):
         raise SystemExit("the first message must be Load")
-    inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
+    inbox = queue.SimpleQueue[messages.ForLoop]()
+    Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
-        load = _settled(load)
+        if load.compute.batching == "auto":
+            apart = any(not find(resolve_source(source)).batches for _, source, _ in load.models)
+            load = replace(load, compute=replace(load.compute, batching="exact" if apart else "batched"))
         group = _meet(load)
         device, outcome, stages, plain = _load(load, channel, group)
     except (UnfuseError, OSError, ValueError) as error:
@@ -79,13 +102,12 @@ def compute(descriptor: int) -> None:
     )  # fmt: skip
     for stage in stages.values():
         stage.warm_up()
-    ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     left_out = (load.pools or load.registered) - stages.keys()
     channel.send(messages.Ready(_name(device), outcome, brought, left_out))
     StepLoop(
         stages, store, open_results(places.results, places.mark), inbox, channel.send, load.compute.max_batch, plain,
-        places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
+        places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), Ranks(group, channel.send),
         load.compute.loop == "overlapped", device_memory(device),
     ).run()  # fmt: skip
 
@@ -99,33 +121,17 @@ def device_memory(device: str) -> Callable[[], int]:
     return partial(held, device)
 
 
-def _settled(load: messages.Load) -> messages.Load:
-    """With `--batching auto` decided by what is served."""
-    if load.compute.batching != "auto":
-        return load
-    apart = any(not find(resolve_source(source)).batches for _, source, _ in load.models)
-    return replace(load, compute=replace(load.compute, batching="exact" if apart else "batched"))
-
-
 def _exactness(load: messages.Load, outcome: Mapping[str, str]) -> Exactness | None:
     """What is known of batches here, where every request has to get the bytes that it has alone."""
     if load.compute.batching != "exact":
         return None
-    scope = encode((sorted(outcome.items()), _processor()))
-    return Exactness(Path(load.verdicts) if load.verdicts else None, xxhash.xxh3_64_hexdigest(scope))
-
-
-def _processor() -> str:
-    """The model of the CPU, by which libraries choose their kernels."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    return next((line for line in lines if line.startswith("model name")), "")
+    processor = next((line for line in lines if line.startswith("model name")), "")  # libraries choose kernels by it
+    scope = xxhash.xxh3_64_hexdigest(encode((sorted(outcome.items()), processor)))
+    return Exactness(Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None, scope)
 
 
-def _listen(
-    channel: messages.ComputeChannel,
-    inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn],
-    load: messages.Load,
-) -> None:
+def _listen(channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.ForLoop], load: messages.Load) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
@@ -135,7 +141,7 @@ def _listen(
             os._exit(0)
         if isinstance(message, messages.Load):
             raise PermanentError("a compute process can load only once")
-        if isinstance(message, messages.ForPairs):
+        if isinstance(message, messages.PairCall):
             pairs.take(message)
         else:
             inbox.put(message)
@@ -199,8 +205,8 @@ def _load(
     load: messages.Load, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, Stage], set[str]]:
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
-    if load.verdicts:
-        FINGERPRINTS.remember_in(Path(load.verdicts).parent)
+    if load.data_dir:
+        FINGERPRINTS.remember_in(Path(load.data_dir))
     models, wanted = [(name, resolve_source(source), dtype) for name, source, dtype in load.models], _wanted(load)
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
@@ -214,7 +220,7 @@ def _load(
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        kept = str(Path(load.verdicts).with_name(KEPT_LORAS)) if load.verdicts else ""
+        kept = str(Path(load.data_dir, messages.KEPT_LORAS)) if load.data_dir else ""
         runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept)
         progress.begin(card.name, spec, folder)
         stages[pool] = family.load(spec, folder, runtime, progress.loaded)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from typing import Literal
+import traceback
+from typing import Any, Literal
 
 import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ObjectLost, UnfuseError
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import (
+    REFUSED,
     Announced,
     Done,
     Failed,
@@ -28,19 +31,27 @@ from unfuse.core.messages import (
 )
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
+from unfuse.core.request import Timings
+from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 
 How = Literal["together", "alone", "compared"]
+EXACTNESS = "exactness.json"  # the file, in the data folder, with what batches were found exact
+KEPT_LORAS = "loras"  # the folder, in the data folder, with adapters that came from another machine
+
+EVIDENCE_CHARS = 4000
+
+ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
 
     `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
-    the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
-    what batches they found exact ("": none). It is number `rank` of so many `ranks`, which meet in the file
-    `rendezvous`. `kv` is the bytes for keys and values of tokens (0: as there is room). Of the set that it `holds`
+    the sockets of other arenas of this machine are in `run_dir`. What outlives it is in `data_dir` ("": nothing
+    does). It is number `rank` of so many `ranks`, which meet in the file `rendezvous`. `kv` is the bytes for keys and
+    values of tokens (0: as there is room). Of the set that it `holds`
     these declared `pools` alone are loaded (none: all). If `registered` is not empty, other pools are not loaded:
     the model's files have changed since the worker registered.
     """
@@ -54,7 +65,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     write_token: bytes
     places: Places
     run_dir: str = ""
-    verdicts: str = ""
+    data_dir: str = ""
     rank: int = 0
     ranks: int = 1
     rendezvous: str = ""
@@ -122,40 +133,12 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
         return bool(self.drop or self.admit or self.again or self.save)
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """Begin a pair with a compute process of another worker: `transfer.base.Pairs`. Answered by PairDone."""
+class PairCall(msgspec.Struct, frozen=True, tag=True):
+    """Call a method of `transfer.base.Pairs` for a pair. `part` is not answered, the others by PairDone."""
 
+    method: Literal["offer", "join", "move", "part"]
     pair: str
-    backend: str
-    host: str
-    patience_s: float
-
-
-class Join(msgspec.Struct, frozen=True, tag=True):
-    """Join the pair that is offered `at` a host and port. Answered by PairDone."""
-
-    pair: str
-    backend: str
-    host: str
-    patience_s: float
-    at: tuple[str, int]
-
-
-class Move(msgspec.Struct, frozen=True, tag=True):
-    """Have a pair move bytes `start` to `stop` of the arena. Answered by PairDone."""
-
-    pair: str
-    start: int
-    stop: int
-
-
-class Part(msgspec.Struct, frozen=True, tag=True):
-    """End a pair. Not answered."""
-
-    pair: str
-
-
-ForPairs = Offer | Join | Move | Part
+    arguments: tuple[Any, ...] = ()
 
 
 class PairDone(msgspec.Struct, frozen=True, tag=True):
@@ -255,7 +238,9 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
 
 
-ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
+ForLoop = Run | Arrived | Cancel | Turn  # what the step loop is sent
+ToCompute = Load | ForLoop | PairCall
+
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankStatus | PairDone | Taken
     | Progress | Saved | Announced | Grown | Keep | LeaksFound | Waits | Stopped | Done | Failed
@@ -330,3 +315,29 @@ class ParentChannel:
     def close(self) -> None:
         """Close the socket: the compute process ends."""
         self._writer.close()
+
+
+def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> Failed:
+    """The report for a task that ended with this error; `timings` say what it has used."""
+    rule = rule_of(error)
+    message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
+    if rule is MEMORY:
+        message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
+    evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
+    return Failed(
+        claim, rule.kind, sendable(message), sendable(evidence),
+        object_id=error.object_id if isinstance(error, ObjectLost) else "",
+        reason=REFUSED if rule is REQUEST else "",
+        error=sendable(type_name(error)) if rule is UNKNOWN else "",
+        timings=timings or Timings(),
+    )  # fmt: skip
+
+
+def sendable(text: str) -> str:
+    """Return a text with the characters replaced that UTF-8 cannot encode, such as escapes in the names of files."""
+    return text.encode(errors="replace").decode()
+
+
+def about(claim: Claim) -> dict[str, object]:
+    """The fields of every log line about a task."""
+    return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -16,18 +17,138 @@ import msgspec
 import structlog
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.core.codec import decode, encode
 from unfuse.core.compute import compute_environment
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.supervisor import Supervisor
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.processes import Child, begin
+from unfuse.worker.fork_server import Ended, Fork, Forked, NotForked
 from unfuse.worker.records import read_record, relog
 
+log = structlog.get_logger(__name__)
+
+FORK_S = 60.0
+"""Seconds to wait for a forked process: the forking one may still be importing."""
+
+END_S = 1.0
+"""Seconds to wait for how a forked process ended, once it has."""
+
+UNKNOWN = 256
+"""The exit code of a forked process of which nobody knows how it ended: none that a process can have."""
+ANSWER_BYTES = 4096
+"""The most bytes of an answer of the fork server."""
+
 LOG_CHARS = 4000  # the number of last characters of a process's standard error that are kept as evidence
+
 MAX_LINE = 1 << 16  # the most bytes of a line of its standard error; a longer one is cut
+
 LOG_END_S = 1.0  # seconds to wait for the rest of a dead process's standard error, which its own children may hold open
 
-log = structlog.get_logger(__name__)
+
+class ForkedProcess:
+    """A forked process, as `asyncio.subprocess.Process` has one that was started here.
+
+    It is known by its pidfd, since it is no child of ours; the fork server says how it ended, while that lives.
+    """
+
+    def __init__(self, pid: int, pidfd: int, answers: socket.socket) -> None:
+        self.pid, self._pidfd, self._answers = pid, pidfd, answers
+        self.returncode: int | None = None  # UNKNOWN where nobody knows how it ended
+        self._end = asyncio.create_task(self._watch())
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait for its end. Returns its exit code, below 0 the signal that ended it."""
+        return await asyncio.shield(self._end)
+
+    async def _watch(self) -> int:
+        code = UNKNOWN
+        try:
+            await _readable(self._pidfd)
+            with suppress(TimeoutError, OSError, ProtocolError):
+                async with asyncio.timeout(END_S):
+                    await _readable(self._answers.fileno())
+                code = decode(self._answers.recv(ANSWER_BYTES), Ended).code
+        finally:
+            self.returncode = code
+            os.close(self._pidfd)
+            self._answers.close()
+        return code
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """A compute process that was started: our end of its socket pair, and the descriptor of what it writes."""
+
+    child: asyncio.subprocess.Process | ForkedProcess
+    channel: socket.socket
+    log: int
+
+
+async def begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> Begun:
+    """Start a compute process with this environment: forked if there is a fork server that can, else on its own."""
+    if fork_server is not None:
+        try:
+            return await _begin(environment, fork_server)
+        except (OSError, ProtocolError) as error:
+            log.warning("starting a compute process that imports by itself", reason=str(error) or "no answer")
+    return await _begin(environment)
+
+
+async def _begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> Begun:
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    try:
+        if fork_server is not None:
+            return Begun(await _forked(fork_server, theirs.fileno(), writing, environment), ours, reading)
+        command = sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno())
+        child = await asyncio.create_subprocess_exec(
+            *command, pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=writing,
+            stderr=writing, start_new_session=True,
+        )  # fmt: skip
+        return Begun(child, ours, reading)
+    except BaseException:
+        ours.close()
+        os.close(reading)
+        raise
+    finally:
+        theirs.close()
+        os.close(writing)
+
+
+async def _forked(requests: socket.socket, channel: int, log: int, environment: Mapping[str, str]) -> ForkedProcess:
+    """Raises OSError where no process is forked."""
+    answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            handed = [channel, log, theirs.fileno()]
+            socket.send_fds(requests, [encode(Fork(dict(environment)))], handed, socket.MSG_DONTWAIT)
+        async with asyncio.timeout(FORK_S):
+            await _readable(answers.fileno())
+        data, descriptors, _, _ = socket.recv_fds(answers, ANSWER_BYTES, 1)
+        match decode(data, Forked | NotForked) if data else NotForked("the fork server ended"):
+            case Forked(pid):
+                return ForkedProcess(pid, descriptors[0], answers)
+            case NotForked(reason):
+                raise OSError(reason)
+    except BaseException:
+        answers.close()
+        raise
+
+
+async def _readable(descriptor: int) -> None:
+    """Wait until there is something to read, or the end."""
+    ready = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 class ComputeProcess:
@@ -35,9 +156,7 @@ class ComputeProcess:
 
     def __init__(self, load: messages.Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
         self.load, self._background, self._fork_server = load, background, fork_server
-        self._child: Child | None = None
-        self._channel: messages.ParentChannel | None = None
-        self._logging: asyncio.Task[None] | None = None
+        self._child: asyncio.subprocess.Process | ForkedProcess | None = None
         self._halted_s = 0.0
         self.load_s = 0.0  # seconds that it took to load
         self.killed_for = ""  # why it was killed, if it was killed on purpose
@@ -50,8 +169,6 @@ class ComputeProcess:
 
     async def start(self, rendezvous: str = "") -> messages.Ready:
         """Start the process and have it load, in a task of its own; ranks meet in that file. Raises ConfigError."""
-        if self._channel:
-            self._channel.close()
         if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
         log.info("importing")
@@ -81,30 +198,27 @@ class ComputeProcess:
 
     async def send(self, message: messages.ToCompute) -> None:
         """Send a message. Raises nothing if the process is gone: `receive` notices it."""
-        if self._channel:
-            await self._channel.send(message)
+        await self._channel.send(message)
 
     async def receive(self) -> messages.FromCompute:
         """The next message. Raises EOFError if the process is gone, ProtocolError for what is not a message."""
-        if not self._channel:
-            raise EOFError
         return await self._channel.receive()
 
     def kill(self, reason: str) -> None:
         """Kill the process; `last_words` gives the first reason."""
-        if self._child and self._child.runs and not self.killed_for:
+        if self._child and self._child.returncode is None and not self.killed_for:
             self.killed_for = reason
             self._child.kill()
 
     async def close(self) -> None:
-        """Close the channel and kill the process."""
-        if self._channel:
-            self._channel.close()
-        if self._child and self._child.runs:
+        """Close the channel and kill the process, if it was started."""
+        if not self._child:
+            return
+        self._channel.close()
+        if self._child.returncode is None:
             self._child.kill()
             await self.last_words()
-        if self._logging:
-            self._logging.cancel()
+        self._logging.cancel()
 
     def excess(self, limit: int) -> str:
         """The reason to kill it if its own memory exceeds `limit` bytes (0: any), else ""."""
@@ -126,12 +240,10 @@ class ComputeProcess:
 
     async def last_words(self) -> str:
         """Wait for its end, and say how it ended; `log` has the end of its standard error then."""
-        if not self._child:
-            return "never started"
+        assert self._child
         code = await self._child.wait()
-        if self._logging:
-            await asyncio.wait({self._logging}, timeout=LOG_END_S)
-        if self.killed_for or code is None:
+        await asyncio.wait({self._logging}, timeout=LOG_END_S)
+        if self.killed_for or code == UNKNOWN:
             return self.killed_for or "it ended, and how is not known"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

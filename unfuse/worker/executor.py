@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from logging import ERROR, INFO
+from math import exp
 from pathlib import Path
 
 import structlog
+from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
@@ -28,13 +33,14 @@ from unfuse.core.messages import (
 )
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease
+from unfuse.transfer.base import Pairs
 from unfuse.worker.compute_messages import (
     Arrived,
     Cancel,
-    ForPairs,
     FromCompute,
     LeaksFound,
     Load,
+    PairCall,
     PairDone,
     RankStatus,
     Ready,
@@ -45,18 +51,103 @@ from unfuse.worker.compute_messages import (
     Waits,
 )
 from unfuse.worker.compute_process import ComputeProcess
-from unfuse.worker.pairs import ComputePairs
 from unfuse.worker.passing import ENDED, Passing
-from unfuse.worker.status import BusyShare, resident
+
+log = structlog.get_logger(__name__)
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+OVER_S = 15.0  # seconds over which utilization is a mean; what lies longer back counts ever less
 
 RESTART_S = 1.0  # seconds before a restart that failed is tried again
 
 SWAPPED = "another set of weights is loaded in its place"
 
 TRIED = 3  # so many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again
+
 WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
-log = structlog.get_logger(__name__)
+
+class ComputePairs(Pairs):
+    """The parent's end: asks the compute process, through `send`, and waits for its answers.
+
+    Made on the event loop that `send` needs; threads call the methods of Pairs, and the loop the other ones. A call
+    ends only when the process has answered or is gone: until then it may write to the arena.
+    """
+
+    def __init__(self, send: Callable[[PairCall], Awaitable[bool]]) -> None:
+        self._send, self._loop = send, asyncio.get_running_loop()
+        self._waiting: dict[str, Future[int]] = {}
+
+    @override
+    def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
+        return self._ask(PairCall("offer", pair, (backend, host, patience_s)))
+
+    @override
+    def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
+        self._ask(PairCall("join", pair, (backend, host, patience_s, at)))
+
+    @override
+    def move(self, pair: str, start: int, stop: int) -> None:
+        self._ask(PairCall("move", pair, (start, stop)))
+
+    @override
+    def part(self, pair: str) -> None:
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._tell(PairCall("part", pair)), self._loop)
+
+    def heard(self, answer: PairDone) -> None:
+        """The process has answered."""
+        if waiting := self._waiting.pop(answer.pair, None):
+            if answer.error:
+                waiting.set_exception(ConnectionError(answer.error))
+            else:
+                waiting.set_result(answer.port)
+
+    def lost(self) -> None:
+        """The process is gone, and its pairs are."""
+        while self._waiting:
+            self._waiting.popitem()[1].set_exception(ConnectionError("the compute process ended"))
+
+    def _ask(self, message: PairCall) -> int:
+        """Returns the port of the answer. Raises ConnectionError."""
+        answer = Future[int]()
+        asyncio.run_coroutine_threadsafe(self._tell(message, answer), self._loop)
+        return answer.result()
+
+    async def _tell(self, message: PairCall, answer: Future[int] | None = None) -> None:
+        if answer:
+            self._waiting[message.pair] = answer
+        if not await self._send(message):
+            self.heard(PairDone(message.pair, error="no compute process runs"))
+
+
+class BusyShare:
+    """The share of the last seconds in which there were tasks to compute."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._at = now, now()
+        self._share, self._busy = 0.0, False
+
+    def tell(self, busy: bool) -> None:
+        """From now on there are tasks, or none."""
+        self._share, self._at, self._busy = self.share, self._now(), busy
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        target = float(self._busy)
+        return target + (self._share - target) * exp((self._at - self._now()) / OVER_S)
+
+
+def resident(pids: Iterable[int]) -> int:
+    """Bytes of host memory that these processes have; what several map counts in each."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+    return total
+
 
 Report = Callable[
     [Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed], Awaitable[None]
@@ -101,8 +192,8 @@ class Executor:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._before: list[Load] = []
-        self.pairs = ComputePairs(self._send_first)  # moves bytes of the arena, in the first process
-        self.passing = Passing(buffer, self._send_passing, len(loads))
+        self.pairs = ComputePairs(self._send_if_ready)  # moves bytes of the arena, in the first process
+        self.passing = Passing(buffer, self._send_if_ready, len(loads))
         """Passes on inputs that are longer than the `buffer`."""
 
     @property
@@ -216,17 +307,8 @@ class Executor:
         self.pairs.lost()
         self.passing.lost()
 
-    async def _send_first(self, message: ForPairs) -> bool:
-        """Returns whether there is a process that answers."""
-        if self.ready:
-            await self._processes[0].send(message)
-        return self.ready
-
-    async def _send_passing(self, message: Arrived | Cancel) -> bool:
-        """Send all processes a piece of an input; or the first a Cancel, of which its turn tells the others.
-
-        Returns whether they answer.
-        """
+    async def _send_if_ready(self, message: Arrived | Cancel | PairCall) -> bool:
+        """Send all processes a piece of an input, or the first one anything else. Returns whether they answer."""
         if self.ready:
             await self._send(message, self._processes if isinstance(message, Arrived) else self._processes[:1])
         return self.ready
@@ -272,7 +354,9 @@ class Executor:
                 self._heard_at = time.monotonic()
             match message:
                 case RankStatus():
-                    self._note_status(rank, message)
+                    self.retracted += message.retracted - self._statuses[rank].retracted
+                    self._batch_invariance |= message.batch_invariance
+                    self._statuses[rank] = message
                 case LeaksFound():
                     await self._report(message)
                 case Taken():
@@ -304,11 +388,6 @@ class Executor:
                     self._busy.tell(bool(self._given))
                     await self._report(message)
                     await self._feed()
-
-    def _note_status(self, rank: int, status: RankStatus) -> None:
-        self.retracted += status.retracted - self._statuses[rank].retracted
-        self._batch_invariance |= status.batch_invariance
-        self._statuses[rank] = status
 
     async def _watch(self) -> None:
         """Kill processes that make no progress, or take too much memory."""

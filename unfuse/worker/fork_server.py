@@ -1,8 +1,9 @@
 """A process that has imported what compute needs, and forks compute processes: each begins at once, and shares memory.
 
-A launcher starts it with one end of a SOCK_SEQPACKET pair, whose other end its workers hold, all the same: so no
-stranger has a way in. It ends when nobody holds that any more. It has one thread, touches no GPU, and opens nothing
-that it does not need; its children close whatever they inherit from it, so that none keeps another's lifeline open.
+`python -m unfuse.worker.fork_server FD FOLDER...`, with the folders of the models, is started by a launcher with one
+end of a SOCK_SEQPACKET pair, whose other end its workers hold, all the same: so no stranger has a way in. It ends when
+nobody holds that any more. It has one thread, touches no GPU, and opens nothing that it does not need; its children
+close whatever they inherit from it, so that none keeps another's lifeline open.
 """
 
 from __future__ import annotations
@@ -58,12 +59,6 @@ class NotForked(msgspec.Struct, frozen=True, tag=True):
     """It was not started, for this reason."""
 
     reason: str
-
-
-def main() -> None:
-    """Entry point: `python -m unfuse.worker.fork_server FD FOLDER...`, the folders of the models."""
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    ForkServer(requests, import_for(sys.argv[2:])).run()
 
 
 def import_for(models: Sequence[str]) -> str:
@@ -175,4 +170,4 @@ def _become_compute(channel: int, log: int, environment: Mapping[str, str]) -> N
 
 
 if __name__ == "__main__":
-    main()
+    ForkServer(socket.socket(fileno=int(sys.argv[1])), import_for(sys.argv[2:])).run()

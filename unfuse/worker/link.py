@@ -3,21 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
 
 from unfuse.core.messages import Ask, Beat, Hello, Stranger, ToScheduler, ToWorker, Welcome
+from unfuse.core.task import Claim, Lease
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
-
-ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a silent scheduler counts as gone
-BEAT_S = 3.0  # seconds after which a heartbeat without an answer counts as missed
-MISSES = 2  # the number of missed heartbeats in a row after which the scheduler counts as gone
-RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers failed: the first, and the longest
+from unfuse.worker.objects import Objects
 
 log = structlog.get_logger(__name__)
+
+WAIT_S = 20.0  # seconds that an Ask waits at the scheduler for tasks
+
+WITHDRAW = Ask(0, 0, 0.0)  # an Ask for nothing: it replaces an Ask that waits at the scheduler
+
+ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a silent scheduler counts as gone
+
+BEAT_S = 3.0  # seconds after which a heartbeat without an answer counts as missed
+
+MISSES = 2  # the number of missed heartbeats in a row after which the scheduler counts as gone
+
+RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers failed: the first, and the longest
+
+TICK_S = 1.0
+
+
+class Holding:
+    """The leases of a worker with so many `slots`, and such `resources`, for all tasks together.
+
+    A task whose input is still written elsewhere takes its share of a resource, and no slot until that is whole. One
+    that needs no resource takes a slot at once, or nothing would bound how many there are.
+    """
+
+    def __init__(self, slots: int, resources: Mapping[str, int]) -> None:
+        self.slots, self.resources = slots, dict(resources)
+        self.leases: dict[Claim, Lease] = {}
+        self._arriving: set[Claim] = set()
+        self._placed: set[Claim] = set()
+
+    @property
+    def arriving(self) -> int:
+        """How many tasks wait for their inputs, which are still written, or on their way."""
+        return len(self._arriving)
+
+    def take(self, lease: Lease) -> None:
+        """A task was leased to the worker."""
+        self.leases[lease.claim] = lease
+        if lease.task.planned.needs and not all(ref.whole for ref in lease.task.inputs):
+            self._arriving.add(lease.claim)
+
+    def arrived(self, claim: Claim) -> None:
+        """All inputs of a task are here, or will not come."""
+        self._arriving.discard(claim)
+
+    def placed(self, claim: Claim) -> None:
+        """A task has its room in the arena already, and writes there."""
+        self._placed |= {claim} & self.leases.keys()
+
+    def end(self, claim: Claim) -> Lease | None:
+        """A task has ended; None if it was known to."""
+        self._arriving.discard(claim)
+        self._placed.discard(claim)
+        return self.leases.pop(claim, None)
+
+    def room(self, free: int | None, used: int) -> int | None:
+        """Bytes that new outputs may take; None if the arena is empty, so that a task that is too large fails."""
+        if free is None or (not used and not self.leases):
+            return None
+        unplaced = self.leases.keys() - self._placed
+        return max(0, free - sum(self.leases[claim].task.planned.room for claim in unplaced))
+
+    def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> Ask:
+        """The next Ask, of what it `holds`: for free slots, or one more urgent task; or one `after` a task's end."""
+        held = [lease.task for lease in self.leases.values()]
+        if any(task.alone for task in held):
+            return WITHDRAW
+        affinity = next((task.affinity for task in held if task.affinity), loaded)
+        slots = self.slots - len(held) + len(self._arriving)
+        above = None if slots > 0 else max(task.priority for task in held)
+        taken = Counter[str]()
+        for task in held:
+            taken.update(task.planned.needs)
+        amounts = {name: max(0, amount - taken[name]) for name, amount in self.resources.items()}
+        return Ask(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)
 
 
 class Link:
@@ -121,3 +193,25 @@ class Link:
             await asyncio.sleep(min(RETRY_S * rounds, RETRY_MOST_S))
         following = self._addresses.index(left) + 1
         self._dealer = Dealer(self._addresses[following % len(self._addresses)], self._trust)
+
+
+async def free_when_orphaned(
+    link: Link,
+    objects: Objects,
+    busy: Callable[[], bool],
+    orphan_s: float,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Free `objects` when no scheduler has answered for `orphan_s` seconds and no task runs.
+
+    Time is counted in ticks of sleep, so that neither a clock that jumps, nor a process that was stopped for an hour,
+    makes an orphan.
+    """
+    tick, alone, heard = min(TICK_S, orphan_s / 4), 0.0, link.heard
+    while True:
+        await sleep(tick)
+        alone = alone + tick if link.heard == heard else 0.0
+        heard = link.heard
+        if alone >= orphan_s and not busy() and (held := objects.holding()):
+            log.warning("no scheduler answers, freeing what is held for it", requests=len(held), seconds=alone)
+            await objects.abandon()

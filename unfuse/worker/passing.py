@@ -1,4 +1,7 @@
-"""Inputs that are longer than the receive buffer: they pass through a part of the arena into the compute process."""
+"""Inputs longer than the receive buffer: received piece by piece, through a part of the arena, into compute processes.
+
+This is the receiving end of a tensor that streams between workers. The sending end is `stores.unsealed.Unsealed`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 MOST = 64  # inputs that pass at one time
 LOOK_AGAIN_S = 0.01  # seconds between two looks for room
 UNWANTED, ENDED = "it is not wanted any more", "the compute process ended"
-
 
 Input = tuple[Claim, str]  # of a task, by the id of its object
 
@@ -44,17 +46,16 @@ class Passing:
         self._tokens, self._send, self._processes = tokens, send, processes
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Input, _Answers] = {}
-        self._unwanted = set[Input]()  # inputs of which no more is passed on
-        self._passed = set[Claim]()  # tasks of whose inputs the processes have something
-        self._lost = set[Claim]()  # tasks of whose inputs processes had something that are gone
-        self._windows: dict[str, Extent] = {}
-        self._closing = set[asyncio.Task[None]]()
+        self._has_all: dict[Claim, bool] = {}
+        """Of tasks of which pieces were passed on: whether the processes still have all of them."""
+        self._windows: dict[Extent, asyncio.Task[None]] = {}
+        """The windows that exist now, each with the task that frees it."""
         self._drains = ThreadPoolExecutor(MOST, "input-window")
 
     @property
     def extents(self) -> list[Extent]:
         """The windows that exist now."""
-        return [*self._windows.values()]
+        return [*self._windows]
 
     def window(self, task: Task, ref: ObjectRef) -> int:
         """Bytes of the window for an input of a task; 0 where it comes whole: its prompt is not longer than the buffer.
@@ -79,21 +80,17 @@ class Passing:
         extent = await self._room(store, self.window(lease.task, ref), lease.task.request, wait)
         window = Window(arena.writable(extent), ref)
         session = transfers.fetch(ref, window)
-        self._windows[extent.id] = extent
-        draining = self._loop.run_in_executor(self._drains, self._drain, lease, ref, extent, window)
+        draining = self._loop.run_in_executor(self._drains, self._drain, lease, ref, extent, window, session)
+        freeing = self._loop.create_task(self._free_window(arena, extent, draining, session))
+        self._windows[extent] = freeing
         try:
             await asyncio.shield(draining)
         except BaseException:
             session.cancel()
-            self._unwanted.add((lease.claim, ref.id))
             self._end((lease.claim, ref.id), UNWANTED)
             raise
         finally:
-            ending = self._close_window((lease.claim, ref.id), arena, extent, draining, session)
-            closing = self._loop.create_task(ending)
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            await asyncio.shield(closing)  # it goes on where this task is cancelled once more
+            await asyncio.shield(freeing)  # it goes on where this task is cancelled once more
 
     async def drop(self, claim: Claim) -> None:
         """A task will not run, and nothing passes for it: what the processes have taken is of no use. Idempotent."""
@@ -102,10 +99,7 @@ class Passing:
 
     def begins(self, claim: Claim) -> bool:
         """Nothing more passes for a task. Returns whether the processes have all that has passed."""
-        is_lost = claim in self._lost
-        self._lost.discard(claim)
-        self._passed.discard(claim)
-        return not is_lost
+        return self._has_all.pop(claim, True)
 
     def heard(self, taken: Taken) -> None:
         """A process has answered. Also after an error the place of a piece is not free before all have."""
@@ -118,8 +112,7 @@ class Passing:
 
     def lost(self) -> None:
         """A process is gone, and the others with it, and all that they had taken: the next ones have no part of it."""
-        self._lost |= self._passed
-        self._passed.clear()
+        self._has_all = dict.fromkeys(self._has_all, False)
         for key in list(self._waiting):
             self._end(key, ENDED)
 
@@ -137,15 +130,14 @@ class Passing:
             else:
                 answers.over.set_result(None)
 
-    async def _close_window(
-        self, key: Input, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: Session
+    async def _free_window(
+        self, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: Session
     ) -> None:
         """Free a window when nothing reads or writes there any more."""
         await asyncio.wait({draining})
         await asyncio.to_thread(session.wait)
         arena.abort(extent.id)
-        del self._windows[extent.id]
-        self._unwanted.discard(key)
+        del self._windows[extent]
 
     async def _room(self, store: TensorStore, nbytes: int, request: str, wait: float) -> Extent:
         until = self._loop.time() + wait
@@ -157,22 +149,21 @@ class Passing:
                     raise
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _drain(self, lease: Lease, ref: ObjectRef, extent: Extent, window: Window) -> None:
+    def _drain(self, lease: Lease, ref: ObjectRef, extent: Extent, window: Window, session: Session) -> None:
         """In a thread: pass on what the window gives until all is taken."""
         start = 0
         for piece in window:
             at = extent.offset + start % extent.nbytes
             arrived = Arrived(lease, ref, at, start, start + piece.nbytes)
-            asyncio.run_coroutine_threadsafe(self._pass(arrived), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._pass(arrived, session), self._loop).result()
             start += piece.nbytes
 
-    async def _pass(self, arrived: Arrived) -> None:
+    async def _pass(self, arrived: Arrived, session: Session) -> None:
         key = arrived.lease.claim, arrived.ref.id
-        if key in self._unwanted:
+        if session.cancelled:
             raise TransientError(UNWANTED)
-        if key[0] in self._lost:
+        if not self._has_all.setdefault(arrived.lease.claim, True):
             raise TransientError(ENDED)
-        self._passed.add(key[0])
         answers = self._waiting[key] = _Answers(self._processes, self._loop.create_future())
         if not await self._send(arrived):
             self._end(key, "no compute process runs")

@@ -1,19 +1,23 @@
-"""What the compute processes of a worker agree on, so that each carries out the same turns."""
+"""What the compute processes of a worker agree on and report, so that each carries out the same turns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
-
-from typing_extensions import override
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.messages import Failed, Spent
-from unfuse.worker.compute_messages import Turn, Waits
+from unfuse.core.messages import Failed, Sharing, Spent
+from unfuse.core.text import TextLoad
+from unfuse.worker.compute_messages import RankStatus, Turn, Waits
 
-Verdict = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
+if TYPE_CHECKING:
+    from unfuse.stages.base import HasTexts, Stage
+
+TaskStart = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
+
+REPORT_S = 0.25  # the least seconds between two reports of a busy process
 
 
 class Exchange(Protocol):
@@ -33,79 +37,44 @@ class Exchange(Protocol):
 
 
 class Ranks:
-    """The only rank of a worker."""
+    """The ranks of a worker, of which this process is one: the only one without `others`.
 
-    leads = True  # whether this one decides the turns, stores what is made, and reports
+    The first one leads: it decides the turns, which the others get through `send`, stores what is made, and reports.
+    """
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return 1
+    def __init__(self, others: Exchange | None = None, send: Callable[[Turn], object] = bool) -> None:
+        self._others, self._send, self._stepped_s = others, send, 0.0
+        self.size, self.leads = others.size if others else 1, not (others and others.rank)
 
     @property
     def exchange_s(self) -> float:
         """Seconds spent in exchanges with others so far."""
-        return 0.0
+        return self._others.waited_s if self._others else 0.0
 
     @property
     def time(self) -> Spent:
         """Seconds of steps and exchanges so far; zeros if there is one rank."""
-        return Spent()
+        return Spent(self._stepped_s, self.exchange_s)
 
     def tell(self, turn: Turn) -> None:
         """Have the other ranks carry out a turn."""
-
-    def agree(self, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
-        """What holds for all ranks: a task begins only where it does on each, at the same step."""
-        return verdicts
-
-    def together(self) -> AbstractContextManager[None]:
-        """A step that all ranks make."""
-        return nullcontext()
-
-    def blame(self, differing: int | None, look: Callable[[int], str]) -> str:
-        """What makes a batch differ, as `look` finds out where one does; "" if none differs on any rank."""
-        return "" if differing is None else look(differing)
-
-
-class SeveralRanks(Ranks):
-    """One of several; the first one leads, and tells the others through `send`."""
-
-    def __init__(self, others: Exchange, send: Callable[[Turn], None]) -> None:
-        self._others, self._send, self.leads = others, send, others.rank == 0
-        self._stepped_s = 0.0
-
-    @property
-    @override
-    def size(self) -> int:
-        return self._others.size
-
-    @property
-    @override
-    def exchange_s(self) -> float:
-        return self._others.waited_s
-
-    @property
-    @override
-    def time(self) -> Spent:
-        return Spent(self._stepped_s, self.exchange_s)
-
-    @override
-    def tell(self, turn: Turn) -> None:
-        if self.leads and turn != Turn():
+        if self._others and self.leads and turn != Turn():
             self._send(turn)
 
-    @override
-    def agree(self, verdicts: Sequence[Verdict]) -> Sequence[Verdict]:
-        if not verdicts:
-            return verdicts
-        said = self._others.exchange(encode(list(verdicts)))
-        theirs: list[list[Verdict]] = [decode(one, list[Verdict]) for one in said]
+    def agree(self, starts: Sequence[TaskStart]) -> Sequence[TaskStart]:
+        """What holds for all ranks: a task begins only where it does on each, at the same step."""
+        if not (self._others and starts):
+            return starts
+        gathered = self._others.exchange(encode(list(starts)))
+        theirs: list[list[TaskStart]] = [decode(one, list[TaskStart]) for one in gathered]
         return [_common(ranks) for ranks in zip(*theirs, strict=True)]
 
-    @override
     @contextmanager
     def together(self) -> Iterator[None]:
+        """A step that all ranks make."""
+        if not self._others:
+            yield
+            return
         began, waited = time.monotonic(), self.exchange_s
         try:
             with self._others.together():
@@ -113,16 +82,58 @@ class SeveralRanks(Ranks):
         finally:
             self._stepped_s += time.monotonic() - began - self.exchange_s + waited
 
-    @override
     def blame(self, differing: int | None, look: Callable[[int], str]) -> str:
-        """Nobody looks: computing once more would take all ranks, and memory that differs is enough to end up here."""
+        """What makes a batch differ, as `look` finds out where one does; "" if none differs on any rank.
+
+        Of several ranks nobody looks: computing once more would take all of them, and memory that differs is enough to
+        end up here.
+        """
+        if not self._others:
+            return "" if differing is None else look(differing)
         found = self._others.exchange(b"" if differing is None else b"!")
         return f"a function of rank {found.index(b'!')}" if any(found) else ""
 
 
-def _common(verdicts: Sequence[Verdict]) -> Verdict:
+def _common(starts: Sequence[TaskStart]) -> TaskStart:
     """The first failure, else a wait, else the step."""
     for kind in (Failed, Waits):
-        if found := next((verdict for verdict in verdicts if isinstance(verdict, kind)), None):
+        if found := next((start for start in starts if isinstance(start, kind)), None):
             return found
-    return verdicts[0] if len({*verdicts}) == 1 else -1
+    return starts[0] if len({*starts}) == 1 else -1
+
+
+class StatusReporter:
+    """Sends the status of a compute process when it has changed.
+
+    `sharing` is what batches found, and `device_memory` returns bytes of a GPU. Language stages are reported by the
+    first of several ranks alone, since all have the same blocks.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        sharing: Mapping[str, Sharing],
+        ranks: Ranks,
+        device_memory: Callable[[], int],
+        send: Callable[[RankStatus], object],
+    ) -> None:
+        shared = (stage.texts for stage in stages if ranks.leads)
+        self._texts: list[HasTexts] = [*{id(texts): texts for texts in shared if texts is not None}.values()]
+        self._sharing, self._ranks, self._device_memory, self._send = sharing, ranks, device_memory, send
+        self._last, self._reported_at = RankStatus(), 0.0
+
+    def report(self, *, busy: bool) -> None:
+        """Report now if the process is about to wait, else at most every REPORT_S seconds."""
+        now = time.monotonic()
+        if busy and now - self._reported_at < REPORT_S:
+            return
+        status = RankStatus(
+            time=self._ranks.time,
+            device_memory=self._device_memory(),
+            texts=sum((texts.load() for texts in self._texts), TextLoad()) if self._texts else None,
+            retracted=sum(texts.retracted for texts in self._texts),
+            batch_invariance=dict(self._sharing),
+        )
+        if status != self._last:
+            self._send(status)
+        self._last, self._reported_at = status, now

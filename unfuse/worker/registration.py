@@ -1,34 +1,73 @@
-"""Decides what a worker serves: the models' cards, its stages and their pools."""
+"""Decides what a worker serves: its options, the models' cards, its stages and their pools."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 
 import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard
-from unfuse.core.compute import USUAL_BATCH
+from unfuse.core.compute import USUAL_BATCH, ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.model_names import is_path, name_of
-from unfuse.core.plan import Choice, StageSpec, slots_of
+from unfuse.core.plan import Choice, StageSpec, roles_of, slots_of
 from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.weights.composed import split_name, with_components
+from unfuse.transfer.base import TransferOptions
 from unfuse.weights.hub import Brought
-from unfuse.weights.source import is_local, resolve_source
+from unfuse.weights.source import is_local, resolve_source, split_name, with_components
+from unfuse.wire.address import Trust
 from unfuse.worker.compute_messages import Load
-from unfuse.worker.options import EXACTNESS, WorkerOptions
-from unfuse.worker.weight_files import States, states_of
+from unfuse.worker.loaded_models import Models, Sets, States, states_of
 
 log = structlog.get_logger(__name__)
 
-Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); after `fetch_models`, the source is a folder here
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a worker.
+
+    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one where
+    `max_loaded_models` is 1. With `components`, it runs only stages whose first component is one of them. It holds
+    `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes; inputs of more than `buffer`
+    tokens arrive in pieces; `resources` has the amounts of further named resources.
+    Without `models`, the scheduler says what to serve.
+
+    It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
+    takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
+    to finish. `transfer` says how objects move between nodes; workers of one node meet in the folder `run_dir`. Objects
+    are freed when no scheduler has answered for `orphan_s` seconds. What outlives the process is in `data_dir`. Probes
+    ask how it is at `health`, HOST:PORT. Of its one model, components come from `component_sources`. `gpus` is how
+    many GPUs there are, counted for `--parallel auto` alone.
+    """
+
+    role: str
+    schedulers: tuple[str, ...]
+    node: str
+    trust: Trust
+    models: tuple[str, ...]
+    components: tuple[str, ...]
+    compute: ComputeOptions
+    slots: int
+    arena: int
+    kv: int
+    buffer: int
+    resources: Mapping[str, int]
+    stall_s: float
+    memory_limit: int
+    drain_timeout: float
+    transfer: TransferOptions
+    run_dir: str
+    data_dir: str
+    orphan_s: float
+    health: str
+    max_loaded_models: MaxLoadedModels
+    gpus: int
+    component_sources: Mapping[str, str]
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -64,9 +103,17 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
                    for name, source, dtype in asked)  # fmt: skip
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
-    sources = _composed(chosen or welcome.models, options.component_sources)
-    states = local_states(sources)
-    cards, models = fetch_models(sources, choice)
+    sources = chosen or welcome.models
+    if components := options.component_sources:
+        if len(sources) > 1:
+            raise UsageError("--component-source is for one model: name it by --model")
+        name, source, dtype = sources[0]
+        sources = ((name, with_components(split_name(source)[0], components), dtype),)
+    folders = [resolve_source(source or name) for name, source, _ in sources if is_local(source or name)]
+    states = dict(chain.from_iterable(states_of(folder).items() for folder in folders))
+    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in sources]
+    cards = tuple(card for card, _, _ in found)
+    models = tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
     device, parallel = choose_ranks(compute.device, compute.parallel, options.gpus, stages)
     spreads = own_spreads(parallel, choice.roles)
@@ -114,15 +161,6 @@ def _source_here(name: str, offered: str) -> str:
     return name if is_by_name else offered
 
 
-def _composed(models: Models, components: Mapping[str, str]) -> Models:
-    """Models of which these components come from elsewhere. Raises UsageError for components of several models."""
-    if not components:
-        return models
-    if len(models) > 1:
-        raise UsageError("--component-source is for one model: name it by --model")
-    return tuple((name, with_components(split_name(source)[0], components), dtype) for name, source, dtype in models)
-
-
 def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
     """Raise ConfigError for stages that need the result store, where that is another machine's folder."""
     needing = sorted({stage.role for stage in stages if stage.needs_results})
@@ -148,26 +186,12 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
     """What each rank is to load."""
     replace = msgspec.structs.replace
     own = store.owner, store.node, store.address, store.write_token
-    verdicts, ranks = str(Path(options.data_dir, EXACTNESS)), len(served.devices)
-    load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts)
-    load = replace(load, ranks=ranks, kv=options.kv, registered=frozenset(served.pools))
+    load = Load(served.models, choice, options.compute, *own, places, options.run_dir, options.data_dir)
+    load = replace(load, ranks=len(served.devices), kv=options.kv, registered=frozenset(served.pools))
     return [
         replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
         for rank, device in enumerate(served.devices)
     ]
-
-
-def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
-    """Download the components of the chosen stages where needed. Returns the models' cards, and models with folders."""
-    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in models]
-    return tuple(card for card, _, _ in found), tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
-
-
-def local_states(models: Models) -> States:
-    """Return the states of the files of local models, by path. Raises ConfigError."""
-    sources = [source or name for name, source, _ in models]
-    folders = [resolve_source(source) for source in sources if is_local(source)]
-    return dict(chain.from_iterable(states_of(folder).items() for folder in folders))
 
 
 def _tell(brought: Brought) -> None:
@@ -195,3 +219,21 @@ def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[s
                 f"start it with --resources {missing[0]}=N"
             )
     return pools
+
+
+def sets_of(served: Served, options: WorkerOptions) -> Sets:
+    """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
+    parts, cards = options.role.split(","), served.cards
+    one_model = options.max_loaded_models == "1"
+    if one_model and len(parts) > 1:
+        raise ConfigError(
+            f"--max-loaded-models 1 and --role {options.role} both say what is loaded at a time: leave one out"
+        )
+    if one_model:
+        choice = Choice(roles_of(options.role), options.components)
+        found = {card.name: {*card.pools(choice).values()} for card in cards}
+    else:
+        chosen = {part.strip(): Choice(roles_of(part), options.components) for part in parts}
+        found = {name: {pool for card in cards for pool in card.pools(one).values()} for name, one in chosen.items()}
+    sets = {name: frozenset(pools) for name, pools in found.items() if pools}
+    return sets if len(sets) > 1 else {}

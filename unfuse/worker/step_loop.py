@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
 from unfuse.core.errors import ResultsUnavailable
-from unfuse.core.messages import Done, Failed, Progress, Saved, Stopped
+from unfuse.core.messages import Done, Failed, Memory, Progress, Saved, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
@@ -22,23 +23,69 @@ from unfuse.stages.base import Media, Stage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.batches import Batches
+from unfuse.worker.batches import Batches, Exactness
 from unfuse.worker.checkpoints import Policy, pack
-from unfuse.worker.exactness import Exactness
-from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.leaks import ComputeLeakCheck
-from unfuse.worker.outputs import announce, completed, put, write
-from unfuse.worker.ranks import Ranks
-from unfuse.worker.status import StatusReporter
+from unfuse.worker.compute_messages import Leak, LeaksFound, about, failure
+from unfuse.worker.job import Intake, Job, announce, put, read_prefix_blocks, start_of, write
+from unfuse.worker.ranks import Ranks, StatusReporter
 from unfuse.worker.step_reporter import ReportResult, StepReporter, delete_parts
-from unfuse.worker.task_end import about, failure
-from unfuse.worker.turn import Job
+
+if TYPE_CHECKING:
+    from unfuse.stages.base import HasTexts, Stage
+
+log = structlog.get_logger(__name__)
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0  # the first and longest pause, in seconds, of a task that waits for the result store
 
 UNUSED = Timings()
 
-log = structlog.get_logger(__name__)
+
+class ComputeLeakCheck:
+    """Finds what a compute process without a task holds: keys and values, and inputs that are still mapped.
+
+    With `frees`, it ends sequences that were left: no state exists that could use them. Ranks must not, since all of
+    them have to have the same blocks, and one may not have what another one leaks. Inputs stay, because an array that
+    is still used may lie there. `send` gets each leak once.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[Stage],
+        store: TensorStore,
+        send: Callable[[LeaksFound], object],
+        *,
+        frees: bool,
+    ) -> None:
+        found = (stage.texts for stage in stages)
+        self._texts: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
+        self._store, self._send, self._frees = store, send, frees
+        self._known = frozenset[tuple[int, str]]()
+
+    def look(self) -> None:
+        """Look for leaks. To be called only while the process has no task, and takes no input of one."""
+        new = self._leftovers().keys() - self._known
+        if not new:
+            return
+
+        gc.collect()  # what is garbage only waits to be freed
+        leftovers = {key: found for key, found in self._leftovers().items() if key in new}
+        for texts in self._texts if self._frees else ():
+            texts.end_all()
+        self._known = frozenset(self._leftovers())
+
+        leaks = [Leak(memory, key[1], nbytes, key not in self._known) for key, (memory, nbytes) in leftovers.items()]
+        if leaks:
+            self._send(LeaksFound(tuple(leaks)))
+
+    def _leftovers(self) -> dict[tuple[int, str], tuple[Memory, int]]:
+        """Memory and bytes of what is held now, by the number of the holder and a name."""
+        found = dict[tuple[int, str], tuple[Memory, int]]()
+        for number, texts in enumerate(self._texts):
+            for name, nbytes in texts.leftovers().items():
+                found[number, name] = "kv", nbytes
+        for ref in self._store.held():
+            found[-1, f"an input, object {ref.id} of {ref.request}, {ref.stage}"] = "arena", ref.nbytes
+        return found
 
 
 @dataclass(eq=False)
@@ -77,7 +124,7 @@ class StepLoop:
         stages: Mapping[str, Stage],
         store: TensorStore,
         results: ResultStore,
-        inbox: queue.SimpleQueue[messages.Run | messages.Arrived | messages.Cancel | messages.Turn],
+        inbox: queue.SimpleQueue[messages.ForLoop],
         send: Callable[[messages.FromCompute], object],
         batch: int = 1,
         plain: Collection[str] = (),
@@ -178,38 +225,38 @@ class StepLoop:
             cancels += self._take(self._inbox.get())
         return tuple(cancels)
 
-    def _take(
-        self, message: messages.Run | messages.Arrived | messages.Cancel | messages.Turn
-    ) -> list[messages.Cancel]:
-        if isinstance(message, messages.Cancel) and message.if_saved:
-            self._to_save.add(message.claim)
-            return []
-        if isinstance(message, messages.Run):
-            self._arrived[message.lease.claim] = message
-        elif isinstance(message, messages.Arrived):
-            self._pieces[message.lease.claim, message.ref.id] = message
-        return [message] if isinstance(message, messages.Cancel) else []
+    def _take(self, message: messages.ForLoop) -> list[messages.Cancel]:
+        match message:
+            case messages.Run():
+                self._arrived[message.lease.claim] = message
+            case messages.Arrived():
+                self._pieces[message.lease.claim, message.ref.id] = message
+            case messages.Cancel(if_saved=True):
+                self._to_save.add(message.claim)
+            case messages.Cancel():
+                return [message]
+        return []
 
     def _begin(self, runs: Sequence[messages.Run]) -> None:
         """Begin tasks, as far as every rank can: what one of them cannot begin ends everywhere, or waits."""
         begun = [self._begun(run) for run in runs]
-        verdicts = self._ranks.agree([verdict_of(run, own) for run, own in zip(runs, begun, strict=True)])
-        for run, own, verdict in zip(runs, begun, verdicts, strict=True):
+        starts = self._ranks.agree([start_of(run, own) for run, own in zip(runs, begun, strict=True)])
+        for run, own, start in zip(runs, begun, starts, strict=True):
             claim = run.lease.claim
-            if isinstance(own, Job) and verdict == own.resumed:
+            if isinstance(own, Job) and start == own.resumed:
                 self._intake.begun(claim)
                 self._jobs[claim] = own
                 announce(self._store, own, self._encodings, self._send if self._ranks.leads else None)
                 continue
             if isinstance(own, Job):
                 self._let_go(own)
-            if isinstance(verdict, Failed):
+            if isinstance(start, Failed):
                 self._intake.forget(claim)
-                self._send(verdict)
+                self._send(start)
                 continue
             if self._ranks.size > 1:  # another rank may have given up what it had taken
                 self._intake.drop_taken(claim)
-            if isinstance(verdict, messages.Waits):
+            if isinstance(start, messages.Waits):
                 self._park(claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
@@ -265,7 +312,7 @@ class StepLoop:
                 raise made
             job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.exact_batch_key(job.stage, job.state)
-            job.portions = completed(job) if self._ranks.leads else []
+            job.prefix_blocks = read_prefix_blocks(job) if self._ranks.leads else []
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False
@@ -288,7 +335,7 @@ class StepLoop:
         self._send(failure(job.claim, error, job.timings))
 
     def _let_go(self, job: Job) -> None:
-        close(job.inputs, job.output)
+        job.opened.close()
         job.stage.let_go(job.state)
 
     def _keep(self, job: Job) -> None:
@@ -328,7 +375,7 @@ class StepLoop:
         try:
             results = write(self._results, job, media)
         except ResultsUnavailable as error:
-            job.inputs, job.state = [], None
+            job.state = None
             self._park(job.claim, error, partial(self._deliver, job, ref, media, finished), job.timings)
             return
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)

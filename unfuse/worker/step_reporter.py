@@ -13,8 +13,7 @@ from unfuse.core.growth import Grown
 from unfuse.core.messages import Keep, Progress
 from unfuse.stores.results import ResultStore, part_name, parts_of
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.outputs import store_portions
-from unfuse.worker.turn import Job
+from unfuse.worker.job import Job, store_prefix_blocks
 
 #: Least seconds between two progress messages of one task. Each message covers all steps since the last.
 PROGRESS_INTERVAL_S = 0.1
@@ -32,7 +31,7 @@ class ReportResult(NamedTuple):
 
 
 class StepReporter:
-    """Sends new output and progress to the parent after each step, and stores portions for other tasks.
+    """Sends new output and progress to the parent after each step, and stores prefix blocks for other tasks.
 
     The first rank `leads`: it also stores previews and parts of results for clients. With `overlap`, the work is done
     in a second thread while the next step runs, for tasks whose stage allows it (`can_overlap`). That a text has ended
@@ -73,8 +72,8 @@ class StepReporter:
         try:
             if grown := job.growth():
                 self._send(grown)
-            for portion in store_portions(self._store, job):
-                self._send(portion)
+            for block in store_prefix_blocks(self._store, job):
+                self._send(block)
             step, steps = job.stage.progress(job.state)
             if step < steps and self._leads:
                 store_preview(self._results, job, step)

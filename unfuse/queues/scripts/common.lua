@@ -1,6 +1,7 @@
 -- What every verb uses. The files are one script: it runs the verbs ARGV[1], ARGV[3], … one after the other, each a
--- transaction of its own, with the arguments ARGV[2], ARGV[4], …, which are codec messages. Keys share the hash tag KEYS[1]. A task that waits is a member of its pool's sorted set, where all scores are equal,
--- so that bytes decide: its rank (8 bytes of priority, 8 of order, 16 of arrival), then its name.
+-- transaction of its own, with the arguments ARGV[2], ARGV[4], …, which are codec messages. Keys share the hash tag
+-- KEYS[1]. A task that waits is a member of its pool's sorted set, where all scores are equal, so that bytes decide: its
+-- rank (8 bytes of priority, 8 of order, 16 of arrival), then its name.
 local P, VERSION = KEYS[1], string.sub(ARGV[2], 1, 1)
 local call, verbs, RANK = redis.call, {}, 32
 local A, now, wall -- the arguments of the verb that runs, and its time
@@ -138,6 +139,13 @@ end
 local function damaged(id) return refuse('DAMAGED the stored record of request %s cannot be read', id) end
 
 local function unknown(id) return refuse('NOTFOUND no request %s', id) end
+
+local function lost(claim)
+  return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
+end
+
+-- All stages of a request that had a task so far, in order; none where they cannot be read.
+local function stages_of(id) return sound(call, 'ZRANGE', stages_key(id), 0, -1) or {} end
 
 -- The name of a task whose lease somebody holds who can show this.
 local function held(claim)

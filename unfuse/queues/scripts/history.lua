@@ -4,9 +4,9 @@ local function drop(id)
   if tenant and key and key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
-  for _, stage in ipairs(sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do call('DEL', pieces_key(name_of(id, stage))) end
+  for _, stage in ipairs(stages_of(id)) do call('DEL', pieces_key(name_of(id, stage))) end
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
-  relist(id, facts(id))
+  relist(id)
   news[id] = true
 end
 
@@ -30,7 +30,7 @@ end
 -- Forgets a request whatever it is, with the tasks and leases of it that can be found, or what was put aside by that id.
 function verbs.discard()
   local id, cost = A.id, tonumber(sound(call, 'HGET', request_key(A.id), 'cost'))
-  for _, stage in ipairs(sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
+  for _, stage in ipairs(stages_of(id)) do
     local name = name_of(id, stage)
     sound(remove, name)
     call('DEL', task_key(name))

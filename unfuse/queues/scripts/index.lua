@@ -12,9 +12,9 @@ end
 -- request keeps those.
 local function headings(number, tenant, status, over, dead, video, fingerprint, unheard)
   local fields, keys = {{'status', status}}, {heading_key(tenant, '', '')}
-  if dead == '1' then fields[#fields + 1] = {'dead', '1'} end
-  if video == '1' then fields[#fields + 1] = {'video', '1'} end
-  if unheard == '1' then fields[#fields + 1] = {'unheard', '1'} end
+  for field, value in pairs({dead = dead, video = video, unheard = unheard}) do
+    if value == '1' then fields[#fields + 1] = {field, '1'} end
+  end
   for _, field in ipairs(fields) do
     keys[#keys + 1] = heading_key(nil, field[1], field[2])
     keys[#keys + 1] = heading_key(tenant, field[1], field[2])
@@ -34,16 +34,16 @@ local function facts(id, is_leased)
   local fact = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
   for i, field in ipairs(FACTS) do fact[field] = values[i] or '' end
   local is_unknown = is_leased == nil and fact.status == 'queued'
-  for _, stage in ipairs(is_unknown and sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
+  for _, stage in ipairs(is_unknown and stages_of(id) or {}) do
     is_leased = is_leased or sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1
   end
   if is_leased and fact.status == 'queued' then fact.status = 'in_progress' end
   return fact
 end
 
--- Lists a request as these facts say, and one that has none, since it is gone, nowhere.
-local function relist(id, fact)
-  local before, was = call('HGET', LISTED, id), {}
+-- Lists a request as its facts say, and one that has none, since it is gone, nowhere.
+local function relist(id, is_leased)
+  local fact, before, was = facts(id, is_leased), call('HGET', LISTED, id), {}
   local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint,
     fact.unheard}
   local packed = after and cmsgpack.pack(after)

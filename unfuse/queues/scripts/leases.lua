@@ -109,7 +109,7 @@ local function claim(ask, member, task, token)
   call('HINCRBY', P .. ':leased', ask.worker, 1)
   left(task.pool)
   publish(id, {type = 'stage_started', stage = task.stage, attempt = tonumber(task.attempt), worker = ask.worker})
-  relist(id, facts(id, true))
+  relist(id, true)
   return {task.task, task.attempt, count_pieces(name)}
 end
 

@@ -120,7 +120,7 @@ function verbs.submit()
   store(A.id, number, {}, false)
   local places = push(A.id, A.push, true)
   for _, event in ipairs(A.events) do sound(log, A.id, event) end -- nobody follows it yet
-  relist(A.id, facts(A.id, false))
+  relist(A.id, false)
   return {false, IDLE, position_of(places), A.id, number} -- who asks has the context
 end
 
@@ -141,9 +141,7 @@ function verbs.commit()
     if type(marks) ~= 'table' or not tonumber(version) then return damaged(id) end
     if marks[claim.stage] == claim.mark then return record(id) end
     name = held(claim)
-    if not name then
-      return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
-    end
+    if not name then return lost(claim) end
   end
   if A.version ~= version + 1 then
     return refuse('CONFLICT %s is at version %d: %d does not follow it', id, version, A.version)
@@ -157,7 +155,7 @@ function verbs.commit()
     news[id] = true
   end
   for _, event in ipairs(A.events) do publish(id, event) end
-  relist(id, facts(id))
+  relist(id)
   return A.over and {false, IDLE, false, id, number} or sound(stored, id, number) or damaged(id)
 end
 

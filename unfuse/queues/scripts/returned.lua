@@ -40,25 +40,23 @@ function head_for(pool, seen)
 end
 
 -- Puts a held task back into its old place, under the next attempt unless nobody has ever heard of this one.
-local function put_back(name, undo)
+local function put_back(name, id, undo)
   local key = task_key(name)
   local pool, member, worker = unpack(call('HMGET', key, 'pool', 'member', 'worker'))
   end_lease(name, worker)
   call('HDEL', key, 'worker', 'mark', 'started', 'began', 'step', 'steps')
   if not undo then call('HINCRBY', key, 'attempt', 1) end
   call('HSET', key, 'since', put(pool, member, now))
+  relist(id)
 end
 
 function verbs.turn_down()
   local name, claim = held(A.claim), A.claim
-  if not name then
-    return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
-  end
+  if not name then return lost(claim) end
   local key = task_key(name)
   local worker, step = unpack(call('HMGET', key, 'worker', 'step'))
   if tonumber(step) == 0 then call('HINCRBY', key, RETURNED .. worker, 1) end
-  put_back(name)
-  relist(claim.request, facts(claim.request))
+  put_back(name, claim.request)
   local done_with, fields = 0, call('HGETALL', key)
   for i = 1, #fields, 2 do
     if string.sub(fields[i], 1, #RETURNED) == RETURNED and tonumber(fields[i + 1]) >= A.most_returns then

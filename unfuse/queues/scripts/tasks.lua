@@ -28,8 +28,7 @@ end
 function verbs.hand_back()
   local name = held(A.claim)
   if not name then return 0 end
-  put_back(name, A.undo)
-  relist(A.claim.request, facts(A.claim.request))
+  put_back(name, A.claim.request, A.undo)
   return 1
 end
 

@@ -1,0 +1,115 @@
+"""Texts of answers that are parsed: stop texts are for content, and one call may be all that there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from unfuse.core.reading import Reading
+from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
+from unfuse.language.detokenize import Ending, Words
+from unfuse.language.grammars import BehindReasoning
+
+END, BEGIN, CLOSE = 256, 257, 258
+QWEN3 = REASONING_FORMATS["qwen3"]
+
+
+class Bytes:
+    """A tokenizer of bytes, whose last tokens are an end and the marks of reasoning."""
+
+    stops, specials, size = frozenset({END}), frozenset({END, BEGIN, CLOSE}), 259
+
+    def piece(self, id: int, first: bool = False) -> bytes:
+        return bytes([id])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
+
+    def mark_ids(self, marks: Iterable[str]) -> dict[int, str]:
+        known = {"<think>": BEGIN, "</think>": CLOSE}
+        return {known[mark]: mark for mark in marks if mark in known}
+
+
+def say(text: str, stops: list[str], reading: Reading, most: int = 1000) -> tuple[str, str]:
+    """(what is recorded of a text, why it ended)"""
+    words = Words(Bytes(), Ending(tuple(stops)), most, reading)
+    for id in [*text.encode(), END]:
+        words.add(id, None, ())
+        if words.ended:
+            break
+    return "".join(piece.text for piece in words.made), words.ended
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+
+
+def calls(**about: bool) -> Reading:
+    return Reading(CALL_FORMATS["hermes"], {"f": {}}, **about)
+
+
+def test_stop_texts_are_for_content() -> None:
+    assert say(CALL, ["\n", "name"], calls()) == (CALL, "stop")
+    assert say(f"I call. {CALL}", ["call"], calls()) == ("I ", "stop")
+    assert say(f"{CALL} done x", ["x"], calls()) == (f"{CALL} done ", "stop")
+    reasoned = "<think>a x b</think>c x d"
+    assert say(reasoned, ["x"], Reading(reasoning=QWEN3)) == ("<think>a x b</think>c ", "stop")
+
+
+def test_an_answer_with_room_for_one_call_ends_behind_it() -> None:
+    text, ended = say(f"{CALL}\n{CALL}", [], calls(several=False))
+    assert ended == "stop" and CALL.startswith(text) and text.endswith("}}")
+
+
+def test_a_text_that_is_cut_is_recorded_whole() -> None:
+    assert say(CALL, [], calls(), most=20) == (CALL[:20], "length")
+
+
+class Even:
+    """A constraint that remembers what it is asked."""
+
+    compiling = False
+
+    def __init__(self) -> None:
+        self.asked = list[list[int]]()
+
+    def begin(self, ids: Sequence[int]) -> None:
+        self.asked.append([*ids])
+
+    def waits(self, wait_s: float = 0.0) -> bool:
+        return True
+
+    def allowed(self, ids: Sequence[int]) -> bytes | None:
+        return bytes(33)
+
+    def close(self) -> None:
+        self.asked.clear()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
+    inner = Even()
+    constraint = BehindReasoning(inner, Reading(reasoning=QWEN3, opened=opened), Bytes())
+    thought = [BEGIN] * (not opened) + [97, 98]
+    if not opened:
+        constraint.begin([])
+        assert inner.asked == [[]] and constraint.waits()
+        mask = constraint.allowed([])
+        assert mask and mask[BEGIN // 8] == 1 << BEGIN % 8 and sum(map(bool, mask)) == 1
+    inner.asked.clear()
+    constraint.begin(thought)
+    assert inner.asked == [] and not constraint.waits()
+    assert constraint.allowed(thought) == b"\xff" * 33
+    constraint.begin([*thought, CLOSE])
+    constraint.begin([*thought, CLOSE, 99])
+    assert inner.asked == [[], [99]] and constraint.waits()
+    assert constraint.allowed([*thought, CLOSE, 99]) == bytes(33)
+
+
+def test_a_grammar_holds_from_the_first_token_where_nothing_is_reasoned() -> None:
+    inner = Even()
+    constraint = BehindReasoning(inner, Reading(reasoning=QWEN3), Bytes())
+    constraint.begin([97])
+    assert inner.asked == [[97]]
+    constraint.close()
+    assert inner.asked == []

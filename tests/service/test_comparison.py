@@ -1,0 +1,78 @@
+"""How long a comparison takes, and what it comes to."""
+
+from __future__ import annotations
+
+import pytest
+
+from unfuse.service.comparison import Course, Figures, duration, verdict
+
+
+class Told:
+    """A clock that a test moves, and what was said."""
+
+    def __init__(self, predicted_s: float | None = None) -> None:
+        self.now, self.said = 100.0, list[str]()
+        self.course = Course({"diffusers": 10, "unfuse": 5}, predicted_s, self.said.append, lambda: self.now)
+
+    def made(self, seconds: float) -> None:
+        self.now += seconds
+        self.course.made()
+
+
+def test_how_many_requests_there_are_is_said_before_the_first_one_and_how_long_after_it() -> None:
+    told = Told()
+    assert told.said == [
+        "10 requests with diffusers, then 5 requests with unfuse: the first one will tell how long that takes"
+    ]
+    assert str(told.course) == "starting diffusers"
+    told.now += 60.0  # until the pipeline is there
+    told.course.begin("diffusers")
+    assert str(told.course) == "measuring diffusers: 0 of 10 requests"
+    told.made(2.0)
+    assert told.said[1:] == ["estimate: about 28 s, at 2 s a request"]
+    assert str(told.course) == "measuring diffusers: 1 of 10 requests, about 28 s left"
+    for _ in range(9):
+        told.made(1.0)
+    assert str(told.course) == "starting unfuse"
+    told.now += 60.0
+    told.course.begin("unfuse")
+    told.made(9.0)  # the first one also waits until workers have loaded
+    assert str(told.course) == "measuring unfuse: 1 of 5 requests, about 4 s left"
+    for _ in range(4):
+        told.made(0.5)
+    assert (str(told.course), len(told.said)) == ("done", 2)
+
+
+def test_what_stages_took_before_is_an_estimate_at_once() -> None:
+    assert Told(8.0).said[0].endswith(": about 2 min, by what stages took on this machine before")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (99.4, "99 s"), (100.0, "2 min"), (5900, "98 min"), (6100, "1 h 42 min")]
+)
+def test_a_time_is_said_in_its_unit(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def figures(latency: float, rate: float, memory: int) -> Figures:
+    return Figures(latency, {1: 1 / latency, 16: rate}, memory, memory, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("latency", "rate", "faster", "alone", "at_once"),
+    [
+        (1.0, 4.0, "unfuse is faster here", "0.5 times the time", "2 times as many"),
+        (2.0, 4.0, "unfuse is faster here", "as much time", "2 times as many"),
+        (2.0, 2.0, "both are equally fast here", "as much time", "as many"),
+        (4.0, 2.0, "diffusers alone is faster here", "2 times the time", "as many"),
+        (4.0, 4.0, "which is faster here depends on how many ask at once", "2 times the time", "2 times as many"),
+        (1.0, 1.0, "which is faster here depends on how many ask at once", "0.5 times the time", "0.5 times as many"),
+    ],
+)
+def test_the_verdict_is_about_speed_alone_and_at_once(
+    latency: float, rate: float, faster: str, alone: str, at_once: str
+) -> None:
+    assert verdict(figures(2.0, 2.0, 100), figures(latency, rate, 300), 2) == (
+        f"{faster}: compared with diffusers, unfuse needs {alone} for one request, makes {at_once} a second with 16 at "
+        "once, and takes 3 times the memory: 2 workers beside one process"
+    )

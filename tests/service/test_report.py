@@ -1,0 +1,115 @@
+"""What a start says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tools.cards import MOVING, PICTURES, STILL
+from unfuse import __version__
+from unfuse.core.card import START_PICTURE, ModelCard
+from unfuse.planning.placement import CPU, Device, Part, Placed, Wanted
+from unfuse.service.plan import Model, Plan
+from unfuse.service.report import StartScreen
+
+URL = "http://127.0.0.1:8000"
+ROLES = ("encoder", "denoiser", "decoder")
+TALKING = replace(PICTURES, name="test/talking", limits={"max_tokens": 2048})
+FILMING = replace(MOVING, accepts=(), limits=MOVING.limits | {"max_size": 0})
+
+
+def planned(*cards: ModelCard, workers: tuple[Placed, ...] = (), wanted: Wanted | None = None) -> Plan:
+    models = tuple(Model(card, Path("/nowhere"), "", {}) for card in cards)
+    devices = Device(CPU, 8 << 30), Device("cuda:0", 24 << 30)
+    return Plan(models, {}, wanted or Wanted(), devices, workers)
+
+
+def example(card: ModelCard, *more: ModelCard, names: dict[str, str] | None = None, keyed: bool = False) -> list[str]:
+    """The words of the command that the screen proposes."""
+    return shlex.split(StartScreen(planned(card, *more), names or {}, keyed=keyed).example(URL))
+
+
+@pytest.mark.parametrize(
+    ("card", "path", "fields"),
+    [
+        (PICTURES, "/v1/images/generations", {"prompt", "response_format"}),
+        (FILMING, "/v1/videos", {"prompt"}),
+        (TALKING, "/v1/chat/completions", {"messages"}),
+    ],
+)
+def test_the_command_asks_for_what_the_model_makes(card: ModelCard, path: str, fields: set[str]) -> None:
+    curl, address, *_, body = example(card)
+    assert (curl, address) == ("curl", URL + path)
+    assert json.loads(body).keys() == fields
+
+
+@pytest.mark.parametrize(
+    ("card", "path", "field"),
+    [
+        (replace(STILL, accepts=(START_PICTURE,)), "/v1/images/edits", "image=@FILE"),
+        (MOVING, "/v1/videos", "input_reference=@FILE"),
+    ],
+)
+def test_a_model_that_needs_a_picture_gets_a_form(card: ModelCard, path: str, field: str) -> None:
+    words = example(card)
+    assert words[1] == URL + path
+    assert {"prompt=a red circle on white", field} <= {*words}
+    assert words.count("-F") == len(words[2:]) // 2
+
+
+def test_the_command_names_a_model_among_several_and_has_room_for_a_key() -> None:
+    words = example(PICTURES, TALKING, names={"it's": PICTURES.name, "talk": TALKING.name}, keyed=True)
+    assert json.loads(words[-1])["model"] == "it's"
+    assert "authorization: Bearer KEY" in words
+
+
+def test_a_model_that_is_a_folder_goes_by_the_name_that_clients_use() -> None:
+    screen = StartScreen(planned(replace(PICTURES, name="/models/flux"), TALKING), {}, keyed=False)
+    assert screen.opening()[0].startswith(f"serving flux (/models/flux), {TALKING.name} with unfuse ")
+    assert json.loads(shlex.split(screen.example(URL))[-1])["model"] == "flux"
+
+
+def test_the_opening_says_what_is_served_on_what() -> None:
+    part = Part("transformer", "float32", 2 << 30)
+    workers = (*[Placed("denoiser", "cuda:0", (part,))] * 2, Placed("encoder", CPU, (part,)))
+    lines = StartScreen(
+        planned(PICTURES, workers=workers), {"flux": PICTURES.name, "f": PICTURES.name}, keyed=False
+    ).opening()
+    assert lines[0] == f"serving flux (test/pictures) with unfuse {__version__}"
+    workers_line = r"workers: 2 × denoiser on cuda:0, 1 × encoder on cpu; memory: "
+    assert re.fullmatch(workers_line + r"cpu .* of 8.0 GiB free, cuda:0 5.0 GiB of 24.0 GiB free", lines[1])
+    assert len(lines) == 2
+
+
+def test_an_undivided_model_says_why_and_without_workers_the_opening_says_who_is_waited_for() -> None:
+    lines = StartScreen(planned(replace(PICTURES, undivided="it is whole")), {}, keyed=False).opening()
+    assert lines[1:] == [
+        "test/pictures is not split: it is whole",
+        "no worker is started here: requests wait until one comes (unfuse worker)",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "took"), [(0.04, "0.0"), (3.14, "3.1"), (9.99, "10.0"), (13.4, "13")])
+def test_the_end_of_a_start_says_how_long_it_took(seconds: float, took: str) -> None:
+    screen = StartScreen(planned(PICTURES), {}, keyed=False)
+    first, second = screen.ready(URL, seconds)
+    assert first == f"ready in {took} s: open {URL}/docs, or try"
+    assert second.strip() == screen.example(URL)
+
+
+def test_it_is_not_called_ready_while_a_role_has_no_worker_here() -> None:
+    part = Part("transformer", "float32", 1)
+    own = replace(planned(PICTURES, workers=(Placed("denoiser", CPU, (part,)),)), needs=dict.fromkeys(ROLES, (part,)))
+    assert StartScreen(own, {}, keyed=False).ready(URL, 13.4) == [
+        "the workers here are ready in 13 s: requests wait until others come (encoder, decoder)"
+    ]
+    for roles in (["all"], ["encoder+denoiser", "decoder"]):
+        workers = tuple(Placed(role, CPU, (part,)) for role in roles)
+        assert (
+            StartScreen(replace(own, workers=workers), {}, keyed=False).ready(URL, 13.4)[0].startswith("ready in 13 s")
+        )

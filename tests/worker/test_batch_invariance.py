@@ -1,0 +1,101 @@
+"""What is remembered of batches that were compared: across processes, and whatever lies in the file."""
+
+import json
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+
+from unfuse.core.errors import PermanentError
+from unfuse.stages.base import Media, StageOutput
+from unfuse.worker.batches import CHECKED_AGAIN, MOST_VERDICTS, TRUSTED, Exactness, _equal
+
+KEY = ("pool", (64, 64), ())
+
+
+def trusted(file: Path | None, scope: str = "", size: int = 2) -> Exactness:
+    found = Exactness(file, scope, lambda: 1.0)
+    for _ in range(TRUSTED):
+        assert found.must_compare(KEY, size)
+        found.learn(KEY, size, "")
+    return found
+
+
+def test_a_size_is_trusted_after_some_comparisons_and_no_other_is(tmp_path: Path) -> None:
+    found = trusted(tmp_path / "e.json")
+    assert not found.must_compare(KEY, 2)
+    assert found.must_compare(KEY, 3) and found.must_compare(("other", (64, 64), ()), 2)
+
+
+def test_clients_that_ask_for_ever_other_sizes_do_not_fill_the_memory() -> None:
+    found = Exactness(None)
+    for width in range(MOST_VERDICTS + 10):
+        found.learn(("pool", (width, 64), ()), 2, "")
+    assert len(found._verdicts) == MOST_VERDICTS
+    assert found.of(("pool", (MOST_VERDICTS + 9, 64), ()), 2).equal == 1
+
+
+def test_one_difference_ends_it_even_after_trust(tmp_path: Path) -> None:
+    found = trusted(tmp_path / "e.json")
+    found.learn(KEY, 2, "torch.silu")
+    assert (found.largest(KEY, 2), found.of(KEY, 2).blame) == (1, "torch.silu")
+    assert not found.must_compare(KEY, 2)
+    assert Exactness(tmp_path / "e.json").of(KEY, 2).blame == "torch.silu", "also for the next process"
+
+
+def test_now_and_then_a_trusted_size_is_compared_again() -> None:
+    found = trusted(None)
+    draws = iter([1.5 / CHECKED_AGAIN, 0.5 / CHECKED_AGAIN])
+    found._chance = lambda: next(draws)
+    assert [found.must_compare(KEY, 2), found.must_compare(KEY, 2)] == [False, True]
+
+
+def test_verdicts_are_kept_for_the_same_device_and_settings_only(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "e.json"
+    trusted(file, "this device")
+    assert Exactness(file, "this device").of(KEY, 2).is_trusted
+    assert not Exactness(file, "another").of(KEY, 2).is_trusted
+
+
+def test_processes_that_learn_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "e.json"
+    own = [Exactness(file, str(n)) for n in range(8)]
+    threads = [Thread(target=lambda one=one: one.learn(KEY, 2, "torch.sin")) for one in own]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(Exactness(file, str(n)).of(KEY, 2).blame for n in range(8))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff\x00", b"[]", b'{"a": 1}', b'{"a": {"equal": "many"}}'])
+def test_a_file_of_garbage_costs_comparisons_and_is_replaced(tmp_path: Path, garbage: bytes) -> None:
+    file = tmp_path / "e.json"
+    file.write_bytes(garbage)
+    trusted(file)
+    assert len(json.loads(file.read_bytes())) == 1
+    assert not Exactness(file, "", lambda: 1.0).must_compare(KEY, 2)
+
+
+def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert not trusted(tmp_path / "file" / "e.json").must_compare(KEY, 2)
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [
+    (torch.tensor([1.0]), torch.tensor([1.0]), True),
+    (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+    (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
+    (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16), False),
+    (torch.ones(2, 3), torch.ones(3, 2), False),
+    (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous(), True),
+    (np.zeros(2), np.zeros(2), True), (np.zeros(2), -np.zeros(2), False),
+    (StageOutput({"x": torch.ones(2)}), StageOutput({"x": torch.ones(2)}), True),
+    (StageOutput({"x": torch.ones(2), "y": None}), StageOutput({"x": torch.ones(2)}), False),
+    (StageOutput(media=(Media("image/png", b"a"),)), StageOutput(media=(Media("image/png", b"b"),)), False),
+    (PermanentError("not finite"), PermanentError("not finite"), True), (PermanentError("not finite"), None, False),
+])  # fmt: skip
+def test_equal_means_bit_for_bit(one: object, other: object, same: bool) -> None:
+    assert _equal(one, other) is same

@@ -1,0 +1,522 @@
+"""A worker's models: files that change, sets that are loaded in turn, adapters that come from the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from msgspec.structs import replace
+from safetensors.numpy import load_file, save_file
+
+from tests.integration.pictures import SHAPES
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
+from tests.worker.test_executor import load
+from unfuse.core.card import ModelCard
+from unfuse.core.derived import Derived
+from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError
+from unfuse.core.messages import Borrow, ChangedFile, Lent, Refused, Stranger
+from unfuse.core.plan import Choice, roles_of
+from unfuse.core.task import Claim, Lease
+from unfuse.models import card_of
+from unfuse.service.service import Lending
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing.queue_samples import task_of
+from unfuse.weights.adapters import CHUNK, Loras
+from unfuse.worker import loaded_models
+from unfuse.worker.loaded_models import Borrowing, Swapping, WeightFiles, states_of
+from unfuse.worker.registration import Served, sets_of
+from unfuse.worker.worker import unfetched
+
+VAE = "vae/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the model that comes with unfuse."""
+    return Path(shutil.copytree(SHAPES, tmp_path / "model"))
+
+
+@pytest.fixture
+def card(folder: Path) -> ModelCard:
+    return card_of("model", folder)
+
+
+@pytest.fixture
+def files(folder: Path, card: ModelCard) -> WeightFiles:
+    """Those of a worker of all stages."""
+    return WeightFiles([("model", str(folder), "auto")], [card], Choice(), states_of(folder))
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a minute later than it is: all files have been written."""
+    now = time.time()
+    monkeypatch.setattr(loaded_models.time, "time", lambda: now + 60)
+
+
+def overwrite(file: Path) -> None:
+    """Change one weight where it lies."""
+    with file.open("r+b") as stream:
+        stream.seek(-4, os.SEEK_END)
+        stream.write(np.float32(0.5).tobytes())
+
+
+def rename_over(file: Path) -> None:
+    """Put another file with one other weight in its place."""
+    tensors = load_file(file)
+    next(iter(tensors.values())).flat[0] += 1
+    save_file(tensors, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+def look(files: WeightFiles) -> dict[str, ChangedFile]:
+    files.look()
+    return files.changed
+
+
+def test_files_that_nobody_touches_are_what_was_loaded(files: WeightFiles) -> None:
+    assert not files.look()
+    assert files.changed == {}
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize("change", [overwrite, rename_over, Path.unlink])
+def test_a_changed_file_spoils_the_pools_that_are_loaded_from_it(
+    change: object, folder: Path, card: ModelCard, files: WeightFiles
+) -> None:
+    assert callable(change)
+    change(folder / VAE)
+    pool = card.pools()["vae_decode"]
+
+    assert files.look()
+    assert files.changed == {pool: ChangedFile(VAE, compared=False)}
+    files.compare()
+    assert look(files) == {pool: ChangedFile(VAE, compared=True)}
+    assert not files.look()
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize("name", ["config.json", "diffusion_pytorch_model.safetensors"])
+def test_the_same_bytes_are_served_on(name: str, folder: Path, files: WeightFiles) -> None:
+    file = folder / "vae" / name
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)
+
+    assert {changed.name for changed in look(files).values()} == {f"vae/{name}"}
+    files.compare()
+    assert look(files) == {}
+    overwrite(folder / VAE)
+    assert files.look()
+
+
+@pytest.mark.usefixtures("written")
+def test_a_file_whose_bytes_are_put_back_is_served_again(folder: Path, files: WeightFiles) -> None:
+    content = (folder / VAE).read_bytes()
+    overwrite(folder / VAE)
+    files.look()
+    files.compare()
+    assert all(changed.compared for changed in look(files).values())
+
+    (folder / VAE).write_bytes(content)
+    files.look()
+    files.compare()
+    assert look(files) == {}
+
+
+def test_a_file_that_is_written_to_is_compared_once_that_is_over(
+    folder: Path, files: WeightFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overwrite(folder / VAE)
+    files.look()
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [False]
+
+    now = time.time()
+    monkeypatch.setattr(loaded_models.time, "time", lambda: now + 60)
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [True]
+
+
+@pytest.mark.row("K1")
+def test_a_clock_that_was_set_back_delays_no_comparison(
+    folder: Path, files: WeightFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a file whose times are an hour ahead, when it stays as it is, then it is compared all the same."""
+    wall, monotonic = time.time(), time.monotonic()
+    monkeypatch.setattr(loaded_models.time, "time", lambda: wall - 3600)
+    monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic)
+    overwrite(folder / VAE)
+    files.look()
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [False]
+
+    monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic + 60)
+    rename_over(folder / VAE)
+    files.look()
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [False]
+
+    monkeypatch.setattr(loaded_models.time, "monotonic", lambda: monotonic + 120)
+    files.compare()
+    assert [changed.compared for changed in look(files).values()] == [True]
+
+
+@pytest.mark.usefixtures("written")
+def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_back(
+    folder: Path, card: ModelCard, files: WeightFiles
+) -> None:
+    pool, content = card.pools()["vae_decode"], (folder / VAE).read_bytes()
+    overwrite(folder / VAE)
+    files.look()
+    files.left_out = frozenset({pool})
+    (folder / VAE).write_bytes(content)
+    files.compare()
+    assert look(files) == {pool: ChangedFile(VAE, compared=True)}
+
+    files.left_out = frozenset()
+    assert look(files) == {}
+
+
+def test_a_change_between_card_and_loading_is_seen(folder: Path) -> None:
+    before = states_of(folder)
+    card = card_of("model", folder)
+    overwrite(folder / VAE)
+
+    files = WeightFiles([("model", str(folder), "auto")], [card], Choice(), before)
+    assert files.look()
+
+
+def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: ModelCard) -> None:
+    files = WeightFiles(
+        [("model", str(folder), "auto")], [card], Choice(roles=frozenset({"denoiser"})), states_of(folder)
+    )
+    overwrite(folder / VAE)
+    assert not files.look()
+
+
+@pytest.mark.usefixtures("written")
+def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card: ModelCard, tmp_path: Path) -> None:
+    twin = Path(shutil.copytree(folder, tmp_path / "twin"))
+    models = [("model", str(folder), "auto"), ("twin", str(twin), "auto")]
+    cards = [card, card_of("twin", twin)]
+    states = states_of(folder) | states_of(twin)
+    together = WeightFiles(models, cards, Choice(), states)
+    in_turns = WeightFiles(models, cards, Choice(), states, in_turns=True)
+
+    overwrite(twin / VAE)
+
+    assert not together.look()
+    assert in_turns.look()
+
+
+def test_only_what_is_written_to_in_place_changes_mapped_weights(
+    folder: Path, card: ModelCard, files: WeightFiles
+) -> None:
+    pool = card.pools()["vae_decode"]
+    rename_over(folder / VAE)
+    assert files.overwritten(pool) is None
+    assert files.overwritten(card.pools()["denoise"]) is None
+
+
+@pytest.mark.usefixtures("written")
+def test_what_was_overwritten_is_known_before_and_after_it_is_compared(
+    folder: Path, card: ModelCard, files: WeightFiles
+) -> None:
+    pool = card.pools()["vae_decode"]
+    overwrite(folder / VAE)
+    assert files.overwritten(pool) == ChangedFile(VAE, compared=False)
+    assert files.overwritten(card.pools()["denoise"]) is None
+
+    files.compare()
+    assert files.overwritten(pool) == ChangedFile(VAE, compared=True)
+
+
+def test_a_gguf_file_is_known_by_its_own_name(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert [*states_of(file)] == [file]
+
+
+OTHER = replace(CARD, name="test/other", weights={name: f"other-{weights}" for name, weights in CARD.weights.items()})
+
+
+class Options:
+    """Those of a worker that matter here."""
+
+    def __init__(self, role: str = "all", loaded: str = "all") -> None:
+        self.role, self.max_loaded_models, self.components = role, loaded, ()
+
+
+def sets(role: str = "all", loaded: str = "all", *cards: Any) -> Any:
+    served = Served((), cards or (CARD, OTHER), (), 1, ("cpu",))
+    return sets_of(served, Options(role, loaded))  # type: ignore[arg-type]
+
+
+def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
+    assert sets() == sets("encoder+denoiser") == sets("all", "1", CARD) == {}
+
+
+def test_a_set_is_a_model_with_the_stages_of_its_roles() -> None:
+    assert sets("all", "1") == {
+        CARD.name: frozenset({ENCODE, DENOISE, DECODE}), OTHER.name: frozenset(OTHER.pools().values())
+    }  # fmt: skip
+    assert sets("denoiser", "1")[CARD.name] == {DENOISE}
+
+
+def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None:
+    found = sets("encoder+decoder,denoiser", "all", CARD)
+    assert found == {"encoder+decoder": frozenset({ENCODE, DECODE}), "denoiser": frozenset({DENOISE})}
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="both say what is loaded at a time"):
+        sets("encoder,denoiser", "1")
+
+
+class Executed:
+    """An executor that is told what to load, and has loaded it when a test says so."""
+
+    ready, loaded = True, ("first", 2.0)
+
+    def __init__(self) -> None:
+        self.swapped: list[str] = []
+
+    def swap(self, loads: Any) -> None:
+        self.ready, self.loaded = False, (loads[0].holds, 2.0)
+        self.swapped.append(loads[0].holds)
+
+
+def lease(pool: str) -> Lease:
+    return Lease(task_of("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
+
+
+def shapes(*roles: str, folder: Path = SHAPES) -> Swapping:
+    """A worker of the built-in model that has one of these roles at a time."""
+    card = card_of("shapes", SHAPES, "auto")
+    found = {role: frozenset(card.pools(Choice(roles_of(role))).values()) for role in roles}
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        loads = [replace(load(store, "/results"), models=(("shapes", str(folder), "auto"),))]  # type: ignore[arg-type]
+    return Swapping(found, loads, [card])
+
+
+async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_meets_it() -> None:
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        loads = [load(store, "/results")]  # type: ignore[arg-type]
+        swapping = Swapping({"first": frozenset({ENCODE}), "second": frozenset({DENOISE})}, loads)
+        executor, idle, withdrawn = Executed(), asyncio.Event(), asyncio.Event()
+
+        async def withdraw() -> None:
+            withdrawn.set()
+
+        assert swapping.loads("second")[0].pools == {DENOISE}
+        going = asyncio.create_task(swapping.to("second", executor, withdraw, idle))  # type: ignore[arg-type]
+        await withdrawn.wait()
+        await swapping.to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # which it is told each second
+        assert (swapping.going, swapping.holds, executor.swapped) == ("second", "first", [])
+        assert swapping.fits(lease(f"{ENCODE}@1a2b"))
+        assert not swapping.fits(lease(DENOISE))
+        swapping.loaded(executor)  # type: ignore[arg-type]  # its compute had died, and has started again
+        assert swapping.going == "second"
+
+        idle.set()
+        await going
+        assert (swapping.going, swapping.holds, executor.swapped) == ("second", "", ["second"])
+        assert not swapping.fits(lease(ENCODE))
+        executor.ready = True
+        swapping.loaded(executor)  # type: ignore[arg-type]
+        assert (swapping.going, swapping.holds, swapping.load_s) == ("", "second", 2.0)
+        assert swapping.fits(lease(DENOISE))
+        await swapping.to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # by an answer that came late
+        assert (swapping.going, swapping.holds, executor.swapped) == ("", "second", ["second"])
+
+
+class TestReadingAhead:
+    """The kernel is asked for the files of a set, which it may read while another set still works."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        found: list[str] = []
+
+        def ask(file: int, offset: int, length: int, advice: int) -> None:
+            path = Path(f"/proc/self/fd/{file}").readlink()
+            assert (offset, length, advice) == (0, 0, os.POSIX_FADV_WILLNEED)
+            found.append(path.relative_to(SHAPES).as_posix())
+
+        monkeypatch.setattr(os, "posix_fadvise", ask)
+        return found
+
+    async def test_files_of_the_set_that_is_likely_to_be_next_are_asked_for_once(self, asked: list[str]) -> None:
+        swapping = shapes("encoder", "denoiser")
+        await swapping.ahead("denoiser")
+        await swapping.ahead("denoiser")
+        assert asked == ["transformer/diffusion_pytorch_model.safetensors"]
+        await swapping.ahead("nothing")
+        assert len(asked) == 1
+
+    async def test_those_of_the_set_that_is_loaded_are_asked_for_as_long_as_what_runs_takes(
+        self, asked: list[str]
+    ) -> None:
+        """Given tasks that run, when another set is to be loaded, then its files are asked for before they end."""
+        swapping, executor, idle = shapes("encoder", "denoiser"), Executed(), asyncio.Event()
+
+        async def withdraw() -> None:
+            return
+
+        going = asyncio.create_task(swapping.to("denoiser", executor, withdraw, idle))  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            while not asked:
+                await asyncio.sleep(0.01)
+        assert executor.swapped == []
+        idle.set()
+        await going
+        executor.ready = True
+        swapping.loaded(executor)  # type: ignore[arg-type]
+        await swapping.ahead("encoder")
+        assert [name.partition("/")[0] for name in asked] == ["transformer", "text_encoder"]
+
+    async def test_what_cannot_be_read_is_left_to_loading(self, asked: list[str], tmp_path: Path) -> None:
+        await shapes("encoder", "denoiser", folder=tmp_path).ahead("denoiser")
+        assert asked == []
+
+
+DATA = os.urandom(2 * CHUNK + 7)
+
+
+ID = xxhash.xxh3_128_hexdigest(DATA)
+
+
+Change = Callable[[Lent], Any]
+
+
+class Lender:
+    """What a worker's link is to one whose folder is `folder`; `change` says what becomes of each answer."""
+
+    def __init__(self, folder: Path, change: Change = lambda lent: lent) -> None:
+        self.asked, self._change = list[Borrow](), change
+        self._lending = Lending(None, str(folder))  # type: ignore[arg-type]
+
+    async def call(self, message: Borrow) -> Any:
+        self.asked.append(message)
+        answer = await self._lending.answer(b"", message)
+        return self._change(answer) if isinstance(answer, Lent) else answer
+
+
+def adapted(kind: str = "denoise", lora: str = "ink:0.5", ids: str = ID) -> Lease:
+    params: dict[str, Any] = {"lora": lora} if lora else {}
+    task = task_of("r", "denoise", 1, "p", kind, "m", params, derived=Derived(lora_id=ids if lora else ""))
+    return Lease(task, "worker", b"token", 0.0)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """The scheduler's folder, the worker's own, and where it keeps what it borrows."""
+    found = tmp_path / "there", tmp_path / "here", tmp_path / "data/loras"
+    for folder in found[:2]:
+        folder.mkdir()
+    (found[0] / "ink.safetensors").write_bytes(DATA)
+    return found
+
+
+def bring(link: Lender, places: tuple[Path, Path, Path], *leases: Lease) -> None:
+    async def all_of_them() -> None:
+        made = Borrowing(link, str(places[1]), places[2])  # type: ignore[arg-type]
+        await asyncio.gather(*(made.bring(one) for one in leases or [adapted()]))
+
+    asyncio.run(all_of_them())
+
+
+def kept(places: tuple[Path, Path, Path]) -> list[str]:
+    return sorted(file.name for file in places[2].iterdir()) if places[2].exists() else []
+
+
+def test_it_comes_in_parts_once_and_is_found_by_its_content(places: tuple[Path, Path, Path]) -> None:
+    link = Lender(places[0])
+    bring(link, places, adapted(), adapted())
+    bring(link, places, adapted(lora="renamed"))
+    assert [message.offset for message in link.asked] == [0, CHUNK, 2 * CHUNK]
+    assert kept(places) == [f"{ID}.safetensors"]
+    assert Loras(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
+
+
+def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[Path, Path, Path]) -> None:
+    link = Lender(places[0])
+    bring(link, places, adapted("text_encode"), adapted(lora=""))
+    asyncio.run(Borrowing(link, "", places[2]).bring(adapted()))  # type: ignore[arg-type]  # no adapters are served
+    (places[1] / "ink.safetensors").write_bytes(DATA)
+    bring(link, places)
+    assert not link.asked and not kept(places)
+
+
+def test_another_file_of_that_name_here_is_not_taken_for_it(places: tuple[Path, Path, Path]) -> None:
+    (places[1] / "ink.safetensors").write_bytes(b"other")
+    bring(Lender(places[0]), places)
+    assert Loras(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
+
+
+def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path]) -> None:
+    bring(Lender(places[0]), places)
+    (places[2] / f"{ID}.safetensors").write_bytes(DATA[:-1] + b"?")
+    bring(again := Lender(places[0]), places)
+    assert again.asked
+    assert (places[2] / f"{ID}.safetensors").read_bytes() == DATA
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [
+    (lambda lent: Lent(lent.size, bytes(len(lent.data))), PermanentError, "what came has another content"),
+    (lambda lent: Lent(lent.size - 1, lent.data), TransientError, "was changed while"),
+    (lambda lent: Lent(lent.size, b""), TransientError, "was changed while"),
+    (lambda lent: Lent(5 << 30, lent.data), PermanentError, "no more than"),
+    (lambda _: Lent(0, b""), PermanentError, "no more than"),
+    (lambda _: Refused("no lora 'ink' is there"), NotFound, "no lora 'ink' is there"),
+    (lambda _: Stranger(), NotFound, "is not lent"),
+])  # fmt: skip
+def test_what_cannot_be_it_is_not_kept(
+    change: Change, error: type[UnfuseError], says: str, places: tuple[Path, Path, Path]
+) -> None:
+    with pytest.raises(error, match=says) as raised:
+        bring(Lender(places[0], change), places)
+    assert not kept(places)
+    failed = unfetched(Claim("r", "denoise", 1, b"t"), raised.value, True)
+    assert failed.kind == ("transient" if error is TransientError else "permanent")
+
+
+def test_an_id_is_no_path(places: tuple[Path, Path, Path]) -> None:
+    with pytest.raises(PermanentError, match="is no id of an adapter"):
+        Loras(str(places[0]), str(places[2])).file("ink", "../../there/ink")
+
+
+def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path, Path, Path]) -> None:
+    async def ask(loras: str, name: str, id: str = ID) -> Any:
+        return await Lending(None, loras).answer(b"", Borrow(name, id))  # type: ignore[arg-type]
+
+    said = [asyncio.run(ask(str(places[0]), name)) for name in ("../there/ink", "fog")]
+    assert all(isinstance(answer, Refused) and "no lora" in answer.message for answer in said)
+    assert "another content" in asyncio.run(ask(str(places[0]), "ink", "0" * 32)).message
+    assert "--loras FOLDER" in asyncio.run(ask("", "ink")).message
+
+
+def test_room_is_looked_for_and_made(places: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_models, "KEPT_BYTES", len(DATA) + 10)
+    places[2].mkdir(parents=True)
+    for number, name in enumerate(("new", "old", ".left")):
+        (places[2] / name).write_bytes(bytes(8))
+        os.utime(places[2] / name, (1e9 - number, 1e9))
+    bring(Lender(places[0]), places)
+    assert kept(places) == [f"{ID}.safetensors", "new"]
+    monkeypatch.setattr(loaded_models.shutil, "disk_usage", lambda _: _Full)
+    (places[2] / f"{ID}.safetensors").unlink()
+    with pytest.raises(TransientError, match="has room for 5"):
+        bring(Lender(places[0]), places)
+
+
+class _Full:
+    free = 5

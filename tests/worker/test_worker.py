@@ -1,0 +1,69 @@
+"""A worker's parent: what it asks for, what it does with a task that it cannot run, and what it logs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from unfuse.core.messages import ChangedFile, Failed
+from unfuse.core.task import Claim
+from unfuse.worker.link import WITHDRAW
+from unfuse.worker.worker import Worker, log_outcome
+
+FILE = ChangedFile("vae/model.safetensors", compared=True)
+
+
+@pytest.mark.parametrize(("changed", "asks"), [((), True), (("a",), True), (("a", "b"), False)])
+def test_a_worker_asks_as_long_as_it_serves_a_pool(changed: tuple[str, ...], asks: bool) -> None:
+    worker: Any = SimpleNamespace(
+        _objects=SimpleNamespace(free=1, usage=lambda: SimpleNamespace(used=0)),
+        _executor=SimpleNamespace(ready=True),
+        _swapping=SimpleNamespace(going="", holds="all"),
+        _served=SimpleNamespace(pools=("a", "b")),
+        _weights=SimpleNamespace(changed=dict.fromkeys(changed, FILE)),
+        _holding=SimpleNamespace(room=lambda *_: {}, ask=lambda *_: "an Ask"),
+        _affinity="",
+    )
+    assert (Worker._wanted(worker) is not WITHDRAW) is asks
+
+
+async def test_what_compute_has_taken_of_a_task_that_it_cannot_run_is_dropped() -> None:
+    """Given a worker that is about to load other weights when the inputs of a task are there, then the task is handed
+    back, and its compute process told that it does not come."""
+    done = list[Any]()
+
+    async def note(what: Any) -> None:
+        done.append(what)
+
+    async def found(*_: Any) -> str:
+        return "it"
+
+    lease: Any = SimpleNamespace(claim="claim", task=SimpleNamespace(planned=SimpleNamespace(pool="pool")))
+    worker: Any = SimpleNamespace(
+        _borrowing=SimpleNamespace(bring=found),
+        _outputs=SimpleNamespace(read=found),
+        _holding=SimpleNamespace(arrived=lambda _: None),
+        _swapping=SimpleNamespace(fits=lambda _: False),
+        _executor=SimpleNamespace(ready=True, passing=SimpleNamespace(drop=note)),
+        _objects=SimpleNamespace(copies=SimpleNamespace(bring=found)),
+        _end=note,
+    )
+    await Worker._run(worker, lease, granted=None)  # type: ignore[arg-type]
+    dropped, failed = done
+    assert dropped == "claim"
+    assert (failed.claim, failed.kind) == ("claim", "hand_back")
+
+
+def test_what_is_handed_back_in_a_stop_is_no_failure() -> None:
+    claim = Claim("req_0", "denoise", 1, b"secret")
+    with capture_logs() as told:
+        log_outcome(Failed(claim, "hand_back", "the worker leaves", reason="drain"))
+        log_outcome(Failed(claim, "hand_back", "the worker cannot run it now", reason="compute"))
+    assert [(one["event"], one["log_level"]) for one in told] == [
+        ("task handed back", "info"),
+        ("task failed", "warning"),
+    ]
+    assert "secret" not in str(told)

@@ -1,0 +1,167 @@
+"""What is said of a plan: what a start serves, on what and how to try it, and whether it pays to split models."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unfuse import __version__
+from unfuse.arena.limits import readable_bytes
+from unfuse.core.card import ModelCard
+from unfuse.core.media import IMAGE, UPLOAD, VIDEO
+from unfuse.core.pool import declared
+from unfuse.core.words import TEXT
+from unfuse.planning.placement import CONTEXT, CPU, PROCESS
+from unfuse.server.served_models import ModelNames
+from unfuse.service.plan import Plan
+from unfuse.worker.batches import Exactness, Verdict
+from unfuse.worker.compute_messages import EXACTNESS
+
+PROMPT = "a red circle on white"
+
+
+class StartScreen:
+    """The lines of a start, for a plan whose models clients know by these `names`. `keyed`: clients need a key."""
+
+    def __init__(self, plan: Plan, names: dict[str, str], *, keyed: bool) -> None:
+        self._plan, self._keyed = plan, keyed
+        shown = ModelNames(names).shown
+        self._served = {shown(model.card.name): model.card for model in plan.models}
+
+    def opening(self) -> list[str]:
+        """What is served, and on what."""
+        shown = [name if name == card.name else f"{name} ({card.name})" for name, card in self._served.items()]
+        return [f"serving {', '.join(shown)} with unfuse {__version__}", *layout_lines(self._plan)]
+
+    def ready(self, url: str, seconds: float) -> list[str]:
+        """How long it took until everything was there, and how to try it."""
+        took = f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+        if missing := self._plan.missing_roles():
+            return [f"the workers here are ready in {took} s: requests wait until others come ({', '.join(missing)})"]
+        return [f"ready in {took} s: open {url}/docs, or try", f"    {self.example(url)}"]
+
+    def example(self, url: str) -> str:
+        """A command that makes something with the first model."""
+        name, card = next(iter(self._served.items()))
+        path, fields, is_form = _first_request(card)
+        fields |= {"model": name} if len(self._served) > 1 else {}
+        key = " -H 'authorization: Bearer KEY'" if self._keyed else ""
+        if is_form:
+            sent = " ".join(f"-F {shlex.quote(f'{field}={value}')}" for field, value in fields.items())
+        else:
+            sent = f"-H 'content-type: application/json' -d {shlex.quote(json.dumps(fields, ensure_ascii=False))}"
+        return f"curl {url}{path}{key} {sent}"
+
+
+def _first_request(card: ModelCard) -> tuple[str, dict[str, object], bool]:
+    """The path and fields of a request that the model can answer, and whether they are sent as a form."""
+    if TEXT.made_by(card.limits):
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, False
+    needs_picture = card.accepted(UPLOAD).min > 0
+    if needs_picture and VIDEO.made_by(card.limits):
+        return "/v1/videos", {"prompt": PROMPT, "input_reference": "@FILE"}, True
+    if needs_picture:
+        return "/v1/images/edits", {"prompt": PROMPT, "image": "@FILE", "response_format": "url"}, True
+    if IMAGE.made_by(card.limits):
+        return "/v1/images/generations", {"prompt": PROMPT, "response_format": "url"}, False
+    return "/v1/videos", {"prompt": PROMPT}, False
+
+
+def layout_lines(plan: Plan) -> list[str]:
+    """Which workers are started where, why so, and the memory that they take."""
+    lines = [f"{model.card.name} is not split: {model.card.undivided}" for model in plan.models if model.card.undivided]
+    if not plan.workers:
+        return [*lines, "no worker is started here: requests wait until one comes (unfuse worker)"]
+    if plan.layouts:
+        lines.append(plan.layouts.why)
+    counts = Counter(f"{worker.role} on {worker.device}" for worker in plan.workers)
+    workers = ", ".join(f"{count} × {worker}" for worker, count in counts.items())
+    memory = ", ".join(
+        f"{sums['device']} {readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free"
+        for sums in plan.memory()
+    )
+    return [*lines, f"workers: {workers}; memory: {memory}"]
+
+
+def gains(plan: Plan) -> Iterator[tuple[str, int]]:
+    """What serving in stages gains on this machine, one reason each, with the bytes if it saves memory."""
+    used = dict.fromkeys(device for worker in plan.workers for device in worker.devices)
+    if len(used) > 1:
+        yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
+    parts = [part for held in plan.needs.values() for part in held]
+    whole, largest = sum(part.bytes for part in parts), max(part.bytes for part in parts)
+    best = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
+    if whole > best.free:
+        room = f"more than the {readable_bytes(best.free)} free on {best.name}"
+        takes = f"the components take {readable_bytes(whole)}"
+        yield f"undivided, {takes}, {room}; the largest takes {readable_bytes(largest)}", 0
+    for part in parts:
+        if saved := part.bytes * (len(part.models) - 1):
+            yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
+    if (copies := _denoisers(plan)) > 1:
+        held = sum(part.bytes for role in plan.wanted.first for part in plan.needs[role])
+        saved = (copies - 1) * (whole - held)
+        less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
+        yield f"{copies} denoisers share encoder and decoder: {less}", saved
+
+
+def layouts_of(plan: Plan) -> list[dict[str, Any]]:
+    """`serve`'s layouts with their predicted rates: the chosen one's is 1."""
+    if plan.layouts is None:
+        return []
+    whole = plan.layouts.chosen.rate or 1.0
+    return [
+        {"layout": layout.written, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
+        for layout in plan.layouts.found
+    ]
+
+
+def basis_of(plan: Plan) -> str:
+    """What the predicted rates of the layouts come from."""
+    measured = plan.layouts is not None and plan.layouts.measured
+    return f"rates are {'by what stages took here' if measured else 'a guess: nothing was measured here yet'}"
+
+
+def batches_of(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
+    """How requests share forwards in the pools of these models, as comparing has shown here: of each pool the largest
+    batch that changes no byte, the smallest that does, and the function that is to blame for it.
+    """
+    pools = {pool for model in plan.models for pool in model.card.pools().values()}
+    found: defaultdict[str, list[Verdict]] = defaultdict(list)
+    for one in Exactness(Path(data_dir, EXACTNESS)).all():
+        if declared(one.pool) in pools:
+            found[one.pool].append(one)
+    rows = []
+    for pool, seen in sorted(found.items()):
+        worst = min((one for one in seen if one.blame), key=lambda one: one.size, default=Verdict())
+        largest = max((one.size for one in seen if one.is_trusted), default=1)
+        rows.append({"pool": pool, "exact_to": largest, "not_from": worst.size or None, "because_of": worst.blame})
+    return rows
+
+
+def verdict(plan: Plan) -> str:
+    """Whether to split, in a sentence. Saved memory counts only if it is more than the extra processes take."""
+    if plan.refusal:
+        return "nothing to split: serve would refuse this"
+    if plan.layouts:
+        return plan.layouts.why
+    if len(plan.workers) < 2:
+        return "not split: one worker at most runs here, the stages in turn"
+    more = len(plan.workers) - max(1, _denoisers(plan))
+    saved = [size for _, size in gains(plan)]
+    if 0 in saved or sum(saved) > more * PROCESS:
+        return "split: it gains what is said above"
+    contexts = f" and {readable_bytes(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
+    return (
+        "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "
+        f"measured on two cores in docs/performance.md), and {more} more processes than undivided take "
+        f"{readable_bytes(more * PROCESS)} of host memory{contexts}"
+    )
+
+
+def _denoisers(plan: Plan) -> int:
+    return sum(worker.role in plan.wanted.first for worker in plan.workers)

@@ -1,0 +1,336 @@
+"""The models and adapters that a worker has: swapped for others, checked for changes, fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+import xxhash
+from msgspec.structs import replace
+
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError
+from unfuse.core.messages import Borrow, ChangedFile, Lent, Refused
+from unfuse.core.parameters import scales
+from unfuse.core.plan import Choice
+from unfuse.core.pool import declared, manned
+from unfuse.core.task import Lease
+from unfuse.models import card_of
+from unfuse.stages.specs import ADAPTED
+from unfuse.weights.adapters import MAX_BYTES, Loras
+from unfuse.weights.fingerprints import COARSE_S, FileState
+from unfuse.weights.gguf_model import files_of
+from unfuse.weights.source import resolve_source
+from unfuse.worker.compute_messages import Load
+from unfuse.worker.executor import Executor
+from unfuse.worker.link import Link
+
+log = structlog.get_logger(__name__)
+
+Models = tuple[tuple[str, str, str], ...]  # (name, source, dtype); once fetched, the source is a folder here
+Sets = Mapping[str, frozenset[str]]  # declared pools by the names of sets; none where everything is loaded at all times
+States = Mapping[Path, FileState]
+
+PAUSE_S = 0.05  # seconds between two looks whether a swap can begin
+
+KEPT_BYTES = 32 << 30  # how much a machine keeps; what was used longest ago goes first
+
+LEFT_S = 3600.0  # after so long what nobody has written to is what a process left that was killed
+
+
+class LoadedModel(NamedTuple):
+    """A registered model: its declared `pools` by stage, and its `files` with the pools loaded from them.
+
+    `files` has only the files that are loaded from this model's folder.
+    """
+
+    card: ModelCard
+    folder: Path
+    dtype: str
+    pools: Mapping[str, str]
+    files: Mapping[Path, frozenset[str]]
+
+
+class WeightFiles:
+    """Compares the files that a worker has loaded with their present state. `changed` has the affected pools.
+
+    `before` has the states of files before the cards were made, so that every later change is detected. For a missing
+    file its present state is used. A pool is loaded from the first model that has it, or, if the worker loads models
+    `in_turns`, from any of them.
+    """
+
+    def __init__(
+        self, models: Models, cards: Sequence[ModelCard], choice: Choice, before: States, in_turns: bool = False
+    ) -> None:
+        self.changed: dict[str, ChangedFile] = {}
+        self.left_out: frozenset[str] = frozenset()
+        """Pools that the compute process did not load at its last start, because their files had changed."""
+        self._models: list[LoadedModel] = []
+        self._loaded: dict[Path, FileState | None] = {}
+        self._spoiled: dict[Path, tuple[FileState | None, frozenset[str]]] = {}
+        self._seen: dict[Path, tuple[FileState | None, float]] = {}
+        """Modified states, with the time when each was first seen, in monotonic seconds."""
+        known = set[str]()
+        for card, (_, folder, dtype) in zip(cards, models, strict=True):
+            model = _loaded_model(card, Path(folder), dtype, choice, frozenset() if in_turns else frozenset(known))
+            known.update(model.pools.values())
+            self._models.append(model)
+            self._loaded |= {path: before.get(path) or _state_of(path) for path in model.files}
+
+    def look(self) -> bool:
+        """Check size and times of all files, and update `changed`. Returns whether it differs from before.
+
+        Pools of a modified file are in `changed` until its bytes are compared, and stay there if the bytes differ.
+        """
+        changed: dict[str, ChangedFile] = {}
+        for model, path, state in self._differing():
+            if path not in self._seen or self._seen[path][0] != state:
+                self._seen[path] = state, time.monotonic()
+            spoiled = self._spoiled_by(path, state)
+            file = ChangedFile(_name_of(model, path), compared=bool(spoiled))
+            for pool in spoiled or model.files[path]:
+                if file.compared or pool not in changed:
+                    changed[pool] = file
+        for pool in self.left_out:
+            known = changed.get(pool) or self.changed.get(pool)
+            changed[pool] = ChangedFile(known.name if known else "a file", compared=True)
+        if changed == self.changed:
+            return False
+        for file in {*changed.values()} - {*self.changed.values()}:
+            log.warning("a model file has changed", reason=str(file))
+        if not changed:
+            log.info("all model files have the bytes that were loaded")
+        self.changed = changed
+        return True
+
+    def compare(self) -> None:
+        """Compare the bytes of modified files with those that were loaded, once they are no longer written to.
+
+        Reads these files completely, so it may take long.
+        """
+        for model in self._models:
+            states = {
+                path: state
+                for owner, path, state in self._differing()
+                if owner is model and not self._spoiled_by(path, state)
+            }
+            if not states or not all(self._is_written(path, state) for path, state in states.items()):
+                continue
+            other = _pools_with_other_bytes(model)
+            for path, state in states.items():
+                if spoiled := model.files[path] & other:
+                    self._spoiled[path] = state, spoiled
+                else:
+                    self._loaded[path] = state
+
+    def overwritten(self, pool: str) -> ChangedFile | None:
+        """Return a file of a pool that was modified in place, or None. Memory that maps it has changed too."""
+        for model, path, state in self._differing():
+            loaded = self._loaded[path]
+            in_place = state and loaded and (state.device, state.inode) == (loaded.device, loaded.inode)
+            spoiled = self._spoiled_by(path, state)
+            if in_place and pool in (spoiled or model.files[path]):
+                return ChangedFile(_name_of(model, path), compared=bool(spoiled))
+        return None
+
+    def _differing(self) -> list[tuple[LoadedModel, Path, FileState | None]]:
+        """Return the files whose state is not that at loading, with their present states."""
+        return [
+            (model, path, state)
+            for model in self._models
+            for path in model.files
+            if (state := _state_of(path)) != self._loaded[path]
+        ]
+
+    def _is_written(self, path: Path, state: FileState | None) -> bool:
+        """Whether a file is no longer written to, by its times or because its state did not change for long enough.
+
+        Times are not reliable if a clock was set back, or if that of a file server is ahead.
+        """
+        seen, since = self._seen.get(path, (None, 0.0))
+        was_same = seen == state and time.monotonic() - since >= COARSE_S
+        return state is None or was_same or state.is_settled(time.time())
+
+    def _spoiled_by(self, path: Path, state: FileState | None) -> frozenset[str]:
+        """Return the pools for which a file in that state has other bytes; empty if it was not compared."""
+        compared, pools = self._spoiled.get(path, (None, frozenset[str]()))
+        return pools if compared == state else frozenset()
+
+
+def states_of(folder: Path) -> dict[Path, FileState]:
+    """Return the states of a model's files: of a single file, or of a folder and its direct subfolders."""
+    if folder.is_file():
+        return {folder: FileState.of(folder)}
+    paths = [path for pattern in ("*", "*/*") for path in folder.glob(pattern)]
+    return {path: state for path in paths if (state := _state_of(path))}
+
+
+def _state_of(path: Path) -> FileState | None:
+    """Return the state of a file, or None if it is missing."""
+    try:
+        return FileState.of(path)
+    except OSError:
+        return None
+
+
+def _name_of(model: LoadedModel, path: Path) -> str:
+    """Return a file's name relative to its model's folder, or its own name if the model is a single file."""
+    return path.name if path == model.folder else path.relative_to(model.folder).as_posix()
+
+
+def _loaded_model(card: ModelCard, folder: Path, dtype: str, choice: Choice, known: frozenset[str]) -> LoadedModel:
+    """Return the part of a model that is loaded: the chosen stages, except those whose pools are `known`."""
+    pools, files, reads = card.pools(choice), defaultdict[Path, set[str]](set), files_of(folder)
+    for stage in card.pipeline.stages:
+        if stage.name in pools and pools[stage.name] not in known:
+            for path in chain.from_iterable(reads.files(component).values() for component in stage.components):
+                files[path].add(pools[stage.name])
+    return LoadedModel(card, folder, dtype, pools, {path: frozenset(named) for path, named in files.items()})
+
+
+def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
+    """Return the pools of a model that its present files no longer make; all of them if the files cannot be read."""
+    try:
+        pools = card_of(model.card.name, model.folder, model.dtype).pools()
+    except (ConfigError, OSError):
+        pools = {}
+    return frozenset(pool for stage, pool in model.pools.items() if pools.get(stage) != pool)
+
+
+class Swapping:
+    """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
+
+    def __init__(self, sets: Sets, loads: Sequence[Load], cards: Sequence[ModelCard] = ()) -> None:
+        self.sets, self._loads, self._cards, self._read = sets, loads, cards, ""
+        self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
+        """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
+
+    def pools_of_sets(self, outcome: Mapping[str, str], changed: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+        """Return the pools of each set for this outcome, without those in `changed`."""
+        return {
+            name: tuple(manned(pool, outcome) for pool in sorted(pools.difference(changed)))
+            for name, pools in self.sets.items()
+        }
+
+    def loads(self, name: str) -> list[Load]:
+        """What each rank is to load for a set."""
+        return [replace(load, pools=self.sets.get(name, frozenset()), holds=name) for load in self._loads]
+
+    def fits(self, lease: Lease) -> bool:
+        """Whether a task is of the set that is loaded."""
+        return not self.sets or declared(lease.task.planned.pool) in self.sets.get(self.holds, ())
+
+    async def to(
+        self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
+    ) -> None:
+        """Take no more tasks, and once those that run have ended, have another set loaded: `loaded` is called then."""
+        if self.going or name == self.holds or name not in self.sets:  # it is told until it has said that it has that
+            return
+        self.going = name
+        await withdraw()
+        await self.ahead(name)
+        await idle.wait()
+        while not (executor.ready and idle.is_set()):  # it may have been given a task meanwhile, or start again
+            await asyncio.sleep(PAUSE_S)
+        log.info("swapping", out=self.holds, into=name)
+        self.holds = ""
+        executor.swap(self.loads(name))
+
+    def loaded(self, executor: Executor | None) -> None:
+        """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
+        if executor and executor.ready:
+            self.going = self.going if self.holds else ""
+            self.holds, self.load_s = executor.loaded
+
+    async def ahead(self, name: str) -> None:
+        """Have the kernel read the weights of the next set into the page cache, as far as there is room, once."""
+        if name in self.sets and name != self._read:
+            self._read = name
+            await asyncio.to_thread(_read_ahead, self._loads[0].models, self._cards, self.sets[name])
+
+
+def _read_ahead(models: Models, cards: Sequence[ModelCard], pools: Collection[str]) -> None:
+    """Ask for the files of these declared pools. What cannot be read loading will tell of."""
+    folders = {name: source for name, source, _ in models}
+    named = {
+        (card.name, component)
+        for card in cards for stage in card.pipeline.stages if card.pools()[stage.name] in pools
+        for component in stage.components
+    }  # fmt: skip
+    for model, component in sorted(named):
+        with suppress(OSError, ConfigError):
+            for path in files_of(resolve_source(folders[model])).weights(component):
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+class Borrowing:
+    """Brings what the adapters' `folder` of this machine lacks into the folder `kept`.
+
+    Nothing is brought if `folder` is empty: then the scheduler serves no adapters.
+    """
+
+    def __init__(self, link: Link, folder: str, kept: Path) -> None:
+        self._link, self._loras, self._kept = link, Loras(folder, str(kept)), kept
+        self._has_adapters = bool(folder)
+        self._lock = asyncio.Lock()
+
+    async def bring(self, lease: Lease) -> None:
+        """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
+        task = lease.task
+        if not task.derived.lora_id or task.planned.kind not in ADAPTED or not self._has_adapters:
+            return
+        for (name, _), id in zip(scales(str(task.params["lora"])), task.derived.lora_id.split(","), strict=True):
+            async with self._lock:
+                if not await asyncio.to_thread(self._loras.has, name, id):
+                    await self._fetch(name, id)
+
+    async def _fetch(self, name: str, id: str) -> None:
+        place = self._loras.kept(id)
+        part = place.with_name(f".{id}.{secrets.token_hex(4)}")
+        digest, at, size, began = xxhash.xxh3_128(), 0, 1, time.monotonic()
+        try:
+            self._kept.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as stream:
+                while at < size:
+                    answer = await self._link.call(Borrow(name, id, at))
+                    if not isinstance(answer, Lent):
+                        raise NotFound(answer.message if isinstance(answer, Refused) else f"lora {name!r} is not lent")
+                    size = size if at else self._room(name, answer.size)
+                    if answer.size != size or not answer.data or at + len(answer.data) > size:
+                        raise TransientError(f"lora {name!r} was changed while it was copied")
+                    await asyncio.to_thread(stream.write, answer.data)
+                    digest.update(answer.data)
+                    at += len(answer.data)
+            if digest.hexdigest() != id:
+                raise PermanentError(f"lora {name!r} is not the one that was asked for: what came has another content")
+            part.replace(place)
+        except OSError as error:
+            raise TransientError(f"lora {name!r} cannot be kept in {self._kept}: {error.strerror}") from error
+        finally:
+            part.unlink(missing_ok=True)
+        log.info("an adapter came from the scheduler", lora=name, id=id, bytes=size, seconds=time.monotonic() - began)
+
+    def _room(self, name: str, size: int) -> int:
+        """The size of a file for which there is room now."""
+        if not 0 < size <= MAX_BYTES:
+            raise PermanentError(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
+        left, now = KEPT_BYTES - size, time.time()
+        files = sorted(((file, file.stat()) for file in self._kept.iterdir()), key=lambda one: -one[1].st_atime)
+        for file, stat in files:
+            left -= stat.st_size
+            if left < 0 or (file.name.startswith(".") and now - stat.st_mtime > LEFT_S):
+                file.unlink(missing_ok=True)
+        if (free := shutil.disk_usage(self._kept).free) < size:
+            raise TransientError(f"lora {name!r} has {size} bytes, and {self._kept} has room for {free}")
+        return size
