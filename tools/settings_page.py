@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 import unfuse.cli.app  # noqa: F401  whose verbs say which settings have flags
-from unfuse.cli.options import EXPERT, OFFERED, PANELS
+from unfuse.cli.verbs import EXPERT, OFFERED, PANELS
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, Field, Size
 

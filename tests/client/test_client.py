@@ -19,7 +19,7 @@ from PIL import Image
 
 from tests.server.served import BROKEN, EVIDENCE, IDLE, MOVING, POISON, Served, film, picture, serve
 from unfuse.client import Client, Request, Result, aconnect, calls, connect
-from unfuse.client.transport import error_of
+from unfuse.client.calls import error_of
 from unfuse.core.errors import (
     ConfigError,
     InvalidParameter,

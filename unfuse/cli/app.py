@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import typer
+
+import unfuse
 from unfuse.cli import (
     chat,
     compare,
     config,
     dead,
-    disk,
     doctor,
     generate,
     keys,
     models,
     operator,
-    pull,
     requests,
     serve,
-    version,
+    show,
     worker,
     workers,
 )
-from unfuse.cli.verbs import Verbs
+from unfuse.cli.verbs import Json, Verbs
+
+
+def version(json: Json = False) -> None:
+    """Print the version."""
+    if json:
+        show.as_json({"version": unfuse.__version__})
+    else:
+        typer.echo(f"unfuse {unfuse.__version__}")
+
 
 app = Verbs("Serve a generative model as stages, each from its own pool of workers.", add_completion=True)
 app.verb()(generate.generate)
 app.verb()(chat.chat)
 app.verb("info", server=True)(serve.serve)
 app.verb("info", server=True)(worker.worker)
-app.verb(server=True)(pull.pull)
+app.verb(server=True)(models.pull)
 app.add_typer(models.app, name="models")
 app.add_typer(requests.app, name="requests")
 app.add_typer(dead.app, name="dead")
@@ -35,8 +45,8 @@ app.verb()(workers.workers)
 app.verb()(workers.pools)
 app.verb(server=True)(doctor.doctor)
 app.verb(server=True)(compare.compare)
-app.verb(server=True)(disk.disk)
+app.verb(server=True)(doctor.disk)
 app.verb("info", server=True)(operator.operator)
 app.add_typer(keys.app, name="keys")
 app.add_typer(config.app, name="config")
-app.verb()(version.version)
+app.verb()(version)

@@ -13,15 +13,15 @@ import typer
 from unfuse.cli.connecting import client_of
 from unfuse.cli.exit_codes import exit_code
 from unfuse.cli.files import argument_of, is_terminal, json_of, lines_of_stdin, require_files
-from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, takes
 from unfuse.cli.terminal import ProgressDisplay, Terminal
+from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, takes
 from unfuse.core.errors import InvalidParameter, Overloaded, PermanentError, UnfuseError, UnknownModel
 from unfuse.service.loading import Loading
 from unfuse.service.settings import load
 
 if TYPE_CHECKING:
     from unfuse.client import Client
-    from unfuse.client.async_client import Chat
+    from unfuse.client.client import Chat
 
 LOOK_S = 0.2  # seconds between two looks at how far workers have loaded
 

@@ -11,9 +11,9 @@ import typer
 
 from unfuse.cli import show
 from unfuse.cli.files import require_files
-from unfuse.cli.options import COMPUTE, PLACING, Config, Json, asks, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
+from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, asks, takes
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import UsageError
 from unfuse.core.media import medium_for

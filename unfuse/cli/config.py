@@ -6,9 +6,8 @@ import re
 from typing import Any
 
 from unfuse.cli import show as shown
-from unfuse.cli.options import OFFERED, Config, Json
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import Verbs
+from unfuse.cli.verbs import OFFERED, Config, Json, Verbs
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, Field, Size, load
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import typer
 
 from unfuse.cli import connecting, requests, show as shown
-from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.cli.requests import After, Id, Limit
-from unfuse.cli.verbs import Verbs
+from unfuse.cli.verbs import ApiKey, Config, Json, Server, Verbs
 
 app = Verbs("Requests that were given up after too many failures.")
 

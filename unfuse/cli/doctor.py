@@ -13,9 +13,9 @@ from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
+from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, takes
 from unfuse.planning.placement import NO_DEVICE
 from unfuse.service.groups import Settings
 from unfuse.service.settings import Size, load
@@ -182,3 +182,15 @@ def print_installation(settings: Settings) -> None:
         typer.echo(f"{'WARNING':12} workers come in over TCP without keys: {AT_RISK}")
     for name, state in transfers(settings.transfer).items():
         typer.echo(f"{'transfers':12} {name}: {state}")
+
+
+def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:
+    """Show what results, queue, copies and models take on this machine's disks, and what of it may go."""
+    from unfuse.service.disk import disk_use
+
+    rows = disk_use(load(terminal.flags, config).settings)
+    if json:
+        show.as_json(rows)
+        return
+    shown = [row | {"bytes": "elsewhere" if row["bytes"] is None else Size(row["bytes"])} for row in rows]
+    show.as_table(shown, ["what", "bytes", "files", "path", "may go"], "nothing")

@@ -10,8 +10,8 @@ import typer
 from unfuse.cli import show
 from unfuse.cli.connecting import client_of
 from unfuse.cli.files import argument_of, kind_of, require_files, save
-from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, asks, check_numbers, takes
 from unfuse.cli.terminal import Terminal
+from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, Json, asks, check_numbers, takes
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, medium_for

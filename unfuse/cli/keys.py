@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.options import Config, Json
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import Verbs
+from unfuse.cli.verbs import Config, Json, Verbs
 from unfuse.service.settings import load
 
 app = Verbs("The keys of the HTTP API, and those by which schedulers and workers know each other (`new`).")

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from unfuse.cli import connecting, show as shown
-from unfuse.cli.options import ApiKey, Config, Json, Server
-from unfuse.cli.verbs import Verbs
+from unfuse.cli.verbs import ApiKey, Config, Json, Server, Verbs
 
 app = Verbs("What was asked of a server.")
 

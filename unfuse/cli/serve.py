@@ -12,9 +12,9 @@ import typer
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.options import COMPUTE, PLACING, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
+from unfuse.cli.verbs import COMPUTE, PLACING, Config, takes
 from unfuse.launch.local import Forks, InheritedForks
 from unfuse.planning.machine import devices
 from unfuse.planning.placement import CPU, NONE

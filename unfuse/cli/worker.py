@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import structlog
 import typer
 
-from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
+from unfuse.cli.verbs import COMPUTE, Config, takes
 from unfuse.core.errors import UsageError
 from unfuse.core.spread import AUTO, parse_parallel
 from unfuse.service.groups import Settings

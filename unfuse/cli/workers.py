@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import typer
 
 from unfuse.cli import connecting, show
-from unfuse.cli.options import ApiKey, Config, Json, Server
+from unfuse.cli.verbs import ApiKey, Config, Json, Server
 
 _WORKER = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
 _POOL = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.client.async_client import AsyncChat, AsyncClient, AsyncRequest, Chat
-from unfuse.client.client import Client, Request
+from unfuse.client.client import AsyncChat, AsyncClient, AsyncRequest, Chat, Client, Request
 from unfuse.client.result import Result
 
 
