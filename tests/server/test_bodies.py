@@ -19,7 +19,7 @@ from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import create_app
-from unfuse.server.body import MAX_TEXT, MAX_VALUES, BodyBudget
+from unfuse.server.body import MAX_TEXT, MAX_VALUES
 from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
 
@@ -178,14 +178,14 @@ PART = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n'
 
 @pytest.mark.parametrize(("headers", "begins"), [({}, b'{"prompt":'), (FORM, PART)], ids=["json", "form"])
 async def test_bodies_that_are_being_read_have_a_bound_together(
-    tmp_path: Path, headers: dict[str, str], begins: bytes
+    tmp_path: Path, headers: dict[str, str], begins: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a client in the middle of a large body, when another one's does not fit beside it, then that client is to
     try again; small ones are served, and once the first has left there is room."""
     async with gateway(tmp_path) as (app, _):
-        app.state.reading = reading = BodyBudget(1000)
+        monkeypatch.setattr("unfuse.server.body.MAX_READING", 1000)
         first = Call(app, EDITS, "POST", begins + b" " * 800, more=True, **headers)
-        while not reading.held:
+        while not app.state.body_bytes:
             await asyncio.sleep(0)
         second = await Call(app, EDITS, "POST", begins + b" " * 300, **headers).begun()
         small = await Call(app, EDITS, "POST", b"{}").begun()
@@ -193,9 +193,9 @@ async def test_bodies_that_are_being_read_have_a_bound_together(
             "too_many_bodies",
             "invalid_parameter",
         ]
-        assert reading.held == len(begins) + 800
+        assert app.state.body_bytes == len(begins) + 800
         first.task.cancel()
         await asyncio.gather(first.task, return_exceptions=True)
         third = await Call(app, EDITS, "POST", begins + b" " * 300, **headers).begun()
         assert json.loads(third)["error"]["code"] == "invalid_parameter"
-        assert reading.held == 0
+        assert app.state.body_bytes == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from starlette.datastructures import Headers
@@ -64,10 +64,14 @@ class Access:
         keep browsers from saying whose page it is.
         """
         for name in names or [""]:
-            if not self._goes_by(_host_in(name)):
-                flag = f"start it with --allowed-hosts {_host_in(name)[:MOST_SHOWN] or 'NAME'}"
-                message = f"this server is not known as {name[:MOST_SHOWN]!r}: if that is a name of yours, {flag}"
-                return Refusal(403, "host_not_allowed", message)
+            host = _host_in(name)
+            if not is_loopback(host) and not (host and matches(host, self._hosts)):
+                flag = f"start it with --allowed-hosts {host[:MOST_SHOWN] or 'NAME'}"
+                return Refusal(
+                    403,
+                    "host_not_allowed",
+                    f"this server is not known as {name[:MOST_SHOWN]!r}: if that is a name of yours, {flag}",
+                )
         given = Headers(scope=scope)
         for origin in given.getlist("origin"):
             if ANY not in self.origins and origin.lower() not in (*self.origins, _site(scope["scheme"], names[-1])):
@@ -77,10 +81,6 @@ class Access:
                 message = f"pages of {shown!r} may not use this server: to let them, start it with --allowed-origins"
                 return Refusal(403, "origin_not_allowed", f"{message} {shown}{hint}")
         return None
-
-    def _goes_by(self, name: str) -> bool:
-        above = [name[dot:] for dot in range(len(name)) if name[dot] == "."]
-        return is_loopback(name) or not self._hosts.isdisjoint([ANY, name, f".{name}", *above]) and name != ""
 
 
 class Guard:
@@ -95,14 +95,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one call on, with the host and scheme that the client used."""
-        if scope["type"] == "http":
-            if not scope["path"].startswith("/"):
-                raise Refusal(400, "bad_target", "ask for a path, such as /v1/models: this server is no proxy")
-            names = self._forwarded(scope)
-            if not self._keyed and (why := self._access.refusal(scope, names)):
-                if scope["path"] not in EXEMPT:
-                    raise why
-                scope[STRANGER] = True
+        if not scope["path"].startswith("/"):
+            raise Refusal(400, "bad_target", "ask for a path, such as /v1/models: this server is no proxy")
+        names = self._forwarded(scope)
+        if not self._keyed and (why := self._access.refusal(scope, names)):
+            if scope["path"] not in EXEMPT:
+                raise why
+            scope[STRANGER] = True
         await self._app(scope, receive, send)
 
     def _forwarded(self, scope: Scope) -> list[str]:
@@ -129,6 +128,12 @@ def address_of(peer: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+def matches(host: str, names: Set[str]) -> bool:
+    """Return whether a host has one of these names, lies below a `.domain` among them, or any host may (`*`)."""
+    above = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
+    return not names.isdisjoint([ANY, host, f".{host}", *above])
 
 
 def _host_in(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Bounds of HTTP connections: their number, how long a client may be silent, how large a head may be."""
+"""Bounds of HTTP connections and calls: their number, how long a client may be silent, how large a head may be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import resource
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import IPv6Address, ip_network
@@ -16,13 +16,13 @@ from typing import Any, cast
 import h11
 import msgspec
 import structlog
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from unfuse.core.supervisor import LogThrottle
-from unfuse.edge.access import Access, address_of
+from unfuse.edge.access import EXEMPT, Access, address_of
 from unfuse.edge.refusal import Refusal, envelope
 
 MAX_HEAD = 32 * 1024
@@ -31,6 +31,9 @@ MAX_TARGET = 8 * 1024
 
 #: How many chunks a body may have in any case, and the least average bytes of further ones: each chunk costs time.
 FINE_CHUNKS, CHUNK = 1024, 64
+
+#: How many calls begin or end in one turn of the event loop; each takes about a millisecond.
+CALLS_AT_ONCE = 4
 
 ACCEPTED_AT_ONCE = 32  # the most connections accepted in one turn of the event loop, so that others have their turn
 OTHER_FILES = 256  # open files that are reserved for everything else than connections
@@ -138,8 +141,9 @@ class _Http(h11.Connection):
         if len(head.target) > MAX_TARGET:
             self._refuse(414, "target_too_long", f"the address is longer than {MAX_TARGET} bytes")
         if len(head.headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in head.headers) > MAX_HEAD:
-            most = f"{MAX_HEADERS} headers of {MAX_HEAD} bytes in all"
-            self._refuse(431, "headers_too_large", f"there are more than {most}")
+            self._refuse(
+                431, "headers_too_large", f"there are more than {MAX_HEADERS} headers of {MAX_HEAD} bytes in all"
+            )
         if b"transfer-encoding" in names and (b"content-length" in names or head.http_version != b"1.1"):
             self._refuse(
                 400, "bad_framing", "a body has a Content-Length, or in HTTP/1.1 a Transfer-Encoding: not both"
@@ -215,6 +219,44 @@ class Protocol(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
+
+
+class Throttle:
+    """Lets a few calls in each turn of the event loop begin, or notice that their client is gone. Probes never wait."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one call, after waiting for its turn."""
+        if scope["path"] in EXEMPT:
+            await self._app(scope, receive, send)
+            return
+
+        async def heard() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                await self._turn()
+            return message
+
+        await self._turn()
+        await self._app(scope, heard, send)
+
+    async def _turn(self) -> None:
+        """Wait for a turn."""
+        loop = asyncio.get_running_loop()
+        self._waiting.append(turn := loop.create_future())
+        if len(self._waiting) == 1:
+            loop.call_soon(self._next)
+        await turn
+
+    def _next(self) -> None:
+        for turn in [self._waiting.popleft() for _ in range(min(CALLS_AT_ONCE, len(self._waiting)))]:
+            if not turn.done():
+                turn.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._next)
 
 
 class HttpServer(Server):

@@ -168,15 +168,10 @@ def _names(needs: Needs, wanted: Wanted, devices: tuple[Device, ...], cores: int
     """Layouts to look at. The main role is the one that is placed first: that of the stages with many forwards."""
     (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
     gpus = [name for name in devices_of(ALL, wanted, devices) if name != CPU]
-    if gpus:
-        for whole in range(len(gpus), 0, -1):
-            more = len(gpus) - whole
-            yield f"{ALL}={whole}" + (f",{main}={more}" if more else "")
-        most = len(gpus)
-    else:
-        most = max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
-        for whole in range(most, 0, -1):
-            yield f"{ALL}={whole}"
+    most = len(gpus) or max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
+    for whole in range(most, 0, -1):
+        more = most - whole if gpus else 0
+        yield f"{ALL}={whole}" + (f",{main}={more}" if more else "")
     for count in range(most, 1, -1):
         yield ",".join(f"{role}={count if role == main else 1}" for role in needs)
     yield SPLIT

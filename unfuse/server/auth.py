@@ -96,8 +96,11 @@ Known = Annotated[Principal, Depends(caller_of)]
 async def admin_only(caller: Known) -> None:
     """Raise Refusal (401, 403) unless the caller is an admin, if keys are configured."""
     if not caller.admin:
-        message = "this needs an admin's key: one with admin=yes in the server's --api-keys FILE, or a sole --api-key"
-        raise Refusal(403, "admin_only", message)
+        raise Refusal(
+            403,
+            "admin_only",
+            "this needs an admin's key: one with admin=yes in the server's --api-keys FILE, or a sole --api-key",
+        )
 
 
 def key_in(headers: Headers) -> str:

@@ -50,24 +50,6 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # without a c
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")  # part of another field: `metadata[job]`, or one of several `image[]`
 
 
-class BodyBudget:
-    """Counts the bytes of all bodies that are being read, up to `most`."""
-
-    def __init__(self, most: int = MAX_READING) -> None:
-        self._most, self.held = most, 0
-
-    def take(self, size: int) -> None:
-        """Count more bytes. Raises Refusal if there would be too many."""
-        if self.held + size > self._most:
-            again = {"retry-after": str(READING_PAUSE_S)}
-            raise Refusal(503, "too_many_bodies", "too many large bodies are being sent: try again", headers=again)
-        self.held += size
-
-    def give(self, size: int) -> None:
-        """Count fewer bytes, which are freed."""
-        self.held -= size
-
-
 #: Content codings for compressed bodies, which are not supported.
 CODINGS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
 
@@ -162,23 +144,34 @@ def _plain_type(request: Request) -> str:
     """Return the content type of a body without its parameters. Raises Refusal if the body is compressed."""
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding in CODINGS:
-        message = f"the body is compressed ({coding}), which is not supported: send it without Content-Encoding"
-        raise Refusal(415, "unsupported_media_type", message, headers={"accept-encoding": "identity"})
+        raise Refusal(
+            415,
+            "unsupported_media_type",
+            f"the body is compressed ({coding}), which is not supported: send it without Content-Encoding",
+            headers={"accept-encoding": "identity"},
+        )
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
-    reading: BodyBudget = request.app.state.reading
-    size = 0
+    """Yield a body. `app.state.body_bytes` counts the bytes of all bodies that are being read."""
+    state, size = request.app.state, 0
     try:
         async for chunk in request.stream():
-            reading.take(len(chunk))
+            if state.body_bytes + len(chunk) > MAX_READING:
+                raise Refusal(
+                    503,
+                    "too_many_bodies",
+                    "too many large bodies are being sent: try again",
+                    headers={"retry-after": str(READING_PAUSE_S)},
+                )
+            state.body_bytes += len(chunk)
             size += len(chunk)
             if size > limit:
                 raise Refusal(413, "body_too_large", f"the body is larger than the {limit} bytes that are read")
             yield chunk
     finally:
-        reading.give(size)
+        state.body_bytes -= size
 
 
 MAX_BYTES = 20 * 1024 * 1024
@@ -207,8 +200,9 @@ def read_picture(name: str, value: object) -> bytes:
         raise InvalidParameter(f"{name} must be one picture, not {len(value)}", name)
     if isinstance(value, dict):
         if value.get("file_id") is not None:
-            message = f"{name} names a file by file_id, and this server keeps no files: send the picture as a data: URL"
-            raise InvalidParameter(message, name)
+            raise InvalidParameter(
+                f"{name} names a file by file_id, and this server keeps no files: send the picture as a data: URL", name
+            )
         address = value.get("image_url")
         value = address.get("url") if isinstance(address, dict) else address
     data = value if isinstance(value, bytes) else decode_data_url(name, value)
@@ -226,22 +220,19 @@ def read_pictures(given: Mapping[str, object], field: str) -> dict[str, bytes]:
     """
     found = dict[str, bytes]()
     for name, value in given.items():
+        found[name] = read_picture(field if name in REFERENCES else name, value)
         if name == MASK:
-            found[name] = read_mask(value, found[UPLOAD])
-        else:
-            found[name] = read_picture(field if name in REFERENCES else name, value)
+            _check_mask(found[MASK], found[UPLOAD])
     return found
 
 
-def read_mask(value: object, picture: bytes) -> bytes:
-    """Return a mask's bytes. Raises InvalidParameter unless it has transparency and the size of its picture."""
-    data = read_picture("mask", value)
-    sizes = ["{}x{}".format(*size_of(one)) for one in (data, picture)]
+def _check_mask(mask: bytes, picture: bytes) -> None:
+    """Raise InvalidParameter unless a mask has transparency and the size of its picture."""
+    sizes = ["{}x{}".format(*size_of(one)) for one in (mask, picture)]
     if sizes[0] != sizes[1]:
         raise InvalidParameter(f"mask is {sizes[0]} pixels, image {sizes[1]}: send one of the same size", "mask")
-    if not has_transparency(data):
+    if not has_transparency(mask):
         raise InvalidParameter("mask has no transparency: make it transparent where image is to change", "mask")
-    return data
 
 
 def decode_data_url(name: str, value: object, kind: str = "image") -> bytes:

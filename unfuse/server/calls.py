@@ -101,8 +101,9 @@ class Call:
                 gateway.webhooks.http.require(delivery.webhook)
             key = self.request.headers.get("idempotency-key", "")
             if len(key) > MAX_KEY:
-                message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
-                raise InvalidParameter(message, "Idempotency-Key")
+                raise InvalidParameter(
+                    f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}", "Idempotency-Key"
+                )
             fingerprint = await to_thread.run_sync(_fingerprint, self.request.scope["path"], self.given)
             only_client_can_use_it = self.waits and not self.prefers_not_to_wait and not key and not delivery.webhook
             caller = Caller(
@@ -148,8 +149,9 @@ class Call:
                 raise
         if not queue.answers(id):
             helps = self.caller.allowance == Allowance()  # else all of the tenant's requests live there
-            message = "the shard of the queue for this call does not answer: repeat the call later"
-            raise (KeyUnavailable if helps else TransientError)(message)
+            raise (KeyUnavailable if helps else TransientError)(
+                "the shard of the queue for this call does not answer: repeat the call later"
+            )
 
     async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> Record:
         """Check everything, cheap checks first; store the attachments, then submit the request.
@@ -235,8 +237,7 @@ class Call:
             raise InvalidParameter(f"model {asked} makes no {medium.name}{hint}", "model")
         if card.accepted(UPLOAD).min and UPLOAD not in pictures:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
-            message = f"model {asked} starts from a picture: send one as {where}"
-            raise InvalidParameter(message, self.upload or "model")
+            raise InvalidParameter(f"model {asked} starts from a picture: send one as {where}", self.upload or "model")
         for param, what, able in self._needs(pictures):
             if not able(card):
                 served = await self.gateway.models(self.caller.models)

@@ -145,11 +145,15 @@ def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown
         limits, answer = TEXT.limits_of(card.limits), fields.get("max_completion_tokens") or fields.get("max_tokens")
         most = limits.max_tokens - (answer if isinstance(answer, int) and answer != UNBOUNDED else 1)
     if most < 1:
-        message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit beside the answer"
-        raise InvalidParameter(message, "truncate_prompt_tokens")
+        raise InvalidParameter(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit beside the answer",
+            "truncate_prompt_tokens",
+        )
     if len(ids) > most and shown:
-        message = "truncate_prompt_tokens cannot truncate messages with pictures: leave out older messages"
-        raise InvalidParameter(message, "truncate_prompt_tokens")
+        raise InvalidParameter(
+            "truncate_prompt_tokens cannot truncate messages with pictures: leave out older messages",
+            "truncate_prompt_tokens",
+        )
     return ids[-most:]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Query
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import Allowance
 from unfuse.edge.refusal import Refusal
-from unfuse.queues.base import Damage, Filter
+from unfuse.queues.base import Filter
 from unfuse.server.auth import Known
 from unfuse.server.gateway import Served
 from unfuse.server.openapi_schemas import DAMAGE, FORGOTTEN, REQUEST, one, several
@@ -32,12 +31,7 @@ async def page(
     """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
     found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
     views = await gateway.views(request, found, evidence=True)
-    damaged = await gateway.queue.damaged() if caller.admin and not after else ()
-    return _with_damage(listed(views, limit), damaged)
-
-
-def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, object]:
-    """The first page, with unreadable records before it: only admins see them, since their tenant is unknown."""
+    damaged = await gateway.queue.damaged() if caller.admin and not after else ()  # their tenant is unknown
     entries = [
         {
             "id": entry.id,
@@ -47,7 +41,8 @@ def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, o
         }
         for entry in damaged
     ]
-    return page | {"data": [*entries, *page["data"]]}
+    found_page = listed(views, limit)
+    return found_page | {"data": [*entries, *found_page["data"]]}
 
 
 @router.get("/{id}", responses=one(REQUEST))
@@ -79,8 +74,12 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
     """
     old = await gateway.load(id, caller.sees)
     if not old.context.dead:
-        message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
-        raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
+        raise Refusal(
+            409,
+            "not_dead",
+            f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried",
+            headers={"x-should-retry": "false"},
+        )
     if not caller.may_use(asked := old.context.request.requested_model):
         raise UnknownModel(f"no model {asked!r} is served to this key", "model")
     await gateway.model(asked, caller.models)  # one that is not served now would wait for ever

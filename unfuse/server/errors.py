@@ -93,19 +93,30 @@ def _trouble(error: Exception) -> Refusal:
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
         case errors.ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
             log.error("no room", reason=str(error.__cause__ or error))
-            message = "the server has no room for what it was sent, or cannot reach where it is kept: try again later"
-            return Refusal(503, "no_room", message, headers={"retry-after": "10"})
+            return Refusal(
+                503,
+                "no_room",
+                "the server has no room for what it was sent, or cannot reach where it is kept: try again later",
+                headers={"retry-after": "10"},
+            )
         case errors.KeyUnavailable():
             log.info("unavailable", reason=str(error))
-            message = (
+            return Refusal(
+                503,
+                "key_unavailable",
                 "the shard of the queue for requests with this Idempotency-Key does not answer, so nothing was queued: "
-                "repeat the call later, or send another key if this one was never used before"
+                "repeat the call later, or send another key if this one was never used before",
+                "Idempotency-Key",
+                {"retry-after": "2"},
             )
-            return Refusal(503, "key_unavailable", message, "Idempotency-Key", {"retry-after": "2"})
         case errors.TransientError():
             log.error("unavailable", reason=str(error))
-            message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"
-            return Refusal(503, "unavailable", message, headers={"retry-after": "2"})
+            return Refusal(
+                503,
+                "unavailable",
+                "the server cannot do this now, try again soon; its log holds why, under this x-request-id",
+                headers={"retry-after": "2"},
+            )
     log.error("request failed", exc_info=error)
     return Refusal(500, "internal_error", "the server failed; its log holds why, under this x-request-id")
 
@@ -113,11 +124,11 @@ def _trouble(error: Exception) -> Refusal:
 def allowed_methods(scope: Scope) -> str:
     """Return the Allow header for the resource at this path; "" if there is no such resource."""
     routes = scope["app"].routes
-
-    def is_routed(method: str) -> bool:
-        return any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
-
-    found = [method for method in ROUTED if is_routed(method)]
+    found = [
+        method
+        for method in ROUTED
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
     if not found:
         return ""
     return ", ".join((*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"))

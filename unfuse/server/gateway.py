@@ -126,8 +126,13 @@ class Gateway(Observer):
         served = await self.models(only)
         known = ", ".join(sorted(served))
         if isinstance(name, str) and (failed := self.failed(only).get(name)):
-            message = f"model {name!r} cannot be served: {failed.failed}"
-            raise Refusal(503, MODEL_FAILED, message, "model", {"x-should-retry": "false"})
+            raise Refusal(
+                503,
+                MODEL_FAILED,
+                f"model {name!r} cannot be served: {failed.failed}",
+                "model",
+                {"x-should-retry": "false"},
+            )
         if not served and only is not None:
             raise UnknownModel("no model that this key may use is served", "model")
         if not served:
@@ -205,8 +210,7 @@ class Gateway(Observer):
 
     async def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
         """A request as the caller sees it."""
-        (shown,) = await self.views(request, [record], evidence=evidence)
-        return shown
+        return (await self.views(request, [record], evidence=evidence))[0]
 
     async def views(
         self, request: Request, records: Sequence[Record], *, evidence: bool = False
@@ -299,10 +303,9 @@ class Gateway(Observer):
         Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated; also
         for one that the queue has lost, whose call may be. Raises NotFound for one that was deleted after its end.
         """
-        message = f"the server is stopping; {id} may still be completed"
-        stopping = Refusal(503, "stopping", message, headers={"retry-after": "2"})
-        message = f"request {id} is not in the queue any more: repeat the call"
-        lost = Refusal(503, "lost", message, headers={"retry-after": "2"})
+        again = {"retry-after": "2"}
+        stopping = Refusal(503, "stopping", f"the server is stopping; {id} may still be completed", headers=again)
+        lost = Refusal(503, "lost", f"request {id} is not in the queue any more: repeat the call", headers=again)
         has_ended = False
         try:
             with self.awaiting(id):

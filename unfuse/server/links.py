@@ -23,12 +23,6 @@ LASTS_S = 3600
 #: Lifetime in seconds of a link in a webhook message, which may wait in the receiver's queue.
 WEBHOOK_LASTS_S = 24 * 3600
 
-#: The name of the signing secret in the queue. All gateways of a queue share it.
-SECRET = "links"
-
-#: A function that adds expiry and signature to the path of a result, or returns it unchanged.
-Sign = Callable[[str], str]
-
 _RESULT = re.compile(r"/v1/requests/[^/]+/result/[0-9]+")
 _EXPIRES = re.compile(r"[0-9]{1,12}")
 
@@ -43,8 +37,8 @@ class Links:
         self._registry, self._clock, self._signs = registry, clock, signs
         self._secret = b""
 
-    async def signer(self, lasts_s: int = LASTS_S) -> Sign:
-        """Return a function that signs paths for `lasts_s` seconds.
+    async def signer(self, lasts_s: int = LASTS_S) -> Callable[[str], str]:
+        """Return a function that adds expiry and signature to the path of a result, for `lasts_s` seconds.
 
         While the queue with the secret is unavailable, it returns paths unchanged: they still open with a key.
         """
@@ -73,16 +67,19 @@ class Links:
         expected = _signature(await self._load_secret(), path, expires)
         is_ours = hmac.compare_digest(expected.encode(), query["signature"].encode())
         if not is_ours or not _EXPIRES.fullmatch(expires) or request.method != "GET":
-            message = "the signature of this link is wrong: get a new link with GET /v1/requests/{id}"
-            raise Refusal(403, "invalid_link", message)
+            raise Refusal(
+                403, "invalid_link", "the signature of this link is wrong: get a new link with GET /v1/requests/{id}"
+            )
         if int(expires) <= self._clock.wall():
-            message = "this link has expired: get a new link with GET /v1/requests/{id}, or send a key"
-            raise Refusal(403, "link_expired", message)
+            raise Refusal(
+                403, "link_expired", "this link has expired: get a new link with GET /v1/requests/{id}, or send a key"
+            )
         return True
 
     async def _load_secret(self) -> bytes:
+        """Return the signing secret, which all gateways of a queue share."""
         if not self._secret:
-            self._secret = bytes.fromhex(await self._registry.secret(SECRET, secrets.token_hex(32)))
+            self._secret = bytes.fromhex(await self._registry.secret("links", secrets.token_hex(32)))
         return self._secret
 
 

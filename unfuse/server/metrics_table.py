@@ -95,25 +95,19 @@ def _of_nodes(value: Callable[[Member], int]) -> Callable[[Scrape], Samples]:
     return lambda scrape: _summed(((member.info.node,), value(member)) for member in scrape.workers)
 
 
-def _of_devices(value: Callable[[list[WorkerInfo]], float]) -> Callable[[Scrape], Samples]:
-    """Read a sample of the workers on each kind of device."""
+def _grouped(by: str, value: Callable[[list[WorkerInfo]], float]) -> Callable[[Scrape], Samples]:
+    """Read a sample of the workers of each `device` or `role`."""
 
     def read(scrape: Scrape) -> Samples:
-        for device in dict.fromkeys(info.device for info in scrape.infos):
-            yield (device,), value([info for info in scrape.infos if info.device == device])
+        for label in dict.fromkeys(getattr(info, by) for info in scrape.infos):
+            yield (label,), value([info for info in scrape.infos if getattr(info, by) == label])
 
     return read
 
 
 def _of_arenas(value: Callable[[WorkerInfo], float]) -> Callable[[Scrape], Samples]:
     """Read the largest of the arenas of each role."""
-
-    def read(scrape: Scrape) -> Samples:
-        for role in dict.fromkeys(info.role for info in scrape.infos):
-            arenas = [info for info in scrape.infos if info.role == role and info.room]
-            yield (role,), max(map(value, arenas), default=0.0)
-
-    return read
+    return _grouped("role", lambda infos: max((value(info) for info in infos if info.room), default=0.0))
 
 
 def _of_roles(value: Callable[[PoolStats], float]) -> Callable[[Scrape], Samples]:
@@ -223,7 +217,7 @@ METRICS = (
     ),
     _gauge(
         "unfuse_device_busy_ratio", "The same of the busiest worker on such a device",
-        _of_devices(lambda infos: max(info.status.utilization for info in infos)), "device",
+        _grouped("device", lambda infos: max(info.status.utilization for info in infos)), "device",
     ),
     _gauge(
         "unfuse_node_tasks", "Tasks that the healthy workers of a node hold",
@@ -236,7 +230,7 @@ METRICS = (
     _gauge(
         "unfuse_device_memory_bytes",
         "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident",
-        _of_devices(lambda infos: sum(info.status.memory for info in infos)), "device",
+        _grouped("device", lambda infos: sum(info.status.memory for info in infos)), "device",
     ),
     _counter("unfuse_swaps_total", "Times that a worker loaded a set of weights in the place of another", "loaded"),
     _counter("unfuse_loading_seconds_total", "Seconds that it took", "loaded"),

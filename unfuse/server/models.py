@@ -86,8 +86,9 @@ def _added(given: Mapping[str, Any]) -> tuple[str, str]:
     source, name = str(given.get("model")), given.get("name")
     is_source = source.isprintable() and 0 < len(source) <= MAX_SOURCE and source[0] not in "-~"
     if given.get("model") != source or not is_source or given.keys() - {"model", "name"}:
-        message = "send model, a folder of the server's machine or a hub name such as a/b, and optionally name"
-        raise InvalidParameter(message, "model")
+        raise InvalidParameter(
+            "send model, a folder of the server's machine or a hub name such as a/b, and optionally name", "model"
+        )
     if name is None and not is_name(name_of(source)):
         raise InvalidParameter("send name too, since the last part of the path cannot be a name", "name")
     if name is not None and not (isinstance(name, str) and is_name(name)):
@@ -144,7 +145,7 @@ class Views:
             "owned_by": "unfuse",
             "root": name_of(card.source or card.name).partition("@")[0],
             "max_model_len": int(card.limits["max_tokens"]) if TEXT.made_by(card.limits) else None,
-            "input_modalities": _reads(card),
+            "input_modalities": ["text", *(["image", "video"] if card.vision else ["image"] if picture.max else [])],
             "makes_video": VIDEO.made_by(card.limits),
             "takes_image": picture.min > 0,
             "starts_from": card.strengths,
@@ -156,10 +157,3 @@ class Views:
             "quality": card.quality,
             "stages": card.pools(),
         }
-
-
-def _reads(card: ModelCard) -> list[str]:
-    """Return the input modalities of a model: text, and image or video if it accepts them."""
-    if card.vision:
-        return ["text", "image", "video"]
-    return ["text", "image"] if card.accepted(UPLOAD).max else ["text"]

@@ -71,8 +71,12 @@ async def _readiness(gateway: Gateway) -> JSONResponse:
         raise Refusal(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
     kept, waiting = await gateway.unwritten()
     if not kept:
-        message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
-        raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
+        raise Refusal(
+            503,
+            "not_ready",
+            f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait",
+            headers={"retry-after": "2"},
+        )
     registry, shown = gateway.scheduler.registry, gateway.names.shown
     served, lacking = await gateway.models(), await registry.missing()
     missing = {shown(model): pools for model, pools in lacking.items() if model not in registry.admitted}

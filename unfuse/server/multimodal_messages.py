@@ -212,9 +212,9 @@ class ImageFetcher:
                 raise InvalidParameter(f"messages: {url[:200]} cannot be fetched: {error}", "messages") from error
 
 
-def _parts(message: object) -> Sequence[Any]:
+def _parts(message: object) -> list[Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
-    return [as_image_url(part) for part in content] if isinstance(content, list) else ()
+    return [as_image_url(part) for part in content] if isinstance(content, list) else []
 
 
 def _address(part: object) -> str:
@@ -228,13 +228,11 @@ def _filled(message: Any, found: Mapping[str, bytes]) -> Any:
     parts = _parts(message)
     if not any(map(_address, parts)):
         return message
-    parts = [_filled_part(part, found[url]) if (url := _address(part)) else part for part in parts]
+    for place, part in enumerate(parts):
+        if url := _address(part):
+            shown = part["image_url"] if isinstance(part["image_url"], Mapping) else {}
+            parts[place] = {**part, "image_url": {**shown, "url": found[url]}}
     return {**message, "content": parts}
-
-
-def _filled_part(part: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    shown = part["image_url"]
-    return {**part, "image_url": {**shown, "url": data} if isinstance(shown, Mapping) else data}
 
 
 class Film(NamedTuple):

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from ipaddress import IPv4Address, IPv6Address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 from urllib.parse import SplitResult, urlsplit
 
 import httpcore2
 from typing_extensions import override
 
 from unfuse.core.errors import InvalidParameter, TransientError, UsageError
-from unfuse.edge.access import ANY, address_of
+from unfuse.edge.access import ANY, address_of, matches
 
 CALL_S = 10.0  # the longest a target has, from looking up its name to the head of its answer; the rest is not read
 
@@ -54,8 +54,12 @@ class OutboundHttp:
         needs: str = "",
     ) -> None:
         self._param, self._flag, self._done, self._needs = param, flag, done, needs
-        self._names = frozenset(entry.lower() for entry in allowed if not _is_network(entry))
-        self._networks = [ip_network(entry) for entry in allowed if _is_network(entry)]
+        self._names, self._networks = set[str](), list[IPv4Network | IPv6Network]()
+        for entry in allowed:
+            try:
+                self._networks.append(ip_network(entry))
+            except ValueError:
+                self._names.add(entry.lower())
         self._pool = httpcore2.AsyncConnectionPool(
             ssl.create_default_context() if allowed else None,
             max_connections=None,
@@ -72,17 +76,21 @@ class OutboundHttp:
     def require(self, url: str) -> None:
         """Raise InvalidParameter for an address that may not be called, as far as it tells itself."""
         if not self:
-            message = f"{self._param}: nobody is {self._done} by this server, start it with {self._flag}{self._needs}"
-            raise InvalidParameter(message, self._param)
+            raise InvalidParameter(
+                f"{self._param}: nobody is {self._done} by this server, start it with {self._flag}{self._needs}",
+                self._param,
+            )
         host = self._parts(url).hostname or ""
-        above = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
         if (address := address_of(host)) is not None:
             allowed = self._may_be_called(address) and (ANY in self._names or self._is_named(address))
         else:
-            allowed = not self._names.isdisjoint([ANY, host, f".{host}", *above])
+            allowed = matches(host, self._names)
         if not allowed:
-            message = f"{self._param}: {host[:80]} may not be {self._done}"
-            raise InvalidParameter(f"{message}, whoever runs the server can add it to {self._flag}", self._param)
+            raise InvalidParameter(
+                f"{self._param}: {host[:80]} may not be {self._done}, whoever runs the server can add it to "
+                f"{self._flag}",
+                self._param,
+            )
 
     def check(self, address: str) -> bool:
         """Whether this address may be connected to, whichever name led there."""
@@ -142,8 +150,9 @@ class OutboundHttp:
                 return parts
         except ValueError:
             pass
-        message = f"{self._param} must be an address like https://hooks.example/done, without user and #"
-        raise InvalidParameter(message, self._param)
+        raise InvalidParameter(
+            f"{self._param} must be an address like https://hooks.example/done, without user and #", self._param
+        )
 
     def _is_named(self, address: IPv4Address | IPv6Address) -> bool:
         return any(address in network for network in self._networks)
@@ -182,14 +191,6 @@ class _Checked(httpcore2.AsyncNetworkBackend):
 def host_of(url: str) -> str:
     """The host of an address that was checked before."""
     return urlsplit(url).hostname or ""
-
-
-def _is_network(entry: str) -> bool:
-    try:
-        ip_network(entry)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_public(address: IPv4Address | IPv6Address) -> bool:

@@ -174,19 +174,19 @@ def progress(record: Record) -> int:
     return min(99, int(100 * behind / sum(costs.values())))
 
 
-def _result(file: ResultFile, url: str) -> dict[str, object]:
-    flagged = {"flagged": True} if file.flagged else {}
-    return {"url": url, "content_type": file.content_type, "bytes": file.bytes} | flagged
-
-
 def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
-    """Seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
+    """Return seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
     used = billed_seconds(record.context, record.running, wall)
     return {
         "predicted_s": round(record.context.cost, 3),
         "device_s": {name: round(seconds, 3) for name, seconds in used.items()},
         "money": _rounded(prices.money(used), 6),
     }
+
+
+def _result(file: ResultFile, url: str) -> dict[str, object]:
+    flagged = {"flagged": True} if file.flagged else {}
+    return {"url": url, "content_type": file.content_type, "bytes": file.bytes} | flagged
 
 
 def _rounded(number: float | None, digits: int = 3) -> float | None:

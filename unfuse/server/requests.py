@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Header, Query
@@ -57,8 +57,11 @@ async def result(id: str, index: int, request: Request, gateway: Served, caller:
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")
     if files[index].flagged:
-        message = f"the model's safety checker flagged result {index} of {id}, so it is not delivered"
-        raise Refusal(400, MODERATION_BLOCKED, message)
+        raise Refusal(
+            400,
+            MODERATION_BLOCKED,
+            f"the model's safety checker flagged result {index} of {id}, so it is not delivered",
+        )
     path = await to_thread.run_sync(gateway.results.path, id, index)
     return await file_response(request, path, files[index].content_type, files[index].sha256)
 
@@ -90,7 +93,7 @@ async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
         yield sse_event(event, event.type, str(event.seq))
 
 
-def listed(found: list[dict[str, object]], limit: int) -> dict[str, object]:
+def listed(found: list[dict[str, object]], limit: int) -> dict[str, Any]:
     """A page with at most `limit` of these objects."""
     data = found[:limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)

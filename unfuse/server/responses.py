@@ -79,8 +79,12 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     etag = f'"{sha256}"'
     response = FileResponse(path, media_type=media_type, headers={"etag": etag}, stat_result=stat)
     if _names(request, "if-match", etag) is False:
-        message = "the file is not the one that If-Match names: send the call without that header"
-        raise Refusal(412, "precondition_failed", message, headers={"etag": etag})
+        raise Refusal(
+            412,
+            "precondition_failed",
+            "the file is not the one that If-Match names: send the call without that header",
+            headers={"etag": etag},
+        )
     modified = response.headers["last-modified"]
     if _names(request, "if-none-match", etag):
         return Response(status_code=304, headers={"etag": etag, "last-modified": modified})
@@ -88,8 +92,12 @@ async def file_response(request: Request, path: Path, media_type: str, sha256: s
     is_unchanged = request.headers.get("if-range") in (None, etag, modified)
     ranges = parse_ranges(requested[0], stat.st_size) if len(requested) == 1 and is_unchanged else None
     if ranges == []:
-        message = f"the file has {stat.st_size} bytes, and the requested ranges begin after its end"
-        raise Refusal(416, "range_not_satisfiable", message, headers={"content-range": f"bytes */{stat.st_size}"})
+        raise Refusal(
+            416,
+            "range_not_satisfiable",
+            f"the file has {stat.st_size} bytes, and the requested ranges begin after its end",
+            headers={"content-range": f"bytes */{stat.st_size}"},
+        )
 
     # FileResponse parses the Range header itself, so it gets one with only the valid ranges.
     headers = [header for header in request.scope["headers"] if header[0] not in (b"range", b"if-range")]
