@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 
 import pytest
 from structlog.testing import capture_logs
 
 from unfuse.core import supervisor
 from unfuse.core.errors import TransientError
-from unfuse.core.supervisor import LOG_EVERY_S, RepeatedErrors, Supervisor
+from unfuse.core.supervisor import (
+    LOG_EVERY_S,
+    LogThrottle,
+    Observers,
+    RepeatedErrors,
+    StopBudget,
+    Supervisor,
+    in_own_thread,
+)
+from unfuse.testing.virtual_time import in_virtual_time
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +90,147 @@ def test_a_cause_is_told_once_a_second_and_says_how_often_it_came_meanwhile() ->
         ("reading", ValueError, 1000),
     ]
     assert logs[0]["request"] == "a"
+
+
+class Hearing:
+    """Remembers what it was told of."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def ended(self, what: str) -> None:
+        self.heard.append(what)
+
+
+class Failing(Hearing):
+    """Cannot."""
+
+    def ended(self, what: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_what_fails_in_one_costs_the_others_nothing_and_is_told_once() -> None:
+    """Given three observers of which the second fails, when they are told twice, then the others heard all of it."""
+    first, last = Hearing(), Hearing()
+    observers = Observers[Hearing](Supervisor())
+    observers.add(first, Failing())
+    observers.add(last)
+    with capture_logs() as logs:
+        for what in ("one", "two"):
+            observers.tell(Hearing.ended, what)
+    assert first.heard == last.heard == ["one", "two"]
+    assert [line["doing"] for line in logs] == ["telling Failing of ended"]
+
+
+HANGS = """
+import asyncio, threading
+from unfuse.core.supervisor import in_own_thread
+
+async def main():
+    begun, never = threading.Event(), threading.Event()
+    work = asyncio.create_task(in_own_thread(lambda: (begun.set(), never.wait())))
+    await asyncio.to_thread(begun.wait)
+    work.cancel()
+
+asyncio.run(main())
+print("ended")
+"""
+
+
+async def test_the_caller_gets_what_the_work_returns_or_raises() -> None:
+    assert await in_own_thread(threading.get_ident) != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        await in_own_thread(lambda: 1 // 0)
+
+
+async def test_a_caller_that_is_cancelled_does_not_wait() -> None:
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        goes_on.wait()
+        ended.set()
+
+    waits = asyncio.create_task(in_own_thread(work))
+    await asyncio.to_thread(begun.wait)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert not ended.is_set()
+    goes_on.set()
+    await asyncio.to_thread(ended.wait)
+
+
+@pytest.mark.slow
+def test_the_end_of_a_process_does_not_wait_for_work_that_hangs() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+def test_a_cause_is_logged_once_a_second_with_how_often_it_came() -> None:
+    now = 0.0
+    throttle = LogThrottle(lambda: now)
+    assert [throttle.count_if_due("flood") for _ in range(1000)] == [1] + [0] * 999
+    assert throttle.count_if_due("another") == 1
+    now = 1.0
+    assert [throttle.count_if_due("flood") for _ in range(3)] == [1000, 0, 0]
+    now = 5.0
+    assert throttle.count_if_due("flood") == 3
+
+
+class Part:
+    """A part of a stop that takes 10 s."""
+
+    def __init__(self) -> None:
+        self.ended = ""
+
+    async def run(self) -> None:
+        try:
+            await asyncio.sleep(10)
+            self.ended = "done"
+        except asyncio.CancelledError:
+            self.ended = "cancelled"
+            raise
+
+
+def budget_of(seconds: float) -> StopBudget:
+    return StopBudget(seconds, asyncio.get_running_loop().time)
+
+
+@in_virtual_time
+async def test_every_part_takes_its_time_from_what_is_left() -> None:
+    budget, first, second = budget_of(15), Part(), Part()
+    await budget.within(budget.left(), first.run())
+    assert first.ended == "done"
+    assert [budget.left(reserve) for reserve in (0, 2, 7)] == pytest.approx([5, 3, 0])
+    await budget.within(budget.left(2), second.run())
+    assert (second.ended, budget.left()) == ("cancelled", pytest.approx(2))
+
+
+@in_virtual_time
+async def test_a_stop_that_is_hurried_waits_for_nothing() -> None:
+    """Given a part that runs, and others behind it, when it is hurried, then each is cut off at once."""
+    budget, first, second = budget_of(60), Part(), Part()
+    asyncio.get_running_loop().call_later(1, budget.hurry.set)
+    await budget.within(budget.left(), first.run())
+    await budget.within(budget.left(), second.run())
+    assert (first.ended, second.ended, budget.left()) == ("cancelled", "cancelled", pytest.approx(59))
+
+
+@in_virtual_time
+async def test_what_a_part_raises_is_raised() -> None:
+    async def fails() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        await budget_of(1).within(1, fails())
+
+
+@in_virtual_time
+async def test_who_is_cancelled_takes_its_part_along() -> None:
+    budget, part = budget_of(60), Part()
+    waiting = asyncio.create_task(budget.within(60, part.run()))
+    await asyncio.sleep(1)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert (part.ended, waiting.cancelled()) == ("cancelled", True)
