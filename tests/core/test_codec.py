@@ -8,12 +8,11 @@ from tests.core.structs import of
 from tests.examples import examples
 from unfuse.core import codec, messages
 from unfuse.core.errors import ProtocolError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Ask, Bye, Done, ToScheduler, ToWorker
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext, Timings
-from unfuse.core.task import Claim, Task
+from unfuse.core.task import Claim, Grown, Task
 from unfuse.testing.queue_samples import task_of
 
 UNIONS = [("ToScheduler", ToScheduler), ("ToWorker", ToWorker)]
