@@ -17,8 +17,7 @@ from unfuse.core.request import new_request_id
 from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
 from unfuse.stores.blobs import StoredBlob, open_blobs
 from unfuse.stores.memory import MemoryBackend
-from unfuse.stores.tensor_store import TensorStore
-from unfuse.stores.unsealed import Unsealed
+from unfuse.stores.tensor_store import TensorStore, Unsealed
 from unfuse.testing import check_store
 
 CAPACITY = 48 << 20

@@ -20,9 +20,8 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Grown, Lease, check_growth
 from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stores.results import ResultStore
-from unfuse.stores.tensor_store import HeldTensors, TensorStore
+from unfuse.stores.tensor_store import HeldTensors, TensorStore, Unsealed
 from unfuse.stores.tensors import numpy_over, torch_over
-from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits, failure
 from unfuse.worker.ranks import TaskStart
