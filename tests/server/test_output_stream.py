@@ -15,7 +15,7 @@ from unfuse.core.task import PIECES_AT_ONCE, Lease
 from unfuse.edge.refusal import BrokenOff
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server import chat
-from unfuse.server.said import output_stream
+from unfuse.server.chat_stream import output_stream
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, append, change, leased, raised, request, started, task
 

@@ -41,8 +41,8 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.chat_stream import output_stream
 from unfuse.server.request_objects import progress
-from unfuse.server.said import output_stream
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
 from unfuse.worker.link import Link

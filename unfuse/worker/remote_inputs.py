@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from unfuse.arena.arena import Arena
-from unfuse.arena.objects import Extent
-from unfuse.core.errors import ArenaFull, TransientError
-from unfuse.core.object_ref import ObjectRef, chunk_bytes
-from unfuse.core.task import Claim, Lease, Task
-from unfuse.stores.tensor_store import TensorStore
-from unfuse.transfer.session import Session, Transfers, Window
-from unfuse.worker.compute_messages import Arrived, Cancel, Taken
-import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+
 import msgspec
 import structlog
+
+from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
-from unfuse.core.errors import ObjectLost
+from unfuse.core.errors import ArenaFull, ObjectLost, TransientError
 from unfuse.core.messages import Granted
-from unfuse.core.object_ref import ObjectRef
-from unfuse.core.task import Claim, Lease
+from unfuse.core.object_ref import ObjectRef, chunk_bytes
+from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.session import ArenaSink, Session, TransferCounters, Transfers
+from unfuse.transfer.session import ArenaSink, Session, TransferCounters, Transfers, Window
+from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Messages and deltas of chat responses, made from the recorded text: content, reasoning and tool calls."""
+"""Streams and whole messages of chats, made from the recorded text: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
