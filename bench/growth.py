@@ -22,11 +22,10 @@ from bench.journal import admitted, rate, submit
 from bench.report import ratio, show
 from bench.servers import redis_server
 from unfuse import queues
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
-from unfuse.core.task import Lease
+from unfuse.core.task import Grown, Lease
 from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import wanted

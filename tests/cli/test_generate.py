@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 
 from tests.cli.conftest import KEY, Run
 from tests.server.served import PICTURES, Served, serve
-from unfuse.cli.bars import Bars
+from unfuse.cli.progress import Bars
 from unfuse.cli.terminal import Terminal
 from unfuse.client import Client
 from unfuse.core.card import Vocabulary

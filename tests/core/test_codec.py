@@ -11,12 +11,11 @@ from tests.examples import examples
 from unfuse.core import codec, messages
 from unfuse.core.codec import HEADER_BYTES, frame, length_of, read_message, split_message
 from unfuse.core.errors import ProtocolError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Ask, Bye, Done, ToScheduler, ToWorker
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext, Timings
-from unfuse.core.task import Claim, Task
+from unfuse.core.task import Claim, Grown, Task
 from unfuse.testing.queue_samples import task_of
 
 UNIONS = [("ToScheduler", ToScheduler), ("ToWorker", ToWorker)]

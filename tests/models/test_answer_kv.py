@@ -17,10 +17,9 @@ from tests.models.test_language import Model, computed, prefilled, task
 from tests.worker.test_step_loop import Bench
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.codec import decode as read
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Keep, Progress, Stopped
 from unfuse.core.plan import prefix_key
-from unfuse.core.task import Lease
+from unfuse.core.task import Grown, Lease
 from unfuse.core.text import CHUNK, Piece, Reading, ReasoningFormat, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, Prefill, Writing

@@ -15,10 +15,9 @@ from tests.models.test_language import Model, task
 from tests.worker.test_step_loop import Bench, Large
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import decode
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Keep
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.task import Lease
+from unfuse.core.task import Grown, Lease
 from unfuse.core.text import CHUNK, Piece
 from unfuse.stages.language import Prefill
 from unfuse.worker.batches import Exactness

@@ -9,8 +9,8 @@ from tests.queues import sharded
 from tests.queues.sharded import Cut, ShardedTwins, Spread, TickingClock, Together, ids, memories
 from tests.queues.test_twins import FEW, MANY, Record, compared
 from unfuse.core.errors import NotFound, Overloaded, TransientError
-from unfuse.core.growth import Grown
 from unfuse.core.request import Allowance, Caller, Event, request_ids
+from unfuse.core.task import Grown
 from unfuse.queues import shards as sharding
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue

@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import NotFound, UnfuseError
-from unfuse.core.growth import Grown
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Allowance, Change, Event, Record, RequestContext, StageState
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Grown, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock

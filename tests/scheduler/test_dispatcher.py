@@ -14,7 +14,6 @@ from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info, scheduling
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, TransientError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Accepted,
     Append,
@@ -38,7 +37,7 @@ from unfuse.core.messages import (
     Welcome,
 )
 from unfuse.core.request import Change, Record
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import Claim, Grown, Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import dispatcher as dispatcher_module
 from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher

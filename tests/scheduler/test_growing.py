@@ -8,10 +8,9 @@ from typing_extensions import override
 from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import scheduling, take
 from tools.asking import asking
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Failed
 from unfuse.core.supervisor import Observers, Supervisor
-from unfuse.core.task import Lease
+from unfuse.core.task import Grown, Lease
 from unfuse.scheduler import growing
 from unfuse.scheduler.growing import Growing
 from unfuse.scheduler.observer import Observer

@@ -30,7 +30,7 @@ from unfuse.core.request import Event, RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
 from unfuse.edge.refusal import BrokenOff
 from unfuse.server.gateway import Gateway
-from unfuse.server.live import Live
+from unfuse.server.videos import Live
 from unfuse.stages.media import Video
 from unfuse.stores.results import open_results, part_name
 from unfuse.testing.queue_samples import wanted

@@ -10,13 +10,12 @@ from typing import TypeVar
 import pytest
 
 from unfuse.core.errors import NotFound, TransientError
-from unfuse.core.growth import PIECES_AT_ONCE
 from unfuse.core.request import Event
-from unfuse.core.task import Lease
+from unfuse.core.task import PIECES_AT_ONCE, Lease
 from unfuse.edge.refusal import BrokenOff
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server import chat
-from unfuse.server.output_stream import output_stream
+from unfuse.server.chat_stream import output_stream
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, append, change, leased, raised, request, started, task
 

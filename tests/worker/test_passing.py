@@ -19,7 +19,7 @@ from unfuse.core.task import Lease
 from unfuse.testing.queue_samples import task_of
 from unfuse.transfer.session import Window
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
-from unfuse.worker.passing import Passing
+from unfuse.worker.remote_inputs import Passing
 
 KV = replace(ref(8 * CHUNK_BYTES), stage="prefill")
 TASK = task_of(

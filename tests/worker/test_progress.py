@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Accepted, Append, Pulse, Recall, Recorded, Refused, ToScheduler, ToWorker
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Claim, Grown, Lease
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
-from unfuse.worker.progress import APPEND_S, OutputRecorder
+from unfuse.worker.link import APPEND_S, OutputRecorder
 
 
 def claim(name: str) -> Claim:
@@ -80,7 +79,7 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
 
 @in_virtual_time
 async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.worker.progress.APPEND_S", 3600.0)
+    monkeypatch.setattr("unfuse.worker.link.APPEND_S", 3600.0)
     made, scheduler = growing()
     began = asyncio.get_running_loop().time()
     await made.wait_until_recorded(claim("a"))

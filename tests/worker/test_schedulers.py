@@ -41,10 +41,10 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.output_stream import output_stream
+from unfuse.server.chat_stream import output_stream
+from unfuse.server.request_objects import progress
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
-from unfuse.worker import progress
 from unfuse.worker.link import Link
 from unfuse.worker.remote_inputs import Copies
 from unfuse.worker.worker import Worker

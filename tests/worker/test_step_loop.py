@@ -21,12 +21,11 @@ from msgspec.structs import replace
 from unfuse.core.codec import decode, encode
 from unfuse.core.derived import Derived
 from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
-from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Done, Failed, Keep, Progress, Stopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import NOTHING_DERIVED, Params, Value, prefix_key
 from unfuse.core.request import new_request_id
-from unfuse.core.task import Lease
+from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Grown, Lease
 from unfuse.core.text import TextLoad
 from unfuse.stages.base import Media, PrefixBlock, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
@@ -734,7 +733,7 @@ def names(folder: Path) -> set[str]:
 def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.worker.step_reporter.PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("unfuse.worker.step_loop.PROGRESS_INTERVAL_S", 0.0)
     loop, _ = growing(tmp_path)
     lease, told = loop.run("print", steps=4), list[int]()
 

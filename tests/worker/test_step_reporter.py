@@ -18,8 +18,8 @@ from hypothesis import given, settings, strategies as st
 from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Large
 from unfuse.core.errors import PermanentError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Failed, Progress, Stopped
+from unfuse.core.task import Grown
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel, FromCompute

@@ -26,11 +26,10 @@ from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.codec import encode
 from unfuse.core.errors import ProtocolError
-from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Allowance, Caller, Change, Event, Record, RequestContext, RequestStatus, Timings
-from unfuse.core.task import SLOTS, Claim, Lease, Task
+from unfuse.core.task import PIECES_AT_ONCE, SLOTS, Claim, Grown, Lease, Task
 
 
 class Limits(msgspec.Struct, frozen=True):

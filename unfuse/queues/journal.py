@@ -19,9 +19,8 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
-from unfuse.core.growth import Grown
 from unfuse.core.request import Event, RequestContext
-from unfuse.core.task import Task
+from unfuse.core.task import Grown, Task
 from unfuse.queues.base import SCHEMA, Declaration
 from unfuse.queues.index import Entry
 

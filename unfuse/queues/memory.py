@@ -22,10 +22,9 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, LeaseLost, LimitReached, NotFound, Overloaded
-from unfuse.core.growth import PIECES_AT_ONCE, Grown, check_gap, check_growth
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Allowance, Change, Event, Record, RequestContext, Timings
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease, Task, check_gap, check_growth
 from unfuse.queues.base import (
     FRONT,
     MOST_RETURNS,

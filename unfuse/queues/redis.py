@@ -19,12 +19,11 @@ from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError, UsageError
-from unfuse.core.growth import PIECES_AT_ONCE, Grown, check_growth
 from unfuse.core.media import VIDEO
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Event, Record, RequestContext, Timings
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease, Task, check_growth
 from unfuse.queues import script
 from unfuse.queues.base import (
     FRONT,

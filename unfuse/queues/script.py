@@ -17,11 +17,10 @@ from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Event, Record, RequestContext, Running
 from unfuse.core.supervisor import RepeatedErrors
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Grown, Lease, Task
 from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, Damage, Member, check_numbers, remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")

@@ -27,10 +27,9 @@ from typing_extensions import override
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import KeyUnavailable, NotFound, TransientError, UnfuseError
-from unfuse.core.growth import Grown, check_growth
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Allowance, Caller, Change, Event, Record, RequestContext
-from unfuse.core.task import Claim, Lease, Task
+from unfuse.core.task import Claim, Grown, Lease, Task, check_growth
 from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
 from unfuse.queues.remote_waiters import Background
 

@@ -18,10 +18,9 @@ from typing_extensions import override
 
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
-from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.paths import expanded
 from unfuse.core.request import Event, Record, Running
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry, History
 from unfuse.queues.journal import Journal, Row, StoredTask, Writer

@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, NotFound, ProtocolError
-from unfuse.core.growth import Grown
 from unfuse.core.request import RequestContext
 from unfuse.core.supervisor import Observers
-from unfuse.core.task import Claim
+from unfuse.core.task import Claim, Grown
 from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
 

@@ -36,12 +36,11 @@ from unfuse.server.auth import Known
 from unfuse.server.body import MAX_SHOWN_BODY, read_json
 from unfuse.server.calls import Call, Inputs, answer_call
 from unfuse.server.chat_formats import Parsers, reading_of, without_special_tokens
+from unfuse.server.chat_stream import GrowingMessage, output_stream, whole
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.server.openapi_schemas import CHAT, CHATTED
-from unfuse.server.output_stream import output_stream
 from unfuse.server.responses import sse_event
-from unfuse.server.said import GrowingMessage, whole
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["chat"])

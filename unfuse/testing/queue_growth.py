@@ -7,9 +7,8 @@ import asyncio
 import msgspec
 
 from unfuse.core.errors import NotFound, ProtocolError
-from unfuse.core.growth import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.request import Event
-from unfuse.core.task import Claim
+from unfuse.core.task import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Claim, Grown
 from unfuse.queues.base import QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params, PlannedStage
 from unfuse.core.request import Caller, Change, Delivery, Event, GenerationRequest, Record, RequestContext, StageState
-from unfuse.core.task import ARENA, SLOTS, Claim, Lease, Task
+from unfuse.core.task import ARENA, SLOTS, Claim, Grown, Lease, Task
 from unfuse.queues.base import Limits, Offer, QueueBackend, Wanted
 from unfuse.testing.clock import ManualClock
 

@@ -13,7 +13,6 @@ import msgspec
 from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, length_of, read_message
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ObjectLost, UnfuseError
-from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import (
     REFUSED,
     Announced,
@@ -32,7 +31,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
 from unfuse.core.text import TextLoad
 
 How = Literal["together", "alone", "compared"]

@@ -18,7 +18,6 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Announced,
     Done,
@@ -32,7 +31,7 @@ from unfuse.core.messages import (
     WorkerStatus,
 )
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import Claim, Grown, Lease
 from unfuse.transfer.base import Pairs
 from unfuse.worker.compute_messages import (
     Arrived,
@@ -51,7 +50,7 @@ from unfuse.worker.compute_messages import (
     Waits,
 )
 from unfuse.worker.compute_process import ComputeProcess
-from unfuse.worker.passing import ENDED, Passing
+from unfuse.worker.remote_inputs import ENDED, Passing
 
 log = structlog.get_logger(__name__)
 

@@ -13,12 +13,11 @@ import structlog
 
 from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable, TransientError
-from unfuse.core.growth import Grown, check_growth
 from unfuse.core.messages import Announced, Keep
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared, prefix_key
 from unfuse.core.request import ResultFile, Timings
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import Claim, Grown, Lease, check_growth
 from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore, Unsealed

@@ -20,8 +20,7 @@ from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.worker.compute_messages import Leak
-from unfuse.worker.passing import Passing
-from unfuse.worker.remote_inputs import Copies
+from unfuse.worker.remote_inputs import Copies, Passing
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,6 @@ import structlog
 from msgspec.structs import replace
 
 from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
-from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Announced,
     Ask,
@@ -41,17 +40,16 @@ from unfuse.core.messages import (
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice, declared, manned, roles_of
 from unfuse.core.supervisor import StopBudget, Supervisor
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import Claim, Grown, Lease
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.checkpoints import SavedStates
 from unfuse.worker.compute_messages import KEPT_LORAS, LeaksFound, Ready, about, failure, sendable
 from unfuse.worker.executor import Executor
-from unfuse.worker.link import BEAT_S, WITHDRAW, Holding, Link, free_when_orphaned
+from unfuse.worker.link import BEAT_S, WITHDRAW, Holding, Link, OutputRecorder, ProgressReporter, free_when_orphaned
 from unfuse.worker.loaded_models import Borrowing, Swapping, WeightFiles
 from unfuse.worker.objects import Objects, WorkerLeakCheck
-from unfuse.worker.progress import OutputRecorder, ProgressReporter
 from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, sets_of
 
 BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats

@@ -1,13 +1,45 @@
-"""Messages and deltas of chat responses, made from the recorded text: content, reasoning and tool calls."""
+"""Streams and whole messages of chats, made from the recorded text: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Collection, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Event, RequestContext
+from unfuse.core.task import PIECES_AT_ONCE
 from unfuse.core.text import Answer
 from unfuse.language.answer_reader import AnswerReader, Part
+from unfuse.queues.base import RequestStore
+
+
+async def output_stream(
+    queue: RequestStore, request: str, offsets: Mapping[str, int]
+) -> AsyncIterator[tuple[str, bytes]]:
+    """The chunks of these stages as (stage, chunk), each stage from its offset on, until the request is over.
+
+    A reader that counts them may go on from there with another call. For a slow reader nothing is kept but one answer
+    of the queue. Raises NotFound for an unknown request, and TransientError while the queue cannot be read.
+    """
+    counts = dict(offsets)
+    async for stages in _stages_with_news(queue.watch(request), counts):
+        for stage in stages:
+            size = PIECES_AT_ONCE
+            while size == PIECES_AT_ONCE:
+                chunks = await queue.appended(request, stage, counts[stage])
+                size = len(chunks)
+                for chunk in chunks:
+                    counts[stage] += 1
+                    yield stage, chunk
+
+
+async def _stages_with_news(events: AsyncIterator[Event], counts: Mapping[str, int]) -> AsyncIterator[Collection[str]]:
+    """The stages that may have more chunks than `counts`: all at first and at the end, between them one at a time."""
+    yield counts.keys()
+    async for event in events:
+        if event.type == "appended" and event.step > counts.get(event.stage, event.step):
+            yield (event.stage,)
+    yield counts.keys()
 
 
 class GrowingMessage:

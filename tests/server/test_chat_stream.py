@@ -11,7 +11,7 @@ import pytest
 from unfuse.core.derived import Derived
 from unfuse.core.text import Answer, Reading
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
-from unfuse.server.said import GrowingMessage, whole
+from unfuse.server.chat_stream import GrowingMessage, whole
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
