@@ -19,8 +19,8 @@ import msgspec
 from bench.report import show, table
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import Spread, parse_parallel
 from unfuse.core.media import LAST_FRAME, UPLOAD
-from unfuse.core.spread import Spread, parse_parallel
 from unfuse.service.logs import Logs
 from unfuse.service.options import options, plan
 from unfuse.service.plan import means

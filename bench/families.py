@@ -20,8 +20,7 @@ from typing import Any
 
 from bench.report import show, table
 from tools.tiny import build
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.spread import Spread
+from unfuse.core.compute import ComputeOptions, Spread
 from unfuse.models import card_of, find, resolve_source
 
 SHAPES = "unfuse/shapes"

@@ -20,7 +20,7 @@ from statistics import median
 
 from bench.report import NO_CACHE, show, table
 from tools.server import Server, computes_of, serving
-from unfuse.core.spread import Spread
+from unfuse.core.compute import Spread
 from unfuse.models import resolve_source
 
 SHAPES = "unfuse/shapes"

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from bench.degrees import SENT, Found, Step, advised, measure, predicted, rows_of
 from tools.tiny import build
-from unfuse.core.spread import HOLD, KINDS, Spread
+from unfuse.core.compute import HOLD, KINDS, Spread
 from unfuse.models import card_of, resolve_source
 
 SHAPES = "unfuse/shapes"

@@ -6,10 +6,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.errors import ConfigError
-from unfuse.core.parameters import Workload
-from unfuse.core.plan import StageSpec
-from unfuse.core.spread import (
+from unfuse.core.compute import (
     KINDS,
     MOST,
     Spread,
@@ -21,6 +18,9 @@ from unfuse.core.spread import (
     ranked,
     refuse,
 )
+from unfuse.core.errors import ConfigError
+from unfuse.core.parameters import Workload
+from unfuse.core.plan import StageSpec
 
 WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "tiles": 0, "shard": 0}
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)

@@ -19,9 +19,9 @@ import yaml
 
 from tests.k8s.server import completed
 from tools.helm import Object
+from unfuse.core.compute import parse_parallel
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import roles_of
-from unfuse.core.spread import parse_parallel
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
 DEFINED: dict[str, Object] = {

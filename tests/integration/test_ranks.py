@@ -24,7 +24,7 @@ from PIL import Image
 
 from tests.integration.pictures import SHAPES
 from tools.server import Server, all_gone, computes_of, family_of, serving, unfuse, until
-from unfuse.core.spread import Spread
+from unfuse.core.compute import Spread
 from unfuse.worker.executor import TRIED
 
 WAIT_S = "4"

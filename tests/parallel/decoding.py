@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.spread import Spread
+from unfuse.core.compute import Spread
 from unfuse.models import base, find, modular
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.group import Group

@@ -12,7 +12,7 @@ import time
 import torch
 from torch.nn import Linear, Sequential
 
-from unfuse.core.spread import Spread
+from unfuse.core.compute import Spread
 from unfuse.parallel.cut import Cut, Matrices
 from unfuse.parallel.group import Axis, Group
 from unfuse.parallel.spreading import share_weights

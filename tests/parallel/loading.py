@@ -15,8 +15,8 @@ import torch
 from torch.nn import Module
 
 from tests.models import conftest as c
+from unfuse.core.compute import Spread
 from unfuse.core.errors import ConfigError
-from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.group import Group

@@ -20,8 +20,8 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_forward_hook
 
 from tests.models import conftest as c
+from unfuse.core.compute import Spread
 from unfuse.core.derived import Derived
-from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel import sequence

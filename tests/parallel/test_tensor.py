@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.models.conftest import Undivided
+from unfuse.core.compute import Spread
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
-from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.cut import Matrices

@@ -15,8 +15,8 @@ from tests.parallel.conftest import run_ranks
 from tests.parallel.test_tensor import runtime
 from tools.tiny_language import KINDS, make_language_model
 from tools.tiny_vision import KINDS as SEE, make_vision_model
+from unfuse.core.compute import Spread, parse_parallel, refuse
 from unfuse.core.errors import ConfigError
-from unfuse.core.spread import Spread, parse_parallel, refuse
 from unfuse.models import card_of
 from unfuse.models.base import Loader, Runtime, held
 from unfuse.models.language import _seeing, _speaking

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from tests.models.test_language import Model, task, to_the_end
 from tests.models.test_vision_language import Chat, decoded, messages
 from tools.tiny_language import KINDS
-from unfuse.core.spread import Spread
+from unfuse.core.compute import Spread
 from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime

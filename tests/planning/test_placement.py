@@ -6,9 +6,8 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute import ComputeOptions, Spread
 from unfuse.core.errors import ConfigError
-from unfuse.core.spread import Spread
 from unfuse.planning.placement import (
     CONTEXT,
     CPU,

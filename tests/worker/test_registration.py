@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
+from unfuse.core.compute import parse_parallel
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room
 from unfuse.core.messages import Places
 from unfuse.core.plan import Choice, Pipeline, roles_of
-from unfuse.core.spread import parse_parallel
 from unfuse.stores.results import MARK, mark_of
 from unfuse.worker.registration import choose_ranks, pools_of, refuse_unseen
 

@@ -19,7 +19,6 @@ from unfuse.cli import (
     serve,
     show,
     worker,
-    workers,
 )
 from unfuse.cli.verbs import Json, Verbs
 
@@ -41,8 +40,8 @@ app.verb(server=True)(models.pull)
 app.add_typer(models.app, name="models")
 app.add_typer(requests.app, name="requests")
 app.add_typer(dead.app, name="dead")
-app.verb()(workers.workers)
-app.verb()(workers.pools)
+app.verb()(models.workers)
+app.verb()(models.pools)
 app.verb(server=True)(doctor.doctor)
 app.verb(server=True)(compare.compare)
 app.verb(server=True)(doctor.disk)

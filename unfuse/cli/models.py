@@ -1,9 +1,9 @@
-"""`unfuse models` and `unfuse pull`."""
+"""`unfuse models`, `pull`, `workers` and `pools`: what a server serves, and by whom."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -188,3 +188,30 @@ def pull(
             brought = heard[0].total - heard[0].done if heard else 0
             rows.append({"model": name, "brought": Size(brought), "folder": str(folder)})
     show.listing(rows, ["model", "brought", "folder"], "no model", json)
+
+
+_WORKER = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
+_POOL = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
+
+
+def workers(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+    """List the workers that are registered at a server."""
+    with connecting.client(server, api_key, config) as client:
+        rows = client.workers()
+    said = rows if json else [{**row, "ranks": _spent(row.get("ranks", ()))} for row in rows]
+    show.listing(said, _WORKER, "no worker is registered", json)
+    machines = {row["node"] for row in rows if row["healthy"]}
+    if len(machines) > 1 and not json:
+        typer.echo(f"{sum(row['healthy'] for row in rows)} healthy workers on {len(machines)} machines")
+
+
+def _spent(ranks: Sequence[Mapping[str, float]]) -> str:
+    """Of each rank the seconds that it computed, and those that it waited for others: a slow one waits least."""
+    return ", ".join(f"{rank['compute_s']:.1f}+{rank['exchange_s']:.1f}" for rank in ranks) or "–"
+
+
+def pools(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+    """List the pools of a server, and how much waits in each."""
+    with connecting.client(server, api_key, config) as client:
+        rows = client.pools()
+    show.listing(rows, _POOL, "no pool: no model is served", json)

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import MOST
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Seconds, Timings
-from unfuse.core.spread import MOST
 from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
 from unfuse.core.text import TextLoad
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import httpx2
 
+from unfuse.core.compute import AUTO
 from unfuse.core.errors import ConfigError
-from unfuse.core.spread import AUTO
 from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place
 from unfuse.k8s.objects import KEDA, MADE, MONITORING, POLICIES, VERSION

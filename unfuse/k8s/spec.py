@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from unfuse.core.compute import AUTO, parse_parallel
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
-from unfuse.core.spread import AUTO, parse_parallel
 
 Object = dict[str, Any]
 """An object of Kubernetes, or a part of one, as JSON has it."""

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
+from unfuse.core.compute import KINDS, SHARING, Spread
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, Unsuitable
 from unfuse.core.retries import rule_of
-from unfuse.core.spread import KINDS, SHARING, Spread
 from unfuse.parallel.devices import EXCHANGES
 
 T = TypeVar("T")

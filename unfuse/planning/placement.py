@@ -10,10 +10,20 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.core.compute import ComputeOptions, MaxLoadedModels, Offload
+from unfuse.core.compute import (
+    PARTING,
+    SHARD,
+    ComputeOptions,
+    MaxLoadedModels,
+    Offload,
+    Spread,
+    joined_by,
+    own_spreads,
+    parse_parallel,
+    ranked,
+)
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.plan import ALL, roles_of
-from unfuse.core.spread import PARTING, SHARD, Spread, joined_by, own_spreads, parse_parallel, ranked
 
 CPU = "cpu"
 AUTO, SPLIT, NONE = "auto", "split", "none"

@@ -12,10 +12,10 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import SHARD, fewer, own_spreads, parse_parallel, refuse
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
-from unfuse.core.spread import SHARD, fewer, own_spreads, parse_parallel, refuse
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import Forks, InheritedForks

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from unfuse import __version__
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import AUTO
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Hello, Refused, Welcome, WorkerInfo
-from unfuse.core.spread import AUTO
 from unfuse.core.supervisor import first
 from unfuse.launch.local import HURRY, Forks, LocalLauncher
 from unfuse.models import card_of

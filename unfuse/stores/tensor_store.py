@@ -30,9 +30,8 @@ from unfuse.stores.base import (
     checksums_of,
     open_backend,
 )
-from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import WIDE, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.tensors import WIDE, Packed, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
 
 
 class Unsealed:

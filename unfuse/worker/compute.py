@@ -24,9 +24,9 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
+from unfuse.core.compute import own_spreads
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.plan import StageSpec, pool_name
-from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.stages.base import Stage

@@ -9,11 +9,20 @@ import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard, is_path, name_of
-from unfuse.core.compute import USUAL_BATCH, ComputeOptions, MaxLoadedModels
+from unfuse.core.compute import (
+    AUTO,
+    USUAL_BATCH,
+    ComputeOptions,
+    MaxLoadedModels,
+    choose_parallel,
+    own_spreads,
+    parse_parallel,
+    ranked,
+    refuse,
+)
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, StageSpec, roles_of, slots_of
-from unfuse.core.spread import AUTO, choose_parallel, own_spreads, parse_parallel, ranked, refuse
 from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
