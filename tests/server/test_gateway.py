@@ -24,7 +24,7 @@ from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
 from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent, WorkerStatus
 from unfuse.core.request import Timings
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.queues.base import Limits
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler

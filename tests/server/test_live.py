@@ -28,7 +28,7 @@ from tools.cards import PICTURES
 from unfuse.core.messages import Done, Failed
 from unfuse.core.request import Event, RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
-from unfuse.edge.refusal import BrokenOff
+from unfuse.edge.access import BrokenOff
 from unfuse.server.gateway import Gateway
 from unfuse.server.videos import Live
 from unfuse.stages.media import Video

@@ -12,7 +12,7 @@ import pytest
 from unfuse.core.errors import NotFound, TransientError
 from unfuse.core.request import Event
 from unfuse.core.task import PIECES_AT_ONCE, Lease
-from unfuse.edge.refusal import BrokenOff
+from unfuse.edge.access import BrokenOff
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server import chat
 from unfuse.server.chat_stream import output_stream

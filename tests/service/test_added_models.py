@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.planning.placement import PROCESS
 from unfuse.server.served_models import JoinProgress
 from unfuse.service import crews as module

@@ -13,7 +13,7 @@ from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.request import ErrorInfo
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.planning.placement import PROCESS
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import MODEL_FAILED

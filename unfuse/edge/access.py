@@ -1,18 +1,45 @@
-"""Decides from where the server may be used: under which host names, by which websites, through which proxies."""
+"""Decides from where the server may be used: under which host names, by which websites, through which proxies.
+
+`Refusal` is what the gateway refuses by itself, and `envelope` the body of an error in OpenAI's format.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from unfuse.core import errors
 from unfuse.core.errors import UsageError
-from unfuse.edge.refusal import Refusal
+from unfuse.core.request import MODERATION_BLOCKED
 from unfuse.wire.address import is_loopback
+
+
+class Refusal(errors.UnfuseError):
+    """A call that the gateway itself refuses, with an HTTP status and a code for programs."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
+
+
+class BrokenOff(Exception):
+    """A response cannot be sent to its end: the connection closes before that, so that the client notices."""
+
+
+def envelope(error: Refusal) -> dict[str, object]:
+    """The body of an error reply."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
+    kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
+    kind = "image_generation_user_error" if error.code == MODERATION_BLOCKED else kind
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
 
 ANY = "*"
 EXEMPT = frozenset({"/health", "/ready", "/metrics"})  # paths for probes, which may reach the server under any address

@@ -22,8 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from unfuse.core.supervisor import LogThrottle
-from unfuse.edge.access import EXEMPT, Access, address_of
-from unfuse.edge.refusal import Refusal, envelope
+from unfuse.edge.access import EXEMPT, Access, Refusal, address_of, envelope
 
 MAX_HEAD = 32 * 1024
 MAX_HEADERS = 100

@@ -23,10 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse import __version__
 from unfuse.core.errors import UnfuseError
-from unfuse.edge.access import Access, Guard
+from unfuse.edge.access import Access, BrokenOff, Guard, Refusal, envelope
 from unfuse.edge.connections import ConnectionLimits, HttpServer, Throttle
 from unfuse.edge.keys import Keys
-from unfuse.edge.refusal import BrokenOff, Refusal, envelope
 from unfuse.server import chat, dead_letters, images, models, monitoring, requests, videos
 from unfuse.server.auth import KEYED, WITHDRAWN_KEY, caller_of, key_in, unauthorized
 from unfuse.server.errors import allowed_methods, answer_error, refusal_of, response_of

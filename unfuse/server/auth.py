@@ -12,9 +12,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from unfuse.core.errors import TransientError
-from unfuse.edge.access import STRANGER
+from unfuse.edge.access import STRANGER, Refusal
 from unfuse.edge.keys import DEFAULT_TENANT, Key
-from unfuse.edge.refusal import Refusal
 from unfuse.server.gateway import gateway_of
 
 #: Declares in /openapi.json that a key is needed; `caller_of` checks it.

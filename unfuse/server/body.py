@@ -22,7 +22,7 @@ from starlette.requests import Request
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, MASK, REFERENCES, UPLOAD, VIDEO
 from unfuse.core.pixels import check_picture, has_transparency, size_of
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 
 MAX_BODY = 2 * 1024 * 1024  # the most bytes of a body without pictures; reading stops there
 

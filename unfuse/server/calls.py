@@ -25,7 +25,7 @@ from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
 from unfuse.core.request import Allowance, Caller, Delivery, GenerationRequest, Record, RequestContext, request_ids
 from unfuse.core.words import PromptTokens
-from unfuse.edge.refusal import Refusal, envelope
+from unfuse.edge.access import Refusal, envelope
 from unfuse.language.grammars import grammar_digest
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Principal

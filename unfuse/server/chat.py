@@ -25,7 +25,7 @@ from unfuse.core.request import Record, RequestContext
 from unfuse.core.text import CHUNK, Answer, CallFormat, Piece, Reading, ReasoningFormat, beginnings, packed, token_name
 from unfuse.core.vision import Shown, places_of
 from unfuse.core.words import UNBOUNDED, PromptTokens, read_bad_words, template_kwargs
-from unfuse.edge.refusal import BrokenOff
+from unfuse.edge.access import BrokenOff
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.grammars import pack_grammar
 from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_format

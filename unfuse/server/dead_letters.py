@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import Allowance
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Known
 from unfuse.server.gateway import Served

@@ -16,7 +16,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from unfuse.core import errors
-from unfuse.edge.refusal import Refusal, envelope
+from unfuse.edge.access import Refusal, envelope
 
 #: The methods that routes are declared with.
 ROUTED = ("GET", "POST", "PUT", "PATCH", "DELETE")

@@ -29,8 +29,8 @@ from unfuse.core.errors import (
 from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, Record, RequestContext, billed_seconds
 from unfuse.core.supervisor import Supervisor
+from unfuse.edge.access import Refusal
 from unfuse.edge.keys import DEFAULT_TENANT, Keys
-from unfuse.edge.refusal import Refusal
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import TransientError, UsageError
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.queues.base import WorkerRegistry
 
 #: Lifetime in seconds of a link in a response.

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from unfuse.core.card import MAX_NAME, ModelCard, is_name, name_of, without_source
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import LAST_FRAME, TEXT, UPLOAD, VIDEO
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.server.auth import Known, Principal, admin_only
 from unfuse.server.body import read_json
 from unfuse.server.gateway import Gateway, Served

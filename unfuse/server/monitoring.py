@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from unfuse import __version__
 from unfuse.core.errors import TransientError
 from unfuse.core.messages import Sharing
-from unfuse.edge.refusal import Refusal, envelope
+from unfuse.edge.access import Refusal, envelope
 from unfuse.queues.base import Member
 from unfuse.server.auth import Principal, Visitor, admin_only, reader_of
 from unfuse.server.gateway import Gateway, Served

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound
 from unfuse.core.request import MODERATION_BLOCKED, Event, RequestStatus
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Known
 from unfuse.server.gateway import Served

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound, TransientError
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 
 #: Seconds of silence after which a comment is sent, so that no proxy closes the stream.
 COMMENT_EVERY_S = 15.0

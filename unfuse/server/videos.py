@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from unfuse.core.errors import InvalidParameter, NotFound, ResultsUnavailable, UnfuseError
 from unfuse.core.media import LAST_FRAME, VIDEO
 from unfuse.core.request import Event, Record, RequestContext
-from unfuse.edge.refusal import BrokenOff, Refusal
+from unfuse.edge.access import BrokenOff, Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body

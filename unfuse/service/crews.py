@@ -16,7 +16,7 @@ from unfuse.core.card import ModelCard, without_source
 from unfuse.core.errors import ConfigError
 from unfuse.core.request import Record
 from unfuse.core.supervisor import first, in_own_thread
-from unfuse.edge.refusal import Refusal
+from unfuse.edge.access import Refusal
 from unfuse.launch.base import Launcher
 from unfuse.planning.placement import taken
 from unfuse.queues.base import Declaration, Filter
