@@ -125,7 +125,7 @@ async def test_no_request_harms_the_forking_process(server: Forking) -> None:
     begun = await begin({}, asked)
     assert psutil.Process(begun.child.pid).ppid() == process.pid
     assert await end(begun) == 0
-    until(lambda: set(os.listdir(f"/proc/{process.pid}/fd")) == opened, "it closes what came with requests")
+    until(lambda: set(os.listdir(f"/proc/{process.pid}/fd")) <= opened, "it closes what came with requests")
 
 
 def test_a_process_with_threads_does_not_fork() -> None:

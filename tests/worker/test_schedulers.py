@@ -42,7 +42,6 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.chat_stream import output_stream
-from unfuse.server.request_objects import progress
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
 from unfuse.worker.link import Link
@@ -221,7 +220,7 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
 async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given tasks that step at one time, then every step is published before its stage is over, and a cancelled task
     ends."""
-    monkeypatch.setattr(progress, "GATHER_S", 0.1)
+    monkeypatch.setattr("unfuse.worker.link.GATHER_S", 0.1)
     async with town(model, 1) as found:
         found.work()
         requests = [await found.submit(f"number {n}", steps=12) for n in range(3)]
@@ -244,7 +243,7 @@ async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
 ) -> None:
     """Given an output that is read while it grows, when the compute process is killed, and a scheduler, then a reader
     gets every piece once and in order, those of before from the process that died, and all are there at the end."""
-    monkeypatch.setattr(progress, "APPEND_S", 0.2)
+    monkeypatch.setattr("unfuse.worker.link.APPEND_S", 0.2)
     async with town(model) as found:
         worker = found.work()
         request = await found.submit("speak", steps=60)

@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from typing_extensions import override
@@ -26,6 +25,9 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Media, need
 from unfuse.stages.fragments import Fragments, configuration, exact_rate, with_lengths
+
+if TYPE_CHECKING:
+    import torch
 
 Frames = NDArray[np.uint8]
 
@@ -211,6 +213,8 @@ def remedy(what: str, dtype: torch.dtype | None, params: Params | None = None) -
 
     `params` are the request's parameters, if they may be the cause.
     """
+    import torch  # encoding files does without it
+
     asked = params or {}
     knobs = ["guidance_scale"] * bool(asked.get("guidance_scale")) + ["lora_scale"] * bool(asked.get("lora"))
     tries = [f"try a smaller {' or '.join(knobs)}"] if knobs else []

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.arena.protocol import Lost, ShownRef, Written
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
