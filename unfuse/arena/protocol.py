@@ -239,7 +239,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes of a blocking socket, within its own limit of silence for all of them. Raises OSError."""
+    """Read `count` bytes from a blocking socket; its timeout holds for all of them. Raises OSError."""
     data = connection.recv(count, socket.MSG_WAITALL) if count else b""
     if len(data) < count:
         raise ConnectionResetError("it closed the connection")

@@ -1,4 +1,4 @@
-"""`unfuse models`, `pull`, `workers` and `pools`: what a server serves, and by whom."""
+"""`unfuse models`, `pull`, `workers` and `pools`: what a server serves, and which workers serve it."""
 
 from __future__ import annotations
 

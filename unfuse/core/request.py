@@ -271,14 +271,14 @@ class WebhookDelivery(msgspec.Struct, frozen=True, omit_defaults=True):
 
     state: Literal["waiting", "heard", "given_up"] = "waiting"
     attempts: int = 0
-    #: Unix seconds before which the next attempt is not made.
+    #: The earliest time of the next attempt, in Unix seconds.
     next_at: float = 0.0
     #: Why the last attempt failed.
     reason: str = ""
 
 
 class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The whole state of a request: what was asked for, by whom, its plan, and how far it has come."""
+    """The whole state of a request: the request, its caller, its plan and its progress."""
 
     request: GenerationRequest
     caller: Caller

@@ -1,4 +1,4 @@
-"""Background work of a process: errors are logged and throttled, observers are told, and a stop has its budget."""
+"""Background tasks of a process: errors are logged and throttled, observers are called, a stop has its budget."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Supervisor:
 
 
 async def first(*works: Awaitable[Any], timeout: float | None = None) -> None:
-    """Wait until one of these has ended, or so many seconds, and cancel the others. Raises what it raised."""
+    """Wait until one of these has ended or the timeout is over, and cancel the others. Raises its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -297,7 +297,7 @@ class Keys:
         log.info("keys were read again", keys=len(fresh), added=added, removed=removed)
 
     def _stamp(self) -> tuple[tuple[int, int, int, int] | None, ...]:
-        """Return what tells whether the files have changed."""
+        """Return a value that differs when the files have changed."""
         return tuple(map(_stamp_of, self._files))
 
     def _read(self) -> Known:

@@ -274,7 +274,7 @@ def result_as_user(message: Any, number: int) -> Any:
 
 
 def _told(message: Any, number: int, knows: bool) -> Any:
-    """One message; what is no message is left to who reads it."""
+    """Read one message; a value that is no message is returned unchanged."""
     if not isinstance(message, Mapping):
         return message
     if message.get("role") == "tool" and not knows:

@@ -143,7 +143,7 @@ class PictureShape:
         return PictureShape(channels, scale, PATCH * scale, USUAL_LATENTS * scale, Limits().max_size)
 
     def room(self, width: int) -> Room:
-        """What latents of so many bytes a number take."""
+        """The bytes of latents whose numbers take `width` bytes each."""
         return Room(ALIGNMENT, self.channels * width / self.scale**2)
 
     def latents(self, params: Params) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class VideoShape:
         return self.spatial
 
     def room(self, width: int) -> Room:
-        """What latents of so many bytes a number take."""
+        """The bytes of latents whose numbers take `width` bytes each."""
         return Room(ALIGNMENT, self.channels * width / self.spatial**2, self.temporal)
 
     def grid(self, params: Params) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""What is looked up in memory: stored requests with their histories, by heading, and encoder outputs, by key."""
+"""Indexes in memory: requests with their event histories, and encoder outputs by key."""
 
 from __future__ import annotations
 

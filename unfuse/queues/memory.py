@@ -103,7 +103,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """Raise TransientError if nothing can be changed now."""
 
     def _check_readable(self) -> None:
-        """Raise TransientError if what is in memory will never be stored."""
+        """Raise TransientError if changes in memory can no longer be stored."""
 
     @override
     async def now(self) -> float:

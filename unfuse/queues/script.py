@@ -189,7 +189,7 @@ class Unreadable:
         self._errors = RepeatedErrors()
 
     def read(self, kind: str, id: str, read: Callable[..., T], *stored: Any) -> T | None:
-        """What `read` returns of what is stored; None, and noted, if the record cannot be read."""
+        """Return what `read` makes of the stored record; None, and log it, if it cannot be read."""
         try:
             found = read(*stored)
         except (ProtocolError, TypeError, ValueError) as error:

@@ -182,7 +182,7 @@ class Leases:
         self._leased[lease.task.key] = LeasedTask(queued, lease, running, self._worked_at(now))
 
     def running(self, keys: Sequence[tuple[str, str]], now: float) -> tuple[Running, ...]:
-        """What is shown of those of these tasks that are leased."""
+        """The running attempts of those tasks that are leased."""
         worked = self._worked_at(now)
         leased = [one for key in keys if (one := self._leased.get(key))]
         return tuple(msgspec.structs.replace(one.running, ran_s=worked - one.began) for one in leased)

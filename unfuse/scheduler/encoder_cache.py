@@ -135,11 +135,11 @@ class EncoderCache:
             self._lead(record.context, stage)
 
     async def _is_leading(self, key: str, request: str) -> bool:
-        """Whether a request encodes, for the first time, what is kept under this key."""
+        """Whether a request is making the output for this cache key for the first time."""
         return _is_under_way((await self._state(key, request))[1])
 
     async def _state(self, key: str, request: str) -> tuple[RequestContext | None, StageState]:
-        """The request, and the state of its stage that makes what is kept under this key; None where there is none."""
+        """The request, and the state of its stage whose output is cached under this key; None if it is gone."""
         with suppress(NotFound, Damaged):
             context = (await self._queue.load(request)).context
             for stage in context.plan.stages:

@@ -1,4 +1,4 @@
-"""Records the chunks of growing outputs, and tells observers how fast they come."""
+"""Records the chunks of growing outputs, and reports their rate to observers."""
 
 from __future__ import annotations
 

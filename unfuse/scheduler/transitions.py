@@ -1,4 +1,4 @@
-"""Applies decisions about requests: each is committed, and made again while others change the same request."""
+"""Commits decisions about requests, and decides again when another change came first."""
 
 from __future__ import annotations
 

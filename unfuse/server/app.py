@@ -33,7 +33,7 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.openapi_schemas import DOCUMENTED, EVENT
 from unfuse.server.responses import sse_event
 
-#: What is answered whether or not there is a queue, by path.
+#: Paths that are answered also while the queue is not reachable.
 ANSWERS = {"/health": {"status": "ok"}, "/version": {"version": __version__}}
 
 #: Headers that RFC 9110 (14.2) defines only for GET.

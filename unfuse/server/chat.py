@@ -202,7 +202,7 @@ def _finals(context: RequestContext) -> list[str]:
 
 
 async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, Piece]]:
-    """The pieces of each choice behind those that were told, with its index, as they are recorded.
+    """Yield new pieces of each choice with its index, after those that the client already has.
 
     Raises BrokenOff while the queue cannot be read: the client continues with the id of the last event.
     """

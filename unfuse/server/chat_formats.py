@@ -17,7 +17,7 @@ from unfuse.language.tools import Tools
 from unfuse.server.metrics import Metrics
 
 GRAMMARS_AT_ONCE = 2  # how many grammars are compiled at one time; each may compute for some seconds
-MAX_KNOWN = 1024  # the most grammars of which the outcome is remembered
+MAX_KNOWN = 1024  # the most grammars whose result is remembered
 
 #: In the engine's error for a schema that nothing matches: no looser one is tried.
 UNSATISFIABLE = "Unsatisfiable"

@@ -165,7 +165,7 @@ def measure(side: UndividedPipeline | Pools, asked: Request, rounds: int, counts
         return [asked | {"seed": seed} for seed in range(first, first + count)]
 
     def seconds(first: int, count: int) -> float:
-        """How long so many requests take that are asked for at once, of seeds from the first on."""
+        """The seconds that `count` concurrent requests take, with consecutive seeds."""
         began = time.perf_counter()
         side.make(requests(first, count))
         return time.perf_counter() - began

@@ -52,7 +52,7 @@ class _Crew:
     first: int
     loading: Loading
     reason: str = ""
-    """Why a worker could not start, in its own words; "" if none has said so."""
+    """The reason why a worker could not start, as it logged it; "" if there is none."""
     quiet: int = 0
     heir: _Crew | None = None
     next: Plan | None = None

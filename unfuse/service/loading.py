@@ -33,7 +33,7 @@ class RankProgress(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What is less the earlier it is."""
+        """A key that sorts earlier phases, and less progress, first."""
         return PHASES.index(self.phase), self.done, self.total
 
     def __str__(self) -> str:

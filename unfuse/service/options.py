@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a service, and what is made of those that have to be read first.
+    """The settings of a service, and the values derived from them before it starts.
 
     Workers come in at `listen`, where `trust` says whom to believe; unless a unix socket is among these there is one
     in the run folder. What serves these models is chosen among `workers`, of devices at most `device_memory`. Each

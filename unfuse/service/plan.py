@@ -316,7 +316,7 @@ def slots_by_role(settings: Settings) -> dict[str, int]:
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """What each worker on any machine is told by variable; each is one worker, whatever started it."""
+    """Environment variables that every worker gets, whatever starts it."""
     return {
         FIELDS[name].variable: FIELDS[name].written(value)
         for name, value in (

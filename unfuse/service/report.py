@@ -1,4 +1,4 @@
-"""What is said of a plan: what a start serves, on what and how to try it, and whether it pays to split models."""
+"""Texts about a plan: what a start serves, where, how to try it, and whether splitting models pays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stop of a process: how its time is divided, what systemd is told, and its end, whatever hangs."""
+"""The stop of a process: its time budget, messages to systemd, and an end even if something hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDING_S, ENDING = 3.0, 0.3  # seconds that closing takes once all workers have 
 log = structlog.get_logger(__name__)
 
 
-READY, STOPPING = "READY=1", "STOPPING=1"  # what systemd is told
+READY, STOPPING = "READY=1", "STOPPING=1"  # messages to systemd
 
 
 class Stoppable:
@@ -37,7 +37,7 @@ class Stoppable:
 
     @property
     def reserve(self) -> float:
-        """The seconds to leave for closing when workers are told to stop."""
+        """Seconds reserved for closing after workers are stopped."""
         return min(ENDING_S, ENDING * self.budget.seconds)
 
 

@@ -106,7 +106,7 @@ class Unsealed:
         return meta.offset + elements * DTYPES[meta.dtype]
 
     def announce(self) -> None:
-        """Let others read what is complete."""
+        """Let readers see the chunks that are complete."""
         if self._lost:
             return
         self._told = len(self._checksums.known)

@@ -162,7 +162,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def add_entry(file: Path, read: Callable[[], dict[str, Any]], entry: str, value: object) -> None:
-    """Add an entry to a JSON file, of which the latest MAX_ENTRIES are kept.
+    """Add an entry to a JSON file, which keeps the latest MAX_ENTRIES.
 
     Other processes may write the file too: it is locked, `read` again, and replaced atomically.
     """

@@ -332,7 +332,7 @@ def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> F
 
 
 def sendable(text: str) -> str:
-    """Return a text with the characters replaced that UTF-8 cannot encode, such as escapes in the names of files."""
+    """Return a text in which characters that UTF-8 cannot encode are replaced, as in odd file names."""
     return text.encode(errors="replace").decode()
 
 

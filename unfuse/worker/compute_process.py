@@ -34,7 +34,7 @@ END_S = 1.0
 """Seconds to wait for how a forked process ended, once it has."""
 
 UNKNOWN = 256
-"""The exit code of a forked process of which nobody knows how it ended: none that a process can have."""
+"""The exit code of a forked process whose end is unknown; no process can have it."""
 ANSWER_BYTES = 4096
 """The most bytes of an answer of the fork server."""
 

@@ -31,7 +31,7 @@ class Exchange(Protocol):
 
 
 class Ranks:
-    """The ranks of a worker, of which this process is one: the only one without `others`.
+    """The ranks of a worker; this process is one of them, and the only one if there are no `others`.
 
     The first one leads: it decides the turns, which the others get through `send`, stores what is made, and reports.
     """

@@ -51,7 +51,7 @@ class Passing:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Input, _Answers] = {}
         self._has_all: dict[Claim, bool] = {}
-        """Of tasks of which pieces were passed on: whether the processes still have all of them."""
+        """For tasks whose input was passed on in pieces: whether the processes still have all of it."""
         self._windows: dict[Extent, asyncio.Task[None]] = {}
         """The windows that exist now, each with the task that frees it."""
         self._drains = ThreadPoolExecutor(MOST, "input-window")
