@@ -374,10 +374,16 @@ async def test_what_cannot_be_finished_in_time_is_handed_back_uncharged_to_whoev
         await found.drained()
 
 
-async def test_a_worker_says_why_it_takes_no_tasks(model: Path) -> None:
-    """Given a worker that was started before its only scheduler, then what it lacks is that one, then its weights, then
-    nothing, then the scheduler again; and that it leaves counts more than anything."""
-    address = unix_address()
+async def test_a_worker_says_why_it_takes_no_tasks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a worker that was started before its only scheduler, then what it lacks is that one, then its weights until
+    it is registered, then nothing, then the scheduler again; and that it leaves counts more than anything."""
+    address, register, before = unix_address(), Worker._register, list[str]()
+
+    async def observed(worker: Worker) -> None:
+        before.append(worker.lacking)
+        await register(worker)
+
+    monkeypatch.setattr(Worker, "_register", observed)
     async with town(model, schedulers=0) as here:
         worker = here.work(address)
         await asyncio.sleep(0)
@@ -388,6 +394,7 @@ async def test_a_worker_says_why_it_takes_no_tasks(model: Path) -> None:
             seen.add(worker.lacking)
             await asyncio.sleep(0.01)
         assert seen <= {"no scheduler answers", "compute is not ready: models load"} and len(seen) == 2
+        assert before == ["compute is not ready: models load"]
         assert [member.info.pools != () for member in await here.queue.workers()] == [True]
         await here.kill(0)
         while not worker.lacking:

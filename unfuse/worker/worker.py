@@ -179,12 +179,12 @@ class Worker:
         self._saved_states = SavedStates(self._objects, self._link)
         self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
         self._started = await self._executor.start()
-        self._joined = True
         self._has_loaded(self._started)
         for engine in self._engines.values():
             engine.use(self._executor.pairs, self._started.device)
         await asyncio.to_thread(self._weights.look)  # files may have changed while they were loaded
         await self._register()
+        self._joined = True
         models = [card.name for card in served.cards]
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=self._objects.copies.served_at)
 
