@@ -1,9 +1,10 @@
 """CPU time of a task, a picture and a token: two checkouts in interleaved pairs, by the parts of three benches.
 
 A task is a hop of `bench.hop`: scheduler, the ends of two workers, and Redis; each checkout runs its own. A picture and
-a token of a chat are what `serve` and all its processes spend, one server of each checkout, at once up and asked in
-turns, the first of which changes from pair to pair. The model of pictures is that of `bench.pictures`, the one of chats
-that of `bench.chat`, with one thread a worker. The processor that is spent is judged, not the time on the wall.
+a token of a chat are what `serve` and all its processes spend: one server of each checkout, both up at once and asked
+in turns, the first of which changes from pair to pair. A server has a speed of its own for as long as it runs, so there
+are new servers for every few pairs. The model of pictures is that of `bench.pictures`, the one of chats that of
+`bench.chat`, with one thread a worker. The processor that is spent is judged, not the time on the wall.
 Ends with 1 if something costs more than `--limit` times as much, as a median of pairs.
 `python -m bench.against OLD [NEW] [--pairs N] [--part hop|pictures|chat] [--limit RATIO]`
 """
@@ -19,15 +20,22 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+QUEUES = ("memory", "sqlite", "redis")
 HOPS = (100, 1300)
 """Hops of two measurements, whose difference has neither start nor end."""
+
+PAIRS_OF_SERVERS = 3
+"""How many pairs are measured with the same two servers."""
+
+WARM = 2
+"""Pairs before them that are not counted."""
 
 PICTURES, CLIENTS = 12, 4
 CHATS, TOKENS = 4, 64
@@ -57,38 +65,40 @@ def spent() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def hops_here() -> None:
-    """What a hop costs over each queue, with the modules of the checkout this runs in: a line of JSON."""
+def hops_here(queue: str) -> None:
+    """What a hop costs over a queue, with the modules of the checkout this runs in: a line of JSON."""
     import psutil
     import uvloop
 
     from bench.hop import measure
     from bench.servers import redis_server
 
-    found = {}
     with redis_server() as server, tempfile.TemporaryDirectory(dir=".") as folder:
         redis = psutil.Process(server.pid)
-        for queue in ("memory", "sqlite", "redis"):
-            took = []
-            for number in HOPS:
-                place = {"sqlite": f"sqlite:{folder}/{number}.db", "redis": f"{server.url}?prefix=of-{number}"}
-                began, cpu = time.perf_counter(), spent() + sum(redis.cpu_times()[:2])
-                uvloop.run(measure(place.get(queue, queue), number, warm=20))
-                took.append((spent() + sum(redis.cpu_times()[:2]) - cpu, time.perf_counter() - began))
-            hops = HOPS[1] - HOPS[0]
-            found[f"hop, {queue}"] = {"cpu": (took[1][0] - took[0][0]) / hops, "wall": (took[1][1] - took[0][1]) / hops}
-    print(json.dumps(found))
+        took = []
+        for number in HOPS:
+            place = {"sqlite": f"sqlite:{folder}/{number}.db", "redis": f"{server.url}?prefix=of-{number}"}
+            began, cpu = time.perf_counter(), spent() + sum(redis.cpu_times()[:2])
+            uvloop.run(measure(place.get(queue, queue), number, warm=20))
+            took.append((spent() + sum(redis.cpu_times()[:2]) - cpu, time.perf_counter() - began))
+    hops = HOPS[1] - HOPS[0]
+    print(json.dumps({"cpu": (took[1][0] - took[0][0]) / hops, "wall": (took[1][1] - took[0][1]) / hops}))
 
 
-def hops_of(checkout: Path, folder: Path) -> dict[str, dict[str, float]]:
-    command = [sys.executable, "-P", str(Path(__file__).absolute()), "hops"]
+def hops(checkout: Path, queue: str, folder: Path) -> Measure:
+    """Hops of a process of its own."""
+    command = [sys.executable, "-P", str(Path(__file__).absolute()), "hops", queue]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
-    ran = subprocess.run(
-        command, cwd=folder, env=variables | of_checkout(checkout), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, check=True,
-    )  # fmt: skip
-    found: dict[str, dict[str, float]] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+
+    def measure() -> dict[str, float]:
+        ran = subprocess.run(
+            command, cwd=folder, env=variables | of_checkout(checkout), stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, check=True,
+        )  # fmt: skip
+        found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
+        return found
+
+    return measure
 
 
 @contextmanager
@@ -132,9 +142,13 @@ def chats(server: Any, asked: Any) -> Measure:
     return measure
 
 
-def in_turns(sides: Mapping[str, Measure], pairs: int, warm: int) -> dict[str, list[dict[str, float]]]:
+Pairs = dict[str, list[dict[str, float]]]
+"""What was measured of each side, in order."""
+
+
+def in_turns(sides: Mapping[str, Measure], pairs: int, warm: int = 0) -> Pairs:
     """A measurement of each in every pair, who is first by turns; some pairs before are not counted."""
-    found = defaultdict[str, list[dict[str, float]]](list)
+    found: Pairs = defaultdict(list)
     for number in range(warm + pairs):
         for name in [*sides][:: 1 if number % 2 else -1]:
             one = sides[name]()
@@ -144,37 +158,43 @@ def in_turns(sides: Mapping[str, Measure], pairs: int, warm: int) -> dict[str, l
     return found
 
 
-def compared(
-    checkouts: Mapping[str, Path], part: str | None, pairs: int
-) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """What was measured, by what and by side."""
+def of_servers(
+    checkouts: Mapping[str, Path], pairs: int, arguments: Sequence[str], measured: Callable[[Any], Measure]
+) -> Pairs:
+    """As many pairs, with new servers for every few of them, who starts first by turns."""
+    found: Pairs = defaultdict(list)
+    for number, begun in enumerate(range(0, pairs, PAIRS_OF_SERVERS)):
+        order = [*checkouts][:: 1 if number % 2 else -1]
+        with both_serve({name: checkouts[name] for name in order}, *arguments) as servers:
+            sides = {name: measured(server) for name, server in servers.items()}
+            for name, rows in in_turns(sides, min(PAIRS_OF_SERVERS, pairs - begun), WARM).items():
+                found[name] += rows
+    return found
+
+
+def compared(checkouts: Mapping[str, Path], part: str | None, pairs: int) -> dict[str, Pairs]:
+    """What was measured, by what."""
     from bench.chat import KV, Chats
     from bench.peers.flux_folder import build
     from tools.tiny_language import make_language_model
 
-    found = dict[str, dict[str, list[dict[str, float]]]]()
+    found = dict[str, Pairs]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        if part in (None, "hop"):
-            each: dict[str, Any] = {name: lambda of=path: hops_of(of, folder) for name, path in checkouts.items()}
-            for name, rows in in_turns(each, pairs, 0).items():
-                for what in rows[0]:
-                    found.setdefault(what, {})[name] = [row[what] for row in rows]  # type: ignore[misc]
+        for queue in QUEUES if part in (None, "hop") else ():
+            each = {name: hops(checkout, queue, folder) for name, checkout in checkouts.items()}
+            found[f"hop, {queue}"] = in_turns(each, pairs)
         if part in (None, "pictures"):
-            with both_serve(checkouts, str(build(folder / "pictures"))) as servers:
-                seeds = count(1)
-                sides = {name: pictures(server, seeds) for name, server in servers.items()}
-                found["picture"] = in_turns(sides, pairs, 4)
+            model, seeds = build(folder / "pictures"), count(1)
+            found["picture"] = of_servers(checkouts, pairs, [str(model)], lambda server: pictures(server, seeds))
         if part in (None, "chat"):
             model = make_language_model(folder / "narrow", positions=4096, width=256, layers=4)
-            with both_serve(checkouts, str(model), "--kv", KV, "--arena", "256MiB") as servers:
-                asked = Chats(model)
-                sides = {name: chats(server, asked) for name, server in servers.items()}
-                found["token of a chat"] = in_turns(sides, pairs, 2)
+            asked, arguments = Chats(model), [str(model), "--kv", KV, "--arena", "256MiB"]
+            found["token of a chat"] = of_servers(checkouts, pairs, arguments, lambda server: chats(server, asked))
     return found
 
 
-def row(of: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+def row(of: Pairs) -> dict[str, object]:
     """Medians of both, and of the ratios of pairs, with their quartiles."""
     from bench.report import ratio
 
@@ -191,8 +211,8 @@ def row(of: dict[str, list[dict[str, float]]]) -> dict[str, object]:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["hops"]:
-        hops_here()
+    if sys.argv[1:2] == ["hops"]:
+        hops_here(sys.argv[2])
         return
     from bench.report import show, table
 
