@@ -300,8 +300,17 @@ class Cluster:
         return {worker["pid"]: worker for worker in found if worker["seen_s"] < LEASE_S / 2}
 
     def running(self) -> list[dict[str, Any]]:
-        """Requests that something runs of."""
-        return list((self.get("/v1/requests?status=in_progress&limit=1000") or {"data": []})["data"])
+        """The requests that have begun, and none while no gateway answers."""
+        return self._with_status("in_progress") or []
+
+    def unfinished(self) -> list[dict[str, Any]] | None:
+        """The requests that are queued or have begun; None while no gateway answers."""
+        queued, begun = self._with_status("queued"), self._with_status("in_progress")
+        return None if queued is None or begun is None else queued + begun
+
+    def _with_status(self, status: str) -> list[dict[str, Any]] | None:
+        page = self.get(f"/v1/requests?status={status}&limit=1000")
+        return None if page is None else list(page["data"])
 
     def logs(self) -> str:
         return "\n".join(f"== {one.name}\n{one.log()[-4000:]}" for one in self._everyone())
