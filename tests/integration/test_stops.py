@@ -269,7 +269,7 @@ def test_a_picture_of_a_real_model_is_the_same_after_a_restart(tmp_path: Path) -
         server.killed_and_started_again().ready()
         shown = server.finished(request)
         assert (shown["status"], stage(shown, "denoise.0")["resumed"] > 0) == ("completed", True)
-        assert stage(shown, "encode")["attempt"] == 0, "what another request had encoded was not kept for it"
+        assert stage(shown, "text_encode")["attempt"] == 0, "what another request had encoded was not kept for it"
         assert server.result(request) == server.result(undisturbed)
 
 
