@@ -6,7 +6,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # one more than the cores that a run is measured on: tests wait for processes about a tenth of the time
 WORKERS ?= 3
 BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idle stores pull tokens recovery narrow sides kv chat grammar encode costs lora resume feature_cache overhead disturb reuse stream flexible turns stops
-REQUESTS ?= 100000
 SOAK_LOG ?= soak.jsonl
 
 # files as conftest.py orders them: by their number of tests, those that take longest would come last
@@ -52,6 +51,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-test)
 # what is left: every combination of what by day is met in pairs, long histories, ten times as many examples of properties,
 # the whole of the chaos drills. `make nightly PART=3/8` runs the third of eight parts, which take about the same time
 PART ?= 1/1
+nightly: REQUESTS ?= 10000
 NIGHTLY := $(PYTEST) --part $(PART) --second-run
 nightly: $(VENV)/installed-nightly
 	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(NIGHTLY) --junit-xml nightly.xml -m "nightly or hypothesis"
@@ -59,6 +59,7 @@ nightly: $(VENV)/installed-nightly
 	CHAOS_SCALE=1 $(NIGHTLY) tests/chaos/test_drills.py tests/chaos/test_chats.py
 
 # goes on behind the last round in its log: a soak may be stopped and started again
+soak: REQUESTS ?= 100000
 soak: $(VENV)/installed-test
 	SOAK_REQUESTS=$(REQUESTS) SOAK_LOG=$(SOAK_LOG) $(BIN)/pytest -s -m nightly tests/chaos/test_soak.py
 
