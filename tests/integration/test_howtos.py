@@ -97,7 +97,9 @@ def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> 
         (by_hand,) = programs(page, server)
         sums = json.loads(program(by_hand, tmp_path).replace("'", '"'))
         assert sums.keys() == {"ada", "bob"} and min(sums.values()) > 0
-        for name in re.findall(r"increase\((\w+)\[", page.read_text()):
+        billed = re.findall(r"by \(tenant.*increase\((\w+)\[", page.read_text())
+        assert len(billed) == 2
+        for name in billed:
             assert counted(server, name, "key-see") == pytest.approx(sums, abs=0.01), name
 
 
