@@ -2,8 +2,8 @@
 
 A task is a hop of `bench.hop`: scheduler, the ends of two workers, and Redis; each checkout runs its own. A picture and
 a token of a chat are what `serve` and all its processes spend: one server of each checkout, both up at once and asked
-in turns, the first of which changes from pair to pair. A server has a speed of its own for as long as it runs, so there
-are new servers for every few pairs. The model of pictures is that of `bench.pictures`, the one of chats that of
+in turns, the first of which changes from pair to pair. How fast a server is varies from start to start, so every few
+pairs have new servers. The model of pictures is that of `bench.pictures`, the one of chats that of
 `bench.chat`, with one thread a worker. The processor that is spent is judged, not the time on the wall.
 Ends with 1 if something costs more than `--limit` times as much, as a median of pairs.
 `python -m bench.against OLD [NEW] [--pairs N] [--part hop|pictures|chat] [--limit RATIO]`
@@ -143,7 +143,7 @@ def chats(server: Any, asked: Any) -> Measure:
 
 
 Pairs = dict[str, list[dict[str, float]]]
-"""What was measured of each side, in order."""
+"""The measurements of each side, in order."""
 
 
 def in_turns(sides: Mapping[str, Measure], pairs: int, warm: int = 0) -> Pairs:
@@ -161,7 +161,7 @@ def in_turns(sides: Mapping[str, Measure], pairs: int, warm: int = 0) -> Pairs:
 def of_servers(
     checkouts: Mapping[str, Path], pairs: int, arguments: Sequence[str], measured: Callable[[Any], Measure]
 ) -> Pairs:
-    """As many pairs, with new servers for every few of them, who starts first by turns."""
+    """Measure that many pairs. Every PAIRS_OF_SERVERS have new servers; the sides take turns in starting first."""
     found: Pairs = defaultdict(list)
     for number, begun in enumerate(range(0, pairs, PAIRS_OF_SERVERS)):
         order = [*checkouts][:: 1 if number % 2 else -1]
@@ -173,7 +173,7 @@ def of_servers(
 
 
 def compared(checkouts: Mapping[str, Path], part: str | None, pairs: int) -> dict[str, Pairs]:
-    """What was measured, by what."""
+    """The measurements of a part or of all parts, by the name of what was measured."""
     from bench.chat import KV, Chats
     from bench.peers.flux_folder import build
     from tools.tiny_language import make_language_model

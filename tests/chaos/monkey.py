@@ -261,8 +261,8 @@ class Monkey:
     def _recovered(self) -> bool:
         """Whether every stage that was hit, and must not be again, is done or has ended with its request.
 
-        A worker may have leased a task after it was asked what it has, and before it was hit. Such a task is in no
-        list of ours, but its request counts the crash.
+        A worker may lease a task after its tasks were listed and before it is killed. Such a task is missing in the
+        list, but its request counts the crash.
         """
         unfinished = self._cluster.unfinished()
         if unfinished is None:

@@ -126,7 +126,7 @@ def test_any_tokens_of_bytes_become_the_librarys_text(
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
 def test_any_text_comes_back_token_by_token(text: str, tokenizers: dict[str, ChatTokenizer]) -> None:
-    """But for special tokens, which no client sees."""
+    """Texts with special tokens are left out: clients see none of these."""
     assume(not re.search("<[^<>]+>", text))
     for kind in ("turns", "words"):
         assert shown(tokenizers[kind], tokenizers[kind].ids(text)) == text

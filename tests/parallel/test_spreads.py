@@ -80,9 +80,9 @@ def tasks(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str]]
 
 
 def in_turn(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each of these jobs with one spread that its model is able to, and each spread about as often as another.
+    """Return each of these jobs with one spread that its model supports, and each spread about as often as another.
 
-    What shards weights is compared with weights that are copied, which is added. Jobs whose model is able to none of
+    What shards weights is compared with weights that are copied, which is added. Jobs whose model supports none of
     the spreads are left out.
     """
     used = Counter(dict.fromkeys(spreads, 0))
