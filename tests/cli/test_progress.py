@@ -1,14 +1,17 @@
-"""Progress where lines are written."""
+"""Progress: lines, and bars on a terminal."""
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from tests.integration.test_terminal import screen
 from unfuse.cli import progress
-from unfuse.cli.progress import Hidden, ProgressLines, progress_on
+from unfuse.cli.progress import Bars, Hidden, ProgressLines, progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.request import Event
 
@@ -62,3 +65,35 @@ def test_quiet_shows_nothing() -> None:
         assert isinstance(shown, Hidden)
         shown.show(Event("stage_completed", stage="denoise.0"))
     assert terminal.said == []
+
+
+class TerminalFile(io.StringIO):
+    """Keeps what is written on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_threads_that_write_at_once_leave_each_bar_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread writes while another one draws: it waits, else both move the cursor up by the same number of lines."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", file := TerminalFile())
+    terminal = Terminal()
+    others: list[threading.Thread] = []
+
+    def status() -> str:
+        if len(others) == 1 and not others[0].ident:
+            others[0].start()
+            others[0].join(0.5)
+        return "loading"
+
+    with progress_on(terminal, status) as shown:
+        assert isinstance(shown, Bars)
+        shown.show(Event("stage_started", stage="text_encode"))
+        terminal.say("first")
+        shown.show(Event("stage_started", stage="denoise.0"))
+        others.append(threading.Thread(target=terminal.say, args=["third"]))
+        terminal.say("second")
+        others[0].join()
+    lines = screen(file.getvalue())
+    assert [line.split()[0] for line in lines if line] == ["first", "second", "third", "text_encode", "denoise.0"]

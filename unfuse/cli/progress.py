@@ -16,6 +16,8 @@ from typing_extensions import override
 from unfuse.cli.terminal import ProgressDisplay, Status, Terminal, retried
 from unfuse.core.request import Event
 
+REFRESHES_PER_S = 4
+
 
 class Bars(ProgressDisplay):
     """One bar for each stage that has started, below a line on what goes on."""
@@ -31,7 +33,9 @@ class Bars(ProgressDisplay):
         )
         self._spinner = Spinner("dots")
         self._began = time.monotonic()
-        self._live = Live(Group(self, self._progress), console=terminal.console)
+        # Its own thread would take its lock before the console's, threads that write take them the other way round
+        self._live = Live(Group(self, self._progress), console=terminal.console, auto_refresh=False)
+        self._over = threading.Event()
         self._bars: dict[str, tuple[TaskID, int]] = {}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -41,14 +45,24 @@ class Bars(ProgressDisplay):
             yield self._spinner
 
     def __enter__(self) -> Self:
-        self._live.start()
-        self._terminal.draws = True
+        with self._terminal.console:
+            self._live.start()
+            self._terminal.draws = True
+        threading.Thread(target=self._refresh, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.status = str
-        self._terminal.draws = False
-        self._live.stop()
+        self._over.set()
+        with self._terminal.console:
+            self.status = str
+            self._live.stop()
+            self._terminal.draws = False
+
+    def _refresh(self) -> None:
+        while not self._over.wait(1 / REFRESHES_PER_S):
+            with self._terminal.console:
+                if self._live.is_started:
+                    self._live.refresh()
 
     @override
     def show(self, event: Event) -> None:
@@ -77,8 +91,6 @@ def progress_on(terminal: Terminal, status: Status) -> ProgressDisplay:
         return Hidden(status)
     if not terminal.interactive:
         return ProgressLines(terminal, status)
-    from unfuse.cli.progress import Bars
-
     return Bars(terminal, status)
 
 

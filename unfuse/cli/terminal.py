@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.text import Text
+from typing_extensions import override
 
 from unfuse.core.request import Event
 from unfuse.service.groups import Log
 from unfuse.service.logs import Logs
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
 Status = Callable[[], object]  # returns what goes on, in a few words; "" if there is nothing to show
+
+
+class LockedConsole(Console):
+    """A console on which one thread draws at a time.
+
+    `rich.live.Live` moves the cursor up by the height of what was drawn last, and only then renders what is below. Two
+    threads that do so at once move it by the same height, and leave lines behind.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._drawing = threading.RLock()
+
+    @override
+    def __enter__(self) -> Self:
+        self._drawing.acquire()
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, traceback)  # writes what was drawn
+        finally:
+            self._drawing.release()
 
 
 class Terminal(Logs):
@@ -35,17 +64,13 @@ class Terminal(Logs):
     @cached_property
     def console(self) -> Console:
         """Standard error for what has colours and moves."""
-        from rich.console import Console
-
-        return Console(stderr=True, highlight=False)
+        return LockedConsole(stderr=True, highlight=False)
 
     def write(self, text: str) -> int:
         """Write whole lines, above the progress that is shown."""
         self.wrote_at = time.monotonic()
         if not self.draws:
             return super().write(text)
-        from rich.text import Text
-
         with suppress(OSError, ValueError):
             self.console.print(Text.from_ansi(text.rstrip("\n")), soft_wrap=True)
         return len(text)
