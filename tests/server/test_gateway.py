@@ -459,7 +459,7 @@ def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:
         named = {"x-request-id": "mine-7"}
         asked = ASKED | {"prompt": "a very secret circle", "metadata": {"job": "secret"}}
         id = http.post(URL, json=asked | {"response_format": "url"}, headers=named).json()["id"]
-        http.post(URL, json=asked | {"seed": "secret"}, headers=named)
+        http.post(URL, json={"prompt": asked["prompt"], "seed": "secret"}, headers=named)
         http.post(URL, json=asked | {"prompt": BROKEN})
         waiting = http.post(URL, json=asked | {"model": IDLE.name}, headers=ASYNC).json()["id"]
         http.post(URL, json=asked)
@@ -470,6 +470,7 @@ def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:
     assert {line["x_request_id"] for line in (accepted, invalid)} == {"mine-7"}
     assert (ended["request"], ended["status"], ended["seconds"] >= 0) == (id, "completed", True)
     assert (invalid["status"], invalid["code"], invalid["param"]) == (400, "invalid_parameter", "seed")
+    assert invalid["model"] == "", "which the client did not send"
     assert (failed["status"], failed["code"], failed["stage"]) == ("failed", "stage_failed", "text_encode")
     assert (refused["status"], refused["code"]) == (429, "overloaded")
     assert "1 requests are in progress" in refused["reason"]

@@ -327,7 +327,9 @@ class Gateway(Observer):
 
 
 def _shown(name: object) -> str:
-    """The name of a model for a log: shortened, "" if it is not a name."""
+    """What a client sent as a model's name, for a log or an error: shortened, and only its type if it is no text."""
+    if name is None:
+        return ""
     return name[:80] if isinstance(name, str) else f"({type(name).__name__})"
 
 
