@@ -19,7 +19,7 @@ from bench.report import show, table
 from bench.servers import redis_server
 from unfuse import queues
 from unfuse.core.clock import SystemClock
-from unfuse.core.messages import Beat, Hello, Places, Pulse, WorkerInfo
+from unfuse.core.messages import Heartbeat, HeartbeatReply, Register, StorageLocations, WorkerInfo
 from unfuse.models import card_of
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -45,15 +45,15 @@ async def costs(url: str, pid: int, workers: int, calls: int = 1000) -> dict[str
     card = card_of("shapes", Path(unfuse.models.__file__).with_name("shapes"), "auto")
     pools = tuple(card.pools().values())
     scheduler = Scheduler(queue, cards=[card], clock=SystemClock(), lease_ttl=3600.0)
-    dispatcher = Dispatcher(scheduler, [(card.name, card.source, "auto")], Places("memory:"))
+    dispatcher = Dispatcher(scheduler, [(card.name, card.source, "auto")], StorageLocations("memory:"))
     for number in range(workers):
-        hello = Hello(WorkerInfo(f"w-{number}", f"n-{number}", "all", pools, 2, "unix:@w", 1 << 30), (card,))
+        hello = Register(WorkerInfo(f"w-{number}", f"n-{number}", "all", pools, 2, "unix:@w", 1 << 30), (card,))
         await dispatcher.answer(f"{number}".encode(), hello)
 
     async def beat(number: int) -> None:
         """Of one of those that came last: the others have been silent for too long by then."""
-        answer = await dispatcher.answer(f"{workers - 1 - number % min(workers, 10)}".encode(), Beat(wait=0.0))
-        assert isinstance(answer, Pulse)
+        answer = await dispatcher.answer(f"{workers - 1 - number % min(workers, 10)}".encode(), Heartbeat(wait=0.0))
+        assert isinstance(answer, HeartbeatReply)
 
     beats = await of_each(redis, calls, beat)
     looks = await of_each(redis, max(4, calls // workers), lambda _: scheduler.registry.workers())

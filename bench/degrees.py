@@ -18,9 +18,9 @@ import msgspec
 
 from bench.report import show, table
 from unfuse.client import Client
-from unfuse.core.card import ModelCard
-from unfuse.core.compute import Spread, parse_parallel
-from unfuse.core.media import LAST_FRAME, UPLOAD
+from unfuse.core.compute_options import ParallelDegrees, parse_parallel
+from unfuse.core.modalities import LAST_FRAME, UPLOAD
+from unfuse.core.model_spec import ModelSpec
 from unfuse.service.logs import Logs
 from unfuse.service.options import options, plan
 from unfuse.service.plan import means
@@ -93,7 +93,7 @@ def measure(model: str, parallel: str, threads: int) -> list[Found]:
     return found
 
 
-def predicted(measured: Found, alone: Step, spread: Spread, card: ModelCard, most: int) -> Iterator[Found]:
+def predicted(measured: Found, alone: Step, spread: ParallelDegrees, card: ModelSpec, most: int) -> Iterator[Found]:
     """The other degrees, where it is spread by one kind: each rank computes its part as efficiently as was measured.
     Of its exchanges what the smallest picture takes grows with the number of others, the rest with what leaves a rank.
     """
@@ -103,7 +103,11 @@ def predicted(measured: Found, alone: Step, spread: Spread, card: ModelCard, mos
     able = [stage.spreads for stage in card.pipeline.stages if stage.role == measured.role]
     lost = measured.step.compute_s * degree / alone.compute_s
     for other in range(2, most + 1):
-        if other != degree and other & (other - 1) == 0 and not any(Spread({kind: other}).refusal(a) for a in able):
+        if (
+            other != degree
+            and other & (other - 1) == 0
+            and not any(ParallelDegrees({kind: other}).refusal(a) for a in able)
+        ):
             sent, peers = SENT[kind](other) / SENT[kind](degree), (other - 1) / (degree - 1)
             exchange_s = (measured.step.exchange_s - measured.step.least_s) * sent + measured.step.least_s * peers
             step = Step(alone.compute_s / other * lost, exchange_s)
@@ -135,7 +139,7 @@ def advised(found: Sequence[Found]) -> Iterator[str]:
         yield f"{role}: {what}{more}"
 
 
-def _measured(client: Client, role: str, card: ModelCard, least: bool = False) -> Step:
+def _measured(client: Client, role: str, card: ModelSpec, least: bool = False) -> Step:
     """The median step of a request, over all stages of the role; of the smallest one, if that is asked for."""
     names = {stage.name for stage in card.pipeline.stages if stage.role == role}
     ask, found = _chat if "max_tokens" in card.limits else _pictures, []
@@ -151,7 +155,7 @@ def _measured(client: Client, role: str, card: ModelCard, least: bool = False) -
     return Step(*(median(seconds) for seconds in zip(*found[1:], strict=True)))
 
 
-def _pictures(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
+def _pictures(client: Client, card: ModelSpec, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
     given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
     given |= {"image": _picture()} if card.accepted(UPLOAD).min else {}
     given |= {"last_frame": _picture()} if card.accepted(LAST_FRAME).min else {}
@@ -159,7 +163,7 @@ def _pictures(client: Client, card: ModelCard, least: bool, more: dict[str, Any]
     return client.generate(**given, **({"size": f"{side}x{side}"} if least else {})).view
 
 
-def _chat(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
+def _chat(client: Client, card: ModelSpec, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
     """Of as many tokens as there are steps; a prompt has some hundred, of which there may be little room for."""
     words = "a red circle on white " * (1 if least else max(1, min(50, int(card.limits["max_tokens"]) // 100)))
     shown = f"data:image/png;base64,{b64encode(_picture()).decode()}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.report import show, table
 from tools.tiny import build
-from unfuse.core.compute import ComputeOptions, Spread
+from unfuse.core.compute_options import ComputeOptions, ParallelDegrees
 from unfuse.models import card_of, find, resolve_source
 
 SHAPES = "unfuse/shapes"
@@ -72,12 +72,12 @@ class Tiny:
         alone = [self._made(denoise, "", params, given) for params, given in zip(asked, encoded, strict=True)]
         found = []
         for spread in spreads:
-            if not Spread.parse(spread).refusal(denoise.spreads):
+            if not ParallelDegrees.parse(spread).refusal(denoise.spreads):
                 made = [
                     self._made(denoise, spread, params, given) for params, given in zip(asked, encoded, strict=True)
                 ]
                 found.append((spread, max(map(distance, alone, made))))
-        if not any(Spread.parse(ENCODER).refusal(spec.spreads) for spec in encoders):
+        if not any(ParallelDegrees.parse(ENCODER).refusal(spec.spreads) for spec in encoders):
             cut = [self._encoded(encoders, params, ENCODER) for params in asked]
             found.append(("encoder", max(map(distance, encoded, cut))))
         return found
@@ -89,7 +89,7 @@ class Tiny:
         from unfuse.models.base import Runtime
         from unfuse.stages.base import StageInput
 
-        mesh = self._group.mesh(Spread.parse(spread)) if spread else None
+        mesh = self._group.mesh(ParallelDegrees.parse(spread)) if spread else None
         runtime = Runtime("cpu", self.card.dtypes, ComputeOptions(), mesh=mesh, group=self._group if spread else None)
         stage: Any = self._family.load(spec, self._folder, runtime)
         task = StageInput(params, given, {"image": picture()} if "image" in spec.reads else {})

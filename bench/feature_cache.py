@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.model import PROMPTS, Model, with_halves
 from bench.report import ratio, show
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.models import resolve_source
 from unfuse.stages.denoise import Denoise
 

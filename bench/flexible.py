@@ -21,10 +21,20 @@ from msgspec.structs import replace
 import unfuse.models
 from bench.report import quantile, show, table
 from tools.asking import asking
-from unfuse.core.card import ModelCard
-from unfuse.core.messages import Ask, Beat, Done, Granted, Hello, Places, Pulse, WorkerInfo, WorkerStatus
+from unfuse.core.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Register,
+    RequestTasks,
+    StorageLocations,
+    TaskCompleted,
+    WorkerInfo,
+    WorkerStatus,
+)
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice, roles_of
+from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.models import card_of
@@ -56,7 +66,7 @@ class Worker:
     """One that has the roles of `words`, one at a time, and takes what it is said to take."""
 
     dispatcher: Dispatcher
-    card: ModelCard
+    card: ModelSpec
     number: int
     words: str
     load_s: float
@@ -68,13 +78,13 @@ class Worker:
     held: list[Lease] = field(default_factory=list)
 
     async def run(self) -> None:
-        sets = {word: tuple(self.card.pools(Choice(roles_of(word))).values()) for word in self.words.split(",")}
+        sets = {word: tuple(self.card.pools(StageSelector(roles_of(word))).values()) for word in self.words.split(",")}
         self.name, pools = f"worker-{self.number}", tuple(pool for found in sets.values() for pool in found)
         info = WorkerInfo(self.name, "node", self.words, pools, 1, f"unix:@{self.number}", 1 << 40)
         if len(sets) > 1:
             self.holds = next(iter(sets))
             info = replace(info, sets=sets, status=WorkerStatus(loaded=self.holds, load_s=self.load_s))
-        await self.dispatcher.answer(self.name.encode(), Hello(info, (self.card,)))
+        await self.dispatcher.answer(self.name.encode(), Register(info, (self.card,)))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat())
             group.create_task(self._work())
@@ -82,9 +92,9 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             status = WorkerStatus(loaded=self.holds, load_s=self.load_s)
-            beat = Beat(tuple(lease.claim for lease in self.held), status=status)
+            beat = Heartbeat(tuple(lease.claim for lease in self.held), status=status)
             pulse = await self.dispatcher.answer(self.name.encode(), beat)
-            if isinstance(pulse, Pulse) and pulse.load:
+            if isinstance(pulse, HeartbeatReply) and pulse.load:
                 self.going = pulse.load
             await asyncio.sleep(BEAT_S)
 
@@ -94,8 +104,8 @@ class Worker:
                 self.holds = ""
                 await asyncio.sleep(self.load_s)
                 self.holds, self.going, self.swaps = self.going, "", self.swaps + 1
-            answer = await self.dispatcher.answer(self.name.encode(), Ask(1, None, ASK_S, holds=self.holds))
-            for lease in answer.leases if isinstance(answer, Granted) else ():
+            answer = await self.dispatcher.answer(self.name.encode(), RequestTasks(1, None, ASK_S, holds=self.holds))
+            for lease in answer.leases if isinstance(answer, LeasesGranted) else ():
                 await self._make(lease)
 
     async def _make(self, lease: Lease) -> None:
@@ -108,7 +118,9 @@ class Worker:
             1, 0, (), (), b"", 0.0,
         )  # fmt: skip
         files = (ResultFile(0, "image/png", 1, ""),) if task.planned.final else ()
-        done = Done(lease.claim, None if task.planned.final else made, files, Timings(run_s=took, steps=1, batch=1.0))
+        done = TaskCompleted(
+            lease.claim, None if task.planned.final else made, files, Timings(run_s=took, steps=1, batch=1.0)
+        )
         await self.dispatcher.answer(self.name.encode(), done)
         self.held = []
 
@@ -120,7 +132,7 @@ async def burst(words: list[str], seconds: tuple[float, ...], load_s: float, pic
     card = card_of("shapes", Path(unfuse.models.__file__).with_name("shapes"), "auto")
     kinds = {stage.kind: dict(zip(ROLES, seconds, strict=True))[stage.role] for stage in card.pipeline.stages}
     scheduler = Scheduler(MemoryQueue(clock), cards=[card], clock=clock)
-    dispatcher = Dispatcher(scheduler, [(card.name, card.source, "auto")], Places("memory:"))
+    dispatcher = Dispatcher(scheduler, [(card.name, card.source, "auto")], StorageLocations("memory:"))
     workers = [Worker(dispatcher, card, at, word, load_s, kinds) for at, word in enumerate(words)]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     await asyncio.sleep(0.5)

@@ -49,7 +49,7 @@ from bench.report import show
 from bench.steps import independence
 from tools import tiny
 from unfuse.arena.arena import Arena
-from unfuse.core.compute import ComputeOptions, Offload
+from unfuse.core.compute_options import ComputeOptions, Offload
 from unfuse.core.errors import UnfuseError
 from unfuse.planning.machine import look
 from unfuse.weights.folder import INDEX

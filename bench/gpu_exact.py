@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.model import Made, Model
 from tools import tiny
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.stages.base import Stage, StageInput
 from unfuse.worker.batches import culprit, difference
 

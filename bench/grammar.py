@@ -22,11 +22,11 @@ import torch
 from bench.report import ratio, show, spread
 from tools.tiny_language import make_language_model
 from unfuse.core.checking import check
-from unfuse.core.derived import GRAMMAR, Derived
+from unfuse.core.derived_facts import GRAMMAR, DerivedFacts
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import TEXT
+from unfuse.core.modalities import TEXT
 from unfuse.core.text import packed
-from unfuse.core.words import PromptTokens, schema_text
+from unfuse.core.text_parameters import PromptTokens, schema_text
 from unfuse.language.grammars import Grammar, Grammars, grammar_digest, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find, resolve_source
@@ -74,7 +74,7 @@ class Texts:
         asked |= {"logit_bias": {str(stop): -100 for stop in self._tokenizer.stops}}
         uploads = {"prompt": packed(ids)} | ({GRAMMAR: held} if held else {})
         params, _ = check(self._card, asked, TEXT, tokens=PromptTokens(len(ids)))
-        derived = Derived(prompt_tokens=len(ids), grammar=grammar_digest(held) if held else "")
+        derived = DerivedFacts(prompt_tokens=len(ids), grammar=grammar_digest(held) if held else "")
         state = self.stage.start(StageInput(params, {}, uploads, derived=derived))
         while held and self.stage.waits(state):
             time.sleep(0.01)

@@ -22,10 +22,10 @@ from bench.journal import admitted, rate, submit
 from bench.report import ratio, show
 from bench.servers import redis_server
 from unfuse import queues
-from unfuse.core.messages import Done
+from unfuse.core.messages import TaskCompleted
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
-from unfuse.core.task import Grown, Lease
+from unfuse.core.task import Lease, OutputDeltas
 from unfuse.queues.base import Limits, QueueBackend
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import wanted
@@ -37,7 +37,7 @@ CALLS = 100
 
 async def grow(queue: QueueBackend, leases: list[Lease], said: list[int]) -> None:
     """One call: the next pieces of all."""
-    held = await queue.append_all([Grown(lease.claim, said[0], (PIECE,) * PIECES) for lease in leases])
+    held = await queue.append_all([OutputDeltas(lease.claim, said[0], (PIECE,) * PIECES) for lease in leases])
     assert all(held)
     said[0] += PIECES
 
@@ -55,7 +55,7 @@ async def commits(queue: QueueBackend) -> list[Callable[[], Awaitable[object]]]:
         task = lease.task
         ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
         record = await queue.load(task.request)
-        done = Done(lease.claim, ref, (), Timings())
+        done = TaskCompleted(lease.claim, ref, (), Timings())
         ready.append(partial(queue.commit, lifecycle.completed(record.context, done, "w", time.time())))
     return ready
 

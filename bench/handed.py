@@ -26,7 +26,7 @@ from bench.pull import Slow
 from bench.report import quantile, ratio, show, table
 from bench.tokens import Counted
 from unfuse.arena.arena import Arena
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
 from unfuse.language.paged_kv import KvSequence
@@ -97,7 +97,7 @@ class Bench:
         """Seconds of prefill, as a clock and as this thread's CPU time tell, and from its end to a token elsewhere."""
         self.number += 1
         named: dict[str, Any] = {"request": f"req_{self.number}", "stage": "prefill", "attempt": 1}
-        task = StageInput(GREEDY, {}, {"prompt": packed(ids)}, derived=Derived(prompt_tokens=len(ids)))
+        task = StageInput(GREEDY, {}, {"prompt": packed(ids)}, derived=DerivedFacts(prompt_tokens=len(ids)))
         began, computed = time.monotonic(), time.thread_time()
         state = self.prefill.start(task)
         output = self.owner.begin(self.prefill.outline(state), **named) if announced else None

@@ -21,8 +21,17 @@ from bench.report import show, spread
 from bench.servers import redis_server
 from tools.addresses import unix_address
 from tools.asking import asking
-from unfuse.core.card import ModelCard
-from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
+from unfuse.core.messages import (
+    Accepted,
+    LeasesGranted,
+    Register,
+    Registered,
+    RequestTasks,
+    StorageLocations,
+    TaskCompleted,
+    WorkerInfo,
+)
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
@@ -41,7 +50,7 @@ STAGES = (
     StageSpec("c", "vae_decode", ("c",), ("y",), ()),
 )
 NAMES = dict.fromkeys("abc", "0" * 12)
-CARD = ModelCard("bench", "", "", Pipeline(STAGES), {}, {}, NAMES, dict.fromkeys("abc", "float32"))
+CARD = ModelSpec("bench", "", "", Pipeline(STAGES), {}, {}, NAMES, dict.fromkeys("abc", "float32"))
 POOLS = CARD.pools()
 TURNS = 4
 TENSORS = lay_out(
@@ -49,11 +58,11 @@ TENSORS = lay_out(
 )
 
 
-async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
+async def control(url: str, card: ModelSpec) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
     Logs().open_log()
     scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
-    dispatcher = Dispatcher(scheduler, [], Places(""))
+    dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
     await scheduler.start()
     return scheduler, router
@@ -68,18 +77,18 @@ async def serve(url: str) -> None:
         await scheduler.submit(*asking(CARD, {"prompt": "a red circle on white", "seed": 1}))
 
 
-async def worker(address: str, name: str, card: ModelCard, *stages: str, slots: int = 1) -> Dealer:
+async def worker(address: str, name: str, card: ModelSpec, *stages: str, slots: int = 1) -> Dealer:
     dealer = Dealer(address)
     pools = tuple(card.pools()[stage] for stage in stages)
     info = WorkerInfo(name, "node", "all", pools, slots, f"unix:@{name}", 1 << 30)
-    welcome = await dealer.call(Hello(info, (card,), os.urandom(16)), 5)
-    assert isinstance(welcome, Welcome), welcome
+    welcome = await dealer.call(Register(info, (card,), os.urandom(16)), 5)
+    assert isinstance(welcome, Registered), welcome
     return dealer
 
 
 async def take(dealer: Dealer) -> tuple[Lease, float]:
-    granted = await dealer.call(Ask(1, 1 << 30, 20), 30)
-    assert isinstance(granted, Granted), granted
+    granted = await dealer.call(RequestTasks(1, 1 << 30, 20), 30)
+    assert isinstance(granted, LeasesGranted), granted
     return granted.leases[0], time.perf_counter()
 
 
@@ -100,7 +109,7 @@ async def finish(dealer: Dealer, lease: Lease) -> None:
         0.0,
     )
     results = (ResultFile(0, "image/png", 1000, "0" * 64),) if task.planned.final else ()
-    answer = await dealer.call(Done(lease.claim, None if task.planned.final else ref, results, Timings()), 30)
+    answer = await dealer.call(TaskCompleted(lease.claim, None if task.planned.final else ref, results, Timings()), 30)
     assert isinstance(answer, Accepted), answer
 
 

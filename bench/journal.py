@@ -20,7 +20,7 @@ import uvloop
 from bench.hop import CARD, POOLS
 from bench.report import show, spread
 from unfuse import queues
-from unfuse.core.messages import Done
+from unfuse.core.messages import TaskCompleted
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import Change, GenerationRequest, Timings, new_request_id
@@ -49,7 +49,9 @@ async def complete(queue: QueueBackend) -> None:
     task = lease.task
     ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
     record = await queue.load(task.request)
-    await queue.commit(lifecycle.completed(record.context, Done(lease.claim, ref, (), Timings()), "w", time.time()))
+    await queue.commit(
+        lifecycle.completed(record.context, TaskCompleted(lease.claim, ref, (), Timings()), "w", time.time())
+    )
 
 
 async def rate(work: Callable[[], Awaitable[None]], callers: int, count: int = COUNT) -> float:

@@ -21,8 +21,8 @@ import torch
 from bench.model import PROMPTS, Case, Model, advance
 from bench.report import ratio, show
 from tools.tiny import adapter
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.derived import Derived
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source
 from unfuse.stages.base import StageInput
@@ -55,7 +55,7 @@ def begun(case: Case, own: Params, lora_id: str) -> DenoiseState:
     """A request before its first step."""
     _, task = case.model.task("denoise", case.params(0), case.made[0])
     return stage_of(case.model).start(
-        StageInput({**task.params, **own}, task.tensors, derived=Derived(lora_id=lora_id))
+        StageInput({**task.params, **own}, task.tensors, derived=DerivedFacts(lora_id=lora_id))
     )
 
 

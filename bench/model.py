@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models import find
 from unfuse.models.base import Report, Runtime

@@ -20,7 +20,7 @@ from statistics import median
 
 from bench.report import NO_CACHE, show, table
 from tools.server import Server, computes_of, serving
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.models import resolve_source
 
 SHAPES = "unfuse/shapes"
@@ -35,7 +35,7 @@ LATENT = 16
 """Pixels of a side of the picture for each of its latents."""
 
 
-def numbers(spread: Spread, model: Path, size: int) -> int:
+def numbers(spread: ParallelDegrees, model: Path, size: int) -> int:
     """The numbers that leave a rank in a step of a picture, over all ranks, as the kinds' formulas have it."""
     config = json.loads((model / "transformer" / "config.json").read_text())
     cells = (size // LATENT) ** 2
@@ -99,7 +99,7 @@ def main() -> None:
         for number, spread in enumerate(spreads):
             own = Path(folder, str(number))
             own.mkdir()
-            devices = "+".join(given.devices.split(",")[: Spread.parse(spread).size if spread else 1])
+            devices = "+".join(given.devices.split(",")[: ParallelDegrees.parse(spread).size if spread else 1])
             parallel = ("--parallel", f"denoiser={spread}") if spread else ()
             place = ("--place", f"denoiser={devices}") if devices else ()
             flags = (*NO_CACHE, "--workers", "split", "--threads", "1", "--dtype", given.dtype, *parallel, *place)
@@ -121,7 +121,9 @@ def main() -> None:
             "MiB": round(takes[spread]["all"]),
             "of files or shared": round(takes[spread]["shared"]),
             "KiB a step": round(took["bytes"] / 1024),
-            "formula": round(WIDTH * numbers(Spread.parse(spread), resolve_source(given.model), given.size) / 1024)
+            "formula": round(
+                WIDTH * numbers(ParallelDegrees.parse(spread), resolve_source(given.model), given.size) / 1024
+            )
             if spread and given.model == SHAPES and not given.devices
             else "",
         }

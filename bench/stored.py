@@ -27,7 +27,7 @@ from bench.servers import redis_server
 from tools.addresses import free_port
 from tools.cards import IDLE
 from unfuse import queues
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import GenerationRequest, RequestContext, new_request_id
 from unfuse.queues.base import Limits, QueueBackend

@@ -45,8 +45,8 @@ from bench.report import quantile, ratio, show
 from bench.servers import redis_server
 from tools.asking import asking
 from tools.redis_server import RedisServer
-from unfuse.core.card import ModelCard
-from unfuse.core.messages import Ask, Beat, Granted
+from unfuse.core.messages import Heartbeat, LeasesGranted, RequestTasks
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import RequestContext, new_request_id
 from unfuse.scheduler.observer import Observer
@@ -66,11 +66,11 @@ THREE = (
 )
 
 
-def card(stages: int) -> ModelCard:
+def card(stages: int) -> ModelSpec:
     specs = ONE if stages == 1 else THREE
     names = [spec.name for spec in specs]
     weights, dtypes = dict.fromkeys(names, "0" * 12), dict.fromkeys(names, "float32")
-    return ModelCard("bench", "", "", Pipeline(specs), {}, {}, weights, dtypes)
+    return ModelSpec("bench", "", "", Pipeline(specs), {}, {}, weights, dtypes)
 
 
 class Ended(Observer):
@@ -115,8 +115,8 @@ async def work(address: str, stages: int) -> None:
     beats = asyncio.create_task(beat(dealer))
     reports: set[asyncio.Task[None]] = set()
     while not beats.done():
-        granted = await dealer.call(Ask(LEASES, 1 << 30, 20), 30)
-        assert isinstance(granted, Granted), granted
+        granted = await dealer.call(RequestTasks(LEASES, 1 << 30, 20), 30)
+        assert isinstance(granted, LeasesGranted), granted
         await asyncio.gather(*reports)
         reports = {asyncio.create_task(finish(dealer, lease)) for lease in granted.leases}
     await beats
@@ -124,7 +124,7 @@ async def work(address: str, stages: int) -> None:
 
 async def beat(dealer: Dealer) -> None:
     while True:
-        await dealer.call(Beat(wait=1.0), 10)
+        await dealer.call(Heartbeat(wait=1.0), 10)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench.report import ratio, show
-from unfuse.core.compute import WAITING, compute_environment
+from unfuse.core.compute_options import WAITING, compute_environment
 
 POLICIES: Mapping[str, Mapping[str, str]] = {
     "default of OpenMP": {"GOMP_SPINCOUNT": "300000"},

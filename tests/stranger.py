@@ -12,7 +12,7 @@ import zmq.asyncio
 import zmq.utils.monitor
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.messages import Ask, Hello, ToWorker, WorkerInfo
+from unfuse.core.messages import Register, RequestTasks, ToWorker, WorkerInfo
 
 EVENTS = (
     zmq.EVENT_CONNECTED
@@ -50,7 +50,7 @@ def main(endpoint: str, uid: int | None) -> list[str]:
     monitor = peer.get_monitor_socket(EVENTS)
     peer.connect(endpoint)
     info = WorkerInfo("stranger", "node", "all", ("pool",), 1, "unix:@x", 1 << 20)
-    for message in (Hello(info, (), b"s" * 16), Ask(1, None, 0.0)):
+    for message in (Register(info, (), b"s" * 16), RequestTasks(1, None, 0.0)):
         peer.send_multipart([b"1", encode(message)])
     poller = zmq.Poller()
     poller.register(peer, zmq.POLLIN)

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from unfuse.core.card import ModelCard
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params
 from unfuse.core.request import Caller, Delivery, GenerationRequest
 
 
 def asking(
-    card: ModelCard, params: Params, *, prefixes: Sequence[str] = (), **fields: Any
-) -> tuple[ModelCard, GenerationRequest, Caller, Delivery, Sequence[str]]:
+    card: ModelSpec, params: Params, *, prefixes: Sequence[str] = (), **fields: Any
+) -> tuple[ModelSpec, GenerationRequest, Caller, Delivery, Sequence[str]]:
     """The arguments of `Scheduler.submit`: each field where it belongs."""
     request, caller, delivery = (
         {name: fields.pop(name) for name in kind.__struct_fields__ if name in fields}

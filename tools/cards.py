@@ -2,8 +2,8 @@
 
 from msgspec import structs
 
-from unfuse.core.card import START_PICTURE, ModelCard
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
+from unfuse.core.model_spec import START_PICTURE, ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
@@ -22,15 +22,15 @@ DEFAULTS = {
     "max_sequence_length": 16,
     "fps": 8,
 }
-LIMITS = Limits(min_size=32, max_size=128, max_frames=17, max_steps=100, max_prompt_chars=2000)
+LIMITS = MediaLimits(min_size=32, max_size=128, max_frames=17, max_steps=100, max_prompt_chars=2000)
 
 
-def card(name: str, *, takes_image: bool = False, limits: Limits = LIMITS) -> ModelCard:
+def card(name: str, *, takes_image: bool = False, limits: MediaLimits = LIMITS) -> ModelSpec:
     """A model of that name, with weights of its own."""
     weights = {part: f"{name.replace('/', '')}{part}"[-32:] for part in ("text_encoder", "transformer", "vae")}
     dtypes = dict.fromkeys(weights, "float32")
     accepts = (START_PICTURE,) if takes_image else ()
-    return ModelCard(
+    return ModelSpec(
         name, "/nowhere", "test", PIPELINE, structs.asdict(limits), DEFAULTS, weights, dtypes, 7, accepts=accepts
     )
 
@@ -38,5 +38,5 @@ def card(name: str, *, takes_image: bool = False, limits: Limits = LIMITS) -> Mo
 PICTURES, IDLE = card("test/pictures"), card("test/idle")
 """One model with a worker, and one without: what is asked of it stays queued."""
 
-MOVING, STILL = card("test/moving", takes_image=True), card("test/still", limits=Limits(max_size=128))
+MOVING, STILL = card("test/moving", takes_image=True), card("test/still", limits=MediaLimits(max_size=128))
 """One model that starts from a picture, and makes it the first frame; one that makes no video."""

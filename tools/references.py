@@ -11,7 +11,7 @@ from typing import Any
 import unfuse
 import unfuse.core.errors as errors
 from unfuse.cli.main import exit_code
-from unfuse.core.media import IMAGE, MEDIA, VIDEO
+from unfuse.core.modalities import IMAGE, MEDIA, VIDEO
 from unfuse.core.parameters import Parameter
 from unfuse.core.registry import resolve
 from unfuse.core.request import MODERATION_BLOCKED

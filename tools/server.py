@@ -21,7 +21,7 @@ from urllib.error import HTTPError
 import psutil
 
 from tools.addresses import address_of_server, free_port
-from unfuse.core.compute import compute_environment
+from unfuse.core.compute_options import compute_environment
 
 START_S = 600.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""

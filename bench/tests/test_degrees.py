@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from bench.degrees import SENT, Found, Step, advised, measure, predicted, rows_of
 from tools.tiny import build
-from unfuse.core.compute import HOLD, KINDS, Spread
+from unfuse.core.compute_options import HOLD, KINDS, ParallelDegrees
 from unfuse.models import card_of, resolve_source
 
 SHAPES = "unfuse/shapes"
@@ -18,7 +18,7 @@ seconds = st.floats(1e-3, 10.0)
 
 
 def found(spread: str, alone: Step, step: Step, most: int = 8) -> list[Found]:
-    parsed = Spread.parse(spread)
+    parsed = ParallelDegrees.parse(spread)
     measured = Found("denoiser", spread, parsed.size, step, True)
     return [Found("denoiser", "", 1, alone, True), measured, *predicted(measured, alone, parsed, CARD, most)]
 

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError, TransientError
-from unfuse.core.media import Room
+from unfuse.core.modalities import OutputSize
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
@@ -51,19 +51,23 @@ class Chaos(Family):
 
     torch = False
 
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         pipeline = Pipeline(
             (
                 structs.replace(
-                    TEXT_ENCODE, name="encode", components=("text_encoder",), outputs=("embeds",), room=Room(256, 1.0)
+                    TEXT_ENCODE,
+                    name="encode",
+                    components=("text_encoder",),
+                    outputs=("embeds",),
+                    room=OutputSize(256, 1.0),
                 ),
-                structs.replace(DENOISE, components=("transformer",), inputs=("embeds",), room=Room(256, 1.0)),
+                structs.replace(DENOISE, components=("transformer",), inputs=("embeds",), room=OutputSize(256, 1.0)),
                 structs.replace(VAE_DECODE, name="decode"),
             )
         )
         pipeline.validate()
         model = ModelFolder(folder)
-        return ModelCard(
+        return ModelSpec(
             name=name,
             source=str(folder),
             family="chaos",

@@ -24,7 +24,7 @@ from tests.server.served import PICTURES, Served, serve
 from unfuse.cli.progress import Bars
 from unfuse.cli.terminal import Terminal
 from unfuse.client import Client
-from unfuse.core.card import Vocabulary
+from unfuse.core.model_spec import PromptVocabulary
 from unfuse.core.request import Event
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
@@ -204,7 +204,7 @@ def test_ctrl_c_cancels_the_request_and_is_exit_130(idle: Client, tmp_path: Path
 def drawing(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, Served]]:
     """Run a command line whose server draws, in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
-    knowing = msgspec.structs.replace(PICTURES, vocabulary=Vocabulary(("a", "circle", "on", "white"), "circles"))
+    knowing = msgspec.structs.replace(PICTURES, vocabulary=PromptVocabulary(("a", "circle", "on", "white"), "circles"))
     with capture_logs(), serve(tmp_path / "served", cards=[knowing], idle=False) as served:
         monkeypatch.setenv("UNFUSE_SERVER", served.url)
         yield unfuse, served

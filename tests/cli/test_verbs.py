@@ -20,7 +20,7 @@ from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
 from unfuse.cli import show
 from unfuse.cli.exit_codes import exit_code
 from unfuse.client import Client, connect
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import (
     ConfigError,
     InvalidParameter,

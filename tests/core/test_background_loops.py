@@ -19,7 +19,17 @@ from zmq.utils import z85
 from tools.addresses import a_worker, unix_address
 from unfuse.arena.extents import Usage
 from unfuse.core import supervisor
-from unfuse.core.messages import Accepted, Ask, Beat, Bye, Progress, Pulse, ToScheduler, ToWorker, WorkerStatus
+from unfuse.core.messages import (
+    Accepted,
+    Heartbeat,
+    HeartbeatReply,
+    RequestTasks,
+    StepProgress,
+    ToScheduler,
+    ToWorker,
+    Unregister,
+    WorkerStatus,
+)
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim
 from unfuse.launch import local
@@ -91,12 +101,12 @@ async def line(folder: Path) -> AsyncIterator[tuple[Router, Dealer]]:
 
 async def test_router_and_dealer_hear_on(tmp_path: Path) -> None:
     async with line(tmp_path / "keys") as (router, dealer):
-        assert await dealer.call(Bye(), 30) == Accepted()
+        assert await dealer.call(Unregister(), 30) == Accepted()
         for end in (router, dealer):
             end._mailbox._socket = Failing(end._mailbox._socket)  # type: ignore[assignment]
         with capture_logs() as logs:
             for _ in range(3):
-                assert await dealer.call(Bye(), 30) == Accepted()
+                assert await dealer.call(Unregister(), 30) == Accepted()
     assert {line["doing"] for line in logs} == {"receiving from workers", "receiving from the scheduler"}
 
 
@@ -108,7 +118,7 @@ async def test_the_door_lets_workers_in_after_it_failed(tmp_path: Path, monkeypa
     for _ in range(2):
         dealer = Dealer(router.address, read(str(tmp_path / "keys"), "worker"))
         try:
-            answers.append(await dealer.call(Bye(), 3))
+            answers.append(await dealer.call(Unregister(), 3))
         except (TimeoutError, ConnectionError):
             answers.append(None)
         await dealer.close()
@@ -169,13 +179,13 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
 
     class Line:
         async def once(self, message: ToScheduler, timeout: float = 0) -> ToWorker:
-            (beaten if isinstance(message, Beat) else asked).set()
-            return Pulse((), ()) if isinstance(message, Beat) else Accepted()
+            (beaten if isinstance(message, Heartbeat) else asked).set()
+            return HeartbeatReply((), ()) if isinstance(message, Heartbeat) else Accepted()
 
     worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
     worker._link = Line()
-    worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))
+    worker._wanted = once(lambda *_: RequestTasks(1, None, 0.0), KeyError("x"))
     usage = once(lambda: Usage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
     worker._objects = SimpleNamespace(copies=SimpleNamespace(counters=TransferCounters()), usage=usage, holding=list)
     worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
@@ -196,12 +206,12 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
     and looks again."""
     monkeypatch.setattr(executing, "WATCH_S", 0.0)
     heard, looked = asyncio.Event(), asyncio.Event()
-    step = Progress(CLAIM, 1, 2, 1)
+    step = StepProgress(CLAIM, 1, 2, 1)
 
     async def note(message: object) -> None:
         heard.set()
 
-    async def receive() -> Progress:
+    async def receive() -> StepProgress:
         await asyncio.sleep(0)
         return step
 

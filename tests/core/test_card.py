@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.card import MAX_NAME, MOST_CHARS, Vocabulary, is_name, is_path, name_of, without_source
+from unfuse.core.model_spec import MAX_NAME, MOST_CHARS, PromptVocabulary, is_name, is_path, name_of, without_source
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_texts_for_clients_have_no_path() -> None:
     assert without_source("a model a/b is gated", "a", "x") == "a model a/b is gated", "a hub name is no secret"
 
 
-FEW = Vocabulary(("a", "Red", "circle", "café"), "circles")
+FEW = PromptVocabulary(("a", "Red", "circle", "café"), "circles")
 
 
 @pytest.mark.parametrize("prompt", ["a red circle", "A RED, circle!", "", "  \n", "red_circle", "a cafe\u0301"])

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from tests.core.test_media import CARD
-from unfuse.core import media
-from unfuse.core.card import AcceptedInput, ModelCard
+from unfuse.core import modalities
 from unfuse.core.checking import check, check_bounds, hint_for
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.media import IMAGE, VIDEO, Room, Workload, medium_for
-from unfuse.core.parameters import Medium, Parameter, Params
+from unfuse.core.modalities import IMAGE, VIDEO, OutputSize, Workload, medium_for
+from unfuse.core.model_spec import AcceptedInput, ModelSpec
+from unfuse.core.parameters import Modality, Parameter, Params
 from unfuse.core.plan import Pipeline, StageSpec, compile_plan
-from unfuse.core.request import GenerationRequest, Record, new_request_id
-from unfuse.core.words import TEXT
+from unfuse.core.request import GenerationRequest, RequestRecord, new_request_id
+from unfuse.core.text_parameters import TEXT
 from unfuse.scheduler.lifecycle import admitted
 from unfuse.server.request_objects import request_object
 from unfuse.testing.queue_samples import request_context
@@ -33,7 +33,7 @@ def settle(limits: Lengths, params: Params, read: Mapping[str, Any], _: object) 
     return {"max_tokens": read.get("max_tokens", limits.max_tokens)}
 
 
-TOLD = Medium(
+TOLD = Modality(
     "tale", "tales", "tale_", "max_tokens", 1, Lengths, settle,
     (
         Parameter("opening", "text", 1, "max_chars", description="how it begins", required=True),
@@ -43,10 +43,10 @@ TOLD = Medium(
     size=(),
 )  # fmt: skip
 WRITE = StageSpec(
-    "write", "write", ("pen",), per_sample=True, room=Room(10, 4.0, 8, ("max_tokens",)),
+    "write", "write", ("pen",), per_sample=True, room=OutputSize(10, 4.0, 8, ("max_tokens",)),
     work=Workload("max_tokens", size=()),
 )  # fmt: skip
-TELLER = ModelCard(
+TELLER = ModelSpec(
     "teller", "/nowhere", "test", Pipeline((WRITE,)), {"max_tokens": 32}, {}, {"pen": "p" * 32}, {"pen": "float32"}
 )
 
@@ -69,7 +69,7 @@ def test_it_is_checked_by_its_own_table_and_limits() -> None:
 
 
 def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "MEDIA", (IMAGE, VIDEO, TOLD))
+    monkeypatch.setattr(modalities, "MEDIA", (IMAGE, VIDEO, TOLD))
     params, _ = check(TELLER, {"opening": "Once", "max_tokens": 12, "temperature": 1}, TOLD)
     plan = compile_plan(TELLER.pipeline, TELLER.pools(), params, [{"index": 0}])
     context = request_context(GenerationRequest(new_request_id(TOLD), TELLER.name, params), plan)
@@ -79,7 +79,7 @@ def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.stages[0].room == 10 + 4 * 2
     assert plan.stages[0].work == (12.0, 1.0)
     assert [task.affinity for task in change.push] == [""]
-    view = request_object(Record(change.context), "http://here")
+    view = request_object(RequestRecord(change.context), "http://here")
     assert (view["medium"], view["id"]) == ("tale", context.id)
     assert view["params"] == {name: value for name, value in params.items() if name != "prompt"}
 
@@ -115,7 +115,7 @@ def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> Non
         ({"nobody": "knows"}, IMAGE),
     ],
 )
-def test_what_is_asked_for_tells_the_medium(asked: dict[str, object], medium: Medium) -> None:
+def test_what_is_asked_for_tells_the_medium(asked: dict[str, object], medium: Modality) -> None:
     assert medium_for(asked) is medium
 
 
@@ -155,7 +155,7 @@ def test_a_default_strength_is_for_requests_with_a_picture() -> None:
     (CARD, {"strength": 0.3}, ("image",), "takes no strength"),
 ])  # fmt: skip
 def test_a_strength_that_means_nothing_is_refused(
-    card: ModelCard, given: dict[str, object], uploads: tuple[str, ...], says: str
+    card: ModelSpec, given: dict[str, object], uploads: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=says) as caught:
         check(card, {"prompt": "a", **given}, uploads=uploads)
@@ -165,7 +165,7 @@ def test_a_strength_that_means_nothing_is_refused(
 FILES = {IMAGE: ("image", "mask"), VIDEO: ("input_reference", "last_frame"), TEXT: ()}
 
 
-def hint(medium: Medium, name: str) -> str:
+def hint(medium: Modality, name: str) -> str:
     return hint_for(name, [one.name for one in medium.parameters], FILES[medium])
 
 
@@ -183,7 +183,7 @@ def hint(medium: Medium, name: str) -> str:
     (IMAGE, "count", "n"), (IMAGE, "model_name", "model"), (VIDEO, "first_frame_image", "input_reference"),
     (VIDEO, "last_frame_image", "last_frame"), (VIDEO, "target_fps", "fps"), (TEXT, "model_id", "model"),
 ])  # fmt: skip
-def test_a_name_from_elsewhere_is_told_the_field_of_the_same_meaning(medium: Medium, name: str, meant: str) -> None:
+def test_a_name_from_elsewhere_is_told_the_field_of_the_same_meaning(medium: Modality, name: str, meant: str) -> None:
     assert hint(medium, name) == f"did you mean {meant}?"
 
 

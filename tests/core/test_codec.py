@@ -11,11 +11,11 @@ from tests.examples import examples
 from unfuse.core import codec, messages
 from unfuse.core.codec import HEADER_BYTES, frame, length_of, read_message, split_message
 from unfuse.core.errors import ProtocolError
-from unfuse.core.messages import Ask, Bye, Done, ToScheduler, ToWorker
+from unfuse.core.messages import RequestTasks, TaskCompleted, ToScheduler, ToWorker, Unregister
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Params
-from unfuse.core.request import Record, RequestContext, Timings
-from unfuse.core.task import Claim, Grown, Task
+from unfuse.core.request import RequestContext, RequestRecord, Timings
+from unfuse.core.task import Claim, OutputDeltas, Task
 from unfuse.testing.queue_samples import task_of
 
 UNIONS = [("ToScheduler", ToScheduler), ("ToWorker", ToWorker)]
@@ -38,7 +38,7 @@ def test_every_message_comes_back_equal(kind: type, union: object, data: st.Data
 @settings(max_examples=examples(15), deadline=None)
 @given(of(RequestContext))
 def test_a_context_comes_back_equal(context: RequestContext) -> None:
-    assert exactly(codec.decode(codec.encode(Record(context)), Record), Record(context))
+    assert exactly(codec.decode(codec.encode(RequestRecord(context)), RequestRecord), RequestRecord(context))
 
 
 @settings(deadline=None)
@@ -51,24 +51,24 @@ def test_parameters_keep_their_types(params: Params) -> None:
 def test_an_object_ref_comes_back_equal() -> None:
     metas, size = lay_out([("x", "bfloat16", (3, 5)), ("none", "none", ())])
     ref = ObjectRef("o", "w", "n", "r", "s", 1, 2, size, metas, (2**64 - 1,), bytes(16), 0.5)
-    message = Done(Claim("r", "s", 1, bytes(16)), ref, (), Timings())
+    message = TaskCompleted(Claim("r", "s", 1, bytes(16)), ref, (), Timings())
     assert codec.decode(codec.encode(message), ToScheduler) == message
 
 
 def test_the_first_byte_is_the_version() -> None:
-    data = codec.encode(Bye())
+    data = codec.encode(Unregister())
     assert data[0] == codec.VERSION
 
 
 @pytest.mark.parametrize("version", sorted(set(range(256)) - {codec.VERSION}))
 def test_another_version_is_refused_with_what_to_do(version: int) -> None:
     with pytest.raises(ProtocolError, match=f"version {version}, .*: install the same unfuse on all machines"):
-        codec.decode(bytes([version]) + codec.encode(Bye())[1:], ToScheduler)
+        codec.decode(bytes([version]) + codec.encode(Unregister())[1:], ToScheduler)
 
 
 def test_a_field_of_a_newer_peer_is_ignored() -> None:
-    body = msgspec.msgpack.encode({"type": "Ask", "slots": 1, "room": None, "wait": 0.5, "mood": ["good"]})
-    assert codec.decode(bytes([codec.VERSION]) + body, ToScheduler) == Ask(1, None, 0.5)
+    body = msgspec.msgpack.encode({"type": "RequestTasks", "slots": 1, "room": None, "wait": 0.5, "mood": ["good"]})
+    assert codec.decode(bytes([codec.VERSION]) + body, ToScheduler) == RequestTasks(1, None, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_a_field_of_a_newer_peer_is_ignored() -> None:
     [
         {"type": "Nobody"},
         {"slots": 1, "room": None, "wait": 0.0},
-        {"type": "Ask", "slots": 1},
-        {"type": "Ask", "slots": "1", "room": None, "wait": 0.0},
-        {"type": "Ask", "slots": 1.5, "room": None, "wait": 0.0},
-        ["Ask", 1, None, 0.0],
+        {"type": "RequestTasks", "slots": 1},
+        {"type": "RequestTasks", "slots": "1", "room": None, "wait": 0.0},
+        {"type": "RequestTasks", "slots": 1.5, "room": None, "wait": 0.0},
+        ["RequestTasks", 1, None, 0.0],
         None,
         "Bye",
     ],
@@ -91,7 +91,7 @@ def test_what_is_no_message_is_refused(body: object) -> None:
 
 def test_a_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        codec.decode(codec.encode(Bye()), ToWorker)
+        codec.decode(codec.encode(Unregister()), ToWorker)
 
 
 def test_an_empty_message_is_refused() -> None:
@@ -146,8 +146,8 @@ def test_noise_raises_protocol_errors_only(noise: bytes, versioned: bool, kind: 
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(of(Done), st.data())
-def test_damage_raises_protocol_errors_only(message: Done, data: st.DataObject) -> None:
+@given(of(TaskCompleted), st.data())
+def test_damage_raises_protocol_errors_only(message: TaskCompleted, data: st.DataObject) -> None:
     """Given a true message with a byte changed and its end cut, then it is a message or a ProtocolError."""
     damaged = bytearray(codec.encode(message))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -166,7 +166,7 @@ def test_every_message_is_in_a_union() -> None:
         for found in vars(messages).values()
         if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__struct_config__.tag is not None
     }
-    assert tagged - {Grown, messages.Progress} == {kind for kind, _ in KINDS}
+    assert tagged - {OutputDeltas, messages.StepProgress} == {kind for kind, _ in KINDS}
 
 
 MOST = 300

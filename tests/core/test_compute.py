@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.compute import WAITING, compute_environment
+from unfuse.core.compute_options import WAITING, compute_environment
 
 
 def test_threads_that_wait_for_each_other_sleep() -> None:

@@ -10,15 +10,25 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check, check_delivery, size_from
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.media import IMAGE, MAX_SEED, MIN_SEED, VIDEO, Limits, Medium, nearest_size, seconds_of, size_like
+from unfuse.core.modalities import (
+    IMAGE,
+    MAX_SEED,
+    MIN_SEED,
+    VIDEO,
+    MediaLimits,
+    Modality,
+    nearest_size,
+    seconds_of,
+    size_like,
+)
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import nth_seed
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Delivery
 
-LIMITS = Limits(
+LIMITS = MediaLimits(
     min_size=32,
     max_size=128,
     max_pixels=128 * 96,
@@ -36,7 +46,7 @@ DEFAULTS = {
     "max_sequence_length": 16,
     "fps": 8,
 }
-CARD = ModelCard("test/model", "/nowhere", "test", Pipeline(()), msgspec.structs.asdict(LIMITS), DEFAULTS, {}, {})
+CARD = ModelSpec("test/model", "/nowhere", "test", Pipeline(()), msgspec.structs.asdict(LIMITS), DEFAULTS, {}, {})
 
 
 def refusal(**given: object) -> InvalidParameter:
@@ -213,7 +223,7 @@ def test_a_size_that_cannot_be_made_is_told_the_nearest() -> None:
     assert "multiple of 16 from 32 to 128" in str(error)
 
 
-def video(card: ModelCard = CARD, **given: object) -> dict[str, Any]:
+def video(card: ModelSpec = CARD, **given: object) -> dict[str, Any]:
     return dict(check(card, {"prompt": "a red circle", **given}, VIDEO)[0])
 
 
@@ -375,7 +385,7 @@ def test_delivery_is_read() -> None:
 
 
 @pytest.mark.parametrize("medium", [IMAGE, VIDEO])
-def test_whether_to_share_what_is_encoded_is_no_matter_of_stages(medium: Medium) -> None:
+def test_whether_to_share_what_is_encoded_is_no_matter_of_stages(medium: Modality) -> None:
     assert "cache" not in check(CARD, {"prompt": "a", "cache": False}, medium)[0]
 
 
@@ -424,7 +434,7 @@ NAMES = st.sampled_from(
     st.dictionaries(NAMES, ANYTHING, max_size=4) | st.dictionaries(st.text(max_size=12), ANYTHING), st.booleans(), MEDIA
 )
 def test_nothing_but_invalid_parameter_is_raised_and_what_passes_is_within_limits(
-    asked: dict[str, object], with_prompt: bool, medium: Medium
+    asked: dict[str, object], with_prompt: bool, medium: Modality
 ) -> None:
     asked = {"prompt": "a red circle", **asked} if with_prompt else asked
     try:
@@ -507,7 +517,7 @@ def test_frames_are_finer_than_seconds_and_win() -> None:
     assert video(seconds=1, num_frames=5)["num_frames"] == 5
 
 
-LARGE = Limits(max_size=2048, max_pixels=2048 * 2048)
+LARGE = MediaLimits(max_size=2048, max_pixels=2048 * 2048)
 
 
 @pytest.mark.parametrize(("area", "picture", "size"), [

@@ -12,9 +12,9 @@ import pytest
 
 import unfuse.core
 from unfuse.core import errors
-from unfuse.core.card import ModelCard
-from unfuse.core.media import VIDEO
-from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, PlannedStage, StageSpec
+from unfuse.core.modalities import VIDEO
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage, StageSelector, StageSpec
 from unfuse.core.request import (
     REQUEST_MOVES,
     TERMINAL,
@@ -104,11 +104,11 @@ def test_a_card_names_the_pools_of_its_stages() -> None:
         StageSpec("decode", "vae_decode", ("v",), ("e",), role="decoder"),
     )
     weights, dtypes = {"t": "a" * 64, "v": "b" * 64}, {"t": "bfloat16", "v": "float32"}
-    card = ModelCard("m", "/m", "f", Pipeline(stages), {}, {}, weights, dtypes)
+    card = ModelSpec("m", "/m", "f", Pipeline(stages), {}, {}, weights, dtypes)
     assert card.pools() == {"text": f"text_encode:{'a' * 12}:bfloat16", "decode": f"vae_decode:{'b' * 12}:float32"}
-    assert list(card.pools(Choice(frozenset({"decoder"})))) == ["decode"]
-    assert list(card.pools(Choice(components=("t",)))) == ["text"]
-    assert list(card.pools(Choice(frozenset({"decoder"}), ("t",)))) == []
+    assert list(card.pools(StageSelector(frozenset({"decoder"})))) == ["decode"]
+    assert list(card.pools(StageSelector(components=("t",)))) == ["text"]
+    assert list(card.pools(StageSelector(frozenset({"decoder"}), ("t",)))) == []
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)

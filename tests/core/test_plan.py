@@ -10,14 +10,14 @@ from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
 from tests.core.graphs import pipelines
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, ProtocolError
-from unfuse.core.media import Room, Work, Workload
+from unfuse.core.modalities import OutputSize, Work, Workload
 from unfuse.core.plan import (
-    Choice,
     ExecutionPlan,
     Params,
     Pipeline,
+    StageSelector,
     StageSpec,
     compile_plan,
     pool_name,
@@ -25,7 +25,7 @@ from unfuse.core.plan import (
     roles_of,
     slots_of,
 )
-from unfuse.core.vision import Shown
+from unfuse.core.vision import MediaItem
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -265,11 +265,11 @@ def test_a_stage_is_left_out_of_requests_without_its_parameter() -> None:
 
 
 def test_room_grows_with_pixels_and_frame_groups() -> None:
-    room = Room(fixed=100, each=0.5, group=4)
+    room = OutputSize(fixed=100, each=0.5, group=4)
     assert room.bytes({"width": 8, "height": 4}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 1}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 9}) == 148
-    assert Room().bytes({"width": 8, "height": 4}) == 0
+    assert OutputSize().bytes({"width": 8, "height": 4}) == 0
 
 
 def test_a_pool_is_kind_weights_and_dtype() -> None:
@@ -289,7 +289,9 @@ def test_a_worker_has_one_role_or_several_or_all() -> None:
 def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
     stages = [stage(name) for name in ("a", "b", "c")]
     stages = [structs.replace(one, role=one.name, slots=slots) for one, slots in zip(stages, (4, 2, 7), strict=True)]
-    chosen = [[one for one in stages if Choice(roles_of(text)).takes(one)] for text in ("a", "a+c", "all", "nobody")]
+    chosen = [
+        [one for one in stages if StageSelector(roles_of(text)).takes(one)] for text in ("a", "a+c", "all", "nobody")
+    ]
     assert [slots_of(taken) for taken in chosen] == [4, 4, 2, 1]
 
 
@@ -321,24 +323,25 @@ class TestStagesForEachEntry:
     """Stages that run for each entry of a list, as pictures that a prompt shows are encoded each on its own."""
 
     A, B = (
-        Shown(name, f"shown-{name}", frames=1, rows=1, columns=1, tokens=count) for name, count in (("a", 4), ("b", 9))
+        MediaItem(name, f"shown-{name}", frames=1, rows=1, columns=1, tokens=count)
+        for name, count in (("a", 4), ("b", 9))
     )
     LANGUAGE = Pipeline(
         (
             StageSpec(
                 "encode", "vision_encode", ("model",), (), ("seen",), each="shown", reads=("shown",),
-                room=Room(10, 2, 1, ("tokens",)), work=Workload(size=("tokens",)),
+                room=OutputSize(10, 2, 1, ("tokens",)), work=Workload(size=("tokens",)),
             ),
             stage("prefill", "seen", "kv"),
             stage("decode", "seen kv", per_sample=True),
         )
     )  # fmt: skip
 
-    def plan(self, *shown: Shown) -> Any:
+    def plan(self, *shown: MediaItem) -> Any:
         self.LANGUAGE.validate()
         pools = {spec.name: spec.name for spec in self.LANGUAGE.stages}
         samples: list[Params] = [{"index": 0}, {"index": 1}]
-        return compile_plan(self.LANGUAGE, pools, {}, samples, ("tenant",), derived=Derived(shown=shown))
+        return compile_plan(self.LANGUAGE, pools, {}, samples, ("tenant",), derived=DerivedFacts(shown=shown))
 
     def test_equal_entries_are_one_stage_and_who_reads_it_reads_all(self) -> None:
         plan = self.plan(self.A, self.B, self.A)
@@ -350,7 +353,7 @@ class TestStagesForEachEntry:
             "decode.1": ("encode.0", "encode.1", "prefill"),
         }
         first, second = plan.stages[:2]
-        assert (first.derived, first.room, first.work) == (Derived(shown=(self.A,)), 18, (1.0, 4.0))
+        assert (first.derived, first.room, first.work) == (DerivedFacts(shown=(self.A,)), 18, (1.0, 4.0))
         assert (second.room, second.work) == (28, (1.0, 9.0))
 
     def test_what_an_entry_has_by_content_is_shared_wherever_it_stands(self) -> None:

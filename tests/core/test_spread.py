@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.compute import (
+from unfuse.core.compute_options import (
     KINDS,
     MOST,
-    Spread,
+    ParallelDegrees,
     choose_parallel,
     fewer,
     joined_by,
@@ -30,12 +30,12 @@ DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 @given(st.dictionaries(st.sampled_from(KINDS), st.integers(2, 64), min_size=1))
 def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
     """In any order: the kinds have one of their own, which says who is next to whom."""
-    assume(Spread(degrees).size <= MOST)
+    assume(ParallelDegrees(degrees).size <= MOST)
     text = " + ".join(f"{kind} : {degree}" for kind, degree in degrees.items())
-    spread = Spread.parse(text)
+    spread = ParallelDegrees.parse(text)
     assert dict(spread.degrees) == degrees
     assert [*spread.degrees] == [kind for kind in KINDS if kind in degrees]
-    assert Spread.parse(str(spread)) == spread
+    assert ParallelDegrees.parse(str(spread)) == spread
 
 
 @pytest.mark.parametrize(("text", "says"), [
@@ -46,7 +46,7 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
 ])  # fmt: skip
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Spread.parse(text)
+        ParallelDegrees.parse(text)
 
 
 @pytest.mark.parametrize("text", ["ulysses:2", "=ulysses:2", "denoiser=", "denoiser=cfg:2,denoiser=ring:2"])
@@ -95,24 +95,24 @@ def test_roles_that_have_one_model_in_a_worker_are_spread_alike() -> None:
 ])  # fmt: skip
 def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        refuse({"denoiser": Spread.parse(degrees)}, [DENOISE])
+        refuse({"denoiser": ParallelDegrees.parse(degrees)}, [DENOISE])
 
 
 def test_what_cannot_be_spread_at_all_is_refused() -> None:
-    refuse({"denoiser": Spread.parse("ring:7+cfg:2+ulysses:3")}, [DENOISE, DECODE])
+    refuse({"denoiser": ParallelDegrees.parse("ring:7+cfg:2+ulysses:3")}, [DENOISE, DECODE])
     with pytest.raises(ConfigError, match=r"decoder=ring:2: it cannot be spread by ring, only by nothing"):
-        refuse({"decoder": Spread.parse("ring:2")}, [DENOISE, DECODE])
+        refuse({"decoder": ParallelDegrees.parse("ring:2")}, [DENOISE, DECODE])
     with pytest.raises(ConfigError, match="no stage has that role; roles are denoiser, decoder"):
-        refuse({"painter": Spread.parse("ring:2")}, [DENOISE, DECODE])
+        refuse({"painter": ParallelDegrees.parse("ring:2")}, [DENOISE, DECODE])
 
 
 def test_a_degree_must_do_for_every_stage_of_a_role() -> None:
     encoders = [StageSpec(str(n), "encode", (), role="encoder", spreads={"tensor": n}) for n in (12, 64, 0)]
-    refuse({"encoder": Spread.parse("tensor:4")}, encoders)
+    refuse({"encoder": ParallelDegrees.parse("tensor:4")}, encoders)
     with pytest.raises(ConfigError, match="tensor:6 does not divide 4: use tensor:4"):
-        refuse({"encoder": Spread.parse("tensor:6")}, encoders)
+        refuse({"encoder": ParallelDegrees.parse("tensor:6")}, encoders)
     with pytest.raises(ConfigError, match="cannot be spread by tensor, only by nothing"):
-        refuse({"encoder": Spread.parse("tensor:2")}, [*encoders, StageSpec("see", "see", (), role="encoder")])
+        refuse({"encoder": ParallelDegrees.parse("tensor:2")}, [*encoders, StageSpec("see", "see", (), role="encoder")])
 
 
 def test_each_rank_has_a_device() -> None:
@@ -131,20 +131,20 @@ def test_each_rank_has_a_device() -> None:
 
 
 def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
-    four = {"denoiser": Spread.parse("ulysses:2+cfg:2")}
+    four = {"denoiser": ParallelDegrees.parse("ulysses:2+cfg:2")}
     assert [*fewer("cuda:0+cuda:3+cuda:1+cuda:2", four)] == [
         ("cuda:0+cuda:3", "denoiser=cfg:2"), ("cuda:1+cuda:2", "denoiser=cfg:2"),
         ("cuda:0", ""), ("cuda:3", ""), ("cuda:1", ""), ("cuda:2", ""),
     ]  # fmt: skip
     assert [*fewer("cuda:0", {})] == []
-    assert [*fewer("cpu+cpu+cpu", {"denoiser": Spread.parse("ring:3")})] == [("cpu", "")]
-    four = {"encoder": Spread.parse("tensor:4+tiles:4")}
+    assert [*fewer("cpu+cpu+cpu", {"denoiser": ParallelDegrees.parse("ring:3")})] == [("cpu", "")]
+    four = {"encoder": ParallelDegrees.parse("tensor:4+tiles:4")}
     assert [how for _, how in fewer("+".join(["cpu"] * 4), four)] == ["encoder=tensor:2+tiles:2", ""]
 
 
 @given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1, max_size=4), st.data())
 def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], data: st.DataObject) -> None:
-    spread = Spread({kind: data.draw(st.integers(2, 4)) for kind in kinds})
+    spread = ParallelDegrees({kind: data.draw(st.integers(2, 4)) for kind in kinds})
     assume(spread.size <= MOST)
     before = spread.size
     for devices, parallel in fewer("+".join(f"cuda:{n}" for n in range(before)), {"denoiser": spread}):
@@ -159,23 +159,23 @@ def test_shares_of_weights_and_tiles_are_on_ranks_that_others_make() -> None:
     """They make ranks only where there is no other."""
     sizes = {"shard:3": (3, 3), "ulysses:4+shard:2": (4, 2), "cfg:2+layers:3": (6, 3), "ring:2": (2, 1)}
     sizes |= {"tiles:3": (3, 1), "tensor:4+tiles:2": (4, 1), "tiles:4+shard:2": (4, 2)}
-    assert {text: (Spread.parse(text).size, Spread.parse(text).parts) for text in sizes} == sizes
+    assert {text: (ParallelDegrees.parse(text).size, ParallelDegrees.parse(text).parts) for text in sizes} == sizes
     for text in ("shard:7", "layers:30", "layers:7+cfg:2", "cfg:2+ulysses:3+shard:6"):
-        refuse({"denoiser": Spread.parse(text)}, [DENOISE])
+        refuse({"denoiser": ParallelDegrees.parse(text)}, [DENOISE])
 
 
 def test_two_models_of_a_role_have_at_most_the_blocks_of_the_one_with_fewer() -> None:
     other = replace(DENOISE, spreads={**WAYS, "layers": 20})
-    refuse({"denoiser": Spread.parse("layers:19")}, [DENOISE, other])
+    refuse({"denoiser": ParallelDegrees.parse("layers:19")}, [DENOISE, other])
     with pytest.raises(ConfigError, match="layers:21 is more than there are blocks: use layers:20"):
-        refuse({"denoiser": Spread.parse("layers:21")}, [DENOISE, other])
+        refuse({"denoiser": ParallelDegrees.parse("layers:21")}, [DENOISE, other])
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])
 def test_weights_that_are_parted_rest_nowhere(how: str) -> None:
-    refuse({"denoiser": Spread.parse("ulysses:2")}, [DENOISE], "model")
+    refuse({"denoiser": ParallelDegrees.parse("ulysses:2")}, [DENOISE], "model")
     with pytest.raises(ConfigError, match=f"denoiser={how} and --offload model both say .*: leave one of them out"):
-        refuse({"denoiser": Spread.parse(how)}, [DENOISE], "model")
+        refuse({"denoiser": ParallelDegrees.parse(how)}, [DENOISE], "model")
 
 
 HEADS_40 = {"ulysses": 40, "ring": 0, "cfg": 2, "tensor": 40, "layers": 40, "shard": 0}

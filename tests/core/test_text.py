@@ -5,20 +5,20 @@ from hypothesis import given, strategies as st
 
 from tests.core.structs import of
 from unfuse.core.codec import decode, encode
-from unfuse.core.text import CHUNK, MOST_SHARED, Piece, beginnings
+from unfuse.core.text import CHUNK, MOST_SHARED, TokenDelta, beginnings
 
 
-@given(of(Piece))
-def test_a_piece_comes_back_as_it_was_written(piece: Piece) -> None:
-    assert decode(encode(piece), Piece) == piece
+@given(of(TokenDelta))
+def test_a_piece_comes_back_as_it_was_written(piece: TokenDelta) -> None:
+    assert decode(encode(piece), TokenDelta) == piece
 
 
 def test_a_piece_without_logprobs_takes_few_bytes() -> None:
-    assert len(encode(Piece(49_000, " the"))) <= 13
+    assert len(encode(TokenDelta(49_000, " the"))) <= 13
 
 
 def test_what_was_recorded_of_a_token_alone_can_be_read() -> None:
-    assert decode(encode([7]), Piece) == Piece(7)
+    assert decode(encode([7]), TokenDelta) == TokenDelta(7)
 
 
 IDS = st.lists(st.integers(0, 3), max_size=40).map(lambda few: few * 60)

@@ -9,22 +9,30 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ContextLengthExceeded, InvalidParameter
-from unfuse.core.media import IMAGE, TEXT, medium_for, medium_of
+from unfuse.core.modalities import IMAGE, TEXT, medium_for, medium_of
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import new_request_id
-from unfuse.core.words import MAX_BIASES, MAX_STOP, MAX_STOP_IDS, MAX_STOPS, OWN, PromptTokens, template_kwargs
+from unfuse.core.text_parameters import (
+    MAX_BIASES,
+    MAX_STOP,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    OWN,
+    PromptTokens,
+    template_kwargs,
+)
 
-CARD = ModelCard(
+CARD = ModelSpec(
     "m", "m", "language", Pipeline(()), {"max_tokens": 100, "vocabulary": 50}, {"temperature": 0.6}, {}, {}
 )
 SAID: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def asked(card: ModelCard = CARD, *, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
+def asked(card: ModelSpec = CARD, *, prompt_tokens: int = 40, **more: object) -> dict[str, Any]:
     return check(card, {**SAID, **more}, TEXT, tokens=PromptTokens(prompt_tokens))[0]
 
 
@@ -177,7 +185,7 @@ def test_ids_tell_the_medium() -> None:
     assert medium_for({"prompt": "a circle", "n": 2}) is IMAGE
 
 
-@pytest.mark.parametrize("name", Derived.__struct_fields__)
+@pytest.mark.parametrize("name", DerivedFacts.__struct_fields__)
 def test_what_is_derived_no_client_can_send(name: str) -> None:
     with pytest.raises(InvalidParameter, match="unknown parameter") as refused:
         check(CARD, {**SAID, name: 3}, TEXT, tokens=PromptTokens(40))

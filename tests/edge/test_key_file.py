@@ -15,7 +15,7 @@ import pytest
 
 from unfuse.cli.main import run
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.request import Allowance
+from unfuse.core.request import TenantLimits
 from unfuse.edge.keys import Key, Keys, add_key, hash_keys
 
 Typed = Callable[..., tuple[int, str, str]]
@@ -54,7 +54,7 @@ def test_a_key_is_made_printed_once_and_only_its_hash_is_kept(typed: Typed, tmp_
     )
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     keys = Keys(files=[str(file)])
-    assert keys.of(ada) == Key("ada", models=frozenset({"m"}), allowance=Allowance(2, 60, 60))
+    assert keys.of(ada) == Key("ada", models=frozenset({"m"}), allowance=TenantLimits(2, 60, 60))
     assert (keys.of(root), keys.of(see)) == (Key("root", admin=True), Key("see", only_reads=True))
     assert keys.warning == ""
 
@@ -134,7 +134,7 @@ def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_pat
     )  # fmt: skip
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
     keys = Keys(files=[str(file)])
-    assert keys.of("anna-anna-anna-anna") == Key("anna", allowance=Allowance(0, 60, 60))
+    assert keys.of("anna-anna-anna-anna") == Key("anna", allowance=TenantLimits(0, 60, 60))
     assert keys.of("bare-bare-bare-bare") == Key("default") and keys.warning == ""
 
     before = written(file)

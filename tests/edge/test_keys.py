@@ -13,7 +13,7 @@ import pytest
 from tests.server.composed import Answer, call, composed
 from tests.server.served import until
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.request import Allowance
+from unfuse.core.request import TenantLimits
 from unfuse.edge.keys import Key, Keys
 
 GIVEN = "given-key-of-tests"
@@ -40,8 +40,8 @@ def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
     keys = Keys([GIVEN], [str(file)])
     assert keys.of("k1") == Key("ada")
     assert keys.of("k2") == keys.of(GIVEN) == Key("default")
-    assert keys.of("k3==") == Key("bob", True, False, frozenset({"m", "n/o"}), Allowance(4, 90, 60))
-    assert keys.of("k5") == Key("cy", only_reads=True, allowance=Allowance(0, 2, 3600))
+    assert keys.of("k3==") == Key("bob", True, False, frozenset({"m", "n/o"}), TenantLimits(4, 90, 60))
+    assert keys.of("k5") == Key("cy", only_reads=True, allowance=TenantLimits(0, 2, 3600))
     for stranger in ("", "k", "k11", "K1", "ada", "bob k3==", bob.split()[1], bob.split()[1].removeprefix("sha256:")):
         assert keys.of(stranger) is None
     assert keys.of("\udcff") is None
@@ -50,7 +50,7 @@ def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
 def test_a_key_that_is_also_in_a_file_is_the_file_s(tmp_path: Path) -> None:
     """As when UNFUSE_API_KEY, which client verbs send, is set where the server starts."""
     keys = Keys([GIVEN, GIVEN], [str(written(tmp_path, line("ada", GIVEN, "rate=1/h"), "bob k2"))])
-    assert keys.of(GIVEN) == Key("ada", allowance=Allowance(0, 1, 3600))
+    assert keys.of(GIVEN) == Key("ada", allowance=TenantLimits(0, 1, 3600))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ async def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, monkeypa
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1 concurrent=3", "cy k3")
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == Key("ada", allowance=Allowance(3))
+    assert keys.of("k1") == Key("ada", allowance=TenantLimits(3))
     assert (keys.of("k2"), keys.of("k3")) == (None, Key("cy"))
 
 

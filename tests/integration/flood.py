@@ -17,11 +17,11 @@ import zmq
 
 from tests.wire.zmtp import GREETING, READY, frame, message
 from unfuse.core.codec import MAX_BYTES, encode
-from unfuse.core.messages import Beat
+from unfuse.core.messages import Heartbeat
 from unfuse.wire.keys import Keys, read
 
 THREADS = 4
-ASKED = message(b"1", encode(Beat())) * 30
+ASKED = message(b"1", encode(Heartbeat())) * 30
 FLOODS = {
     "tiny": frame(b"x") * 20_000,
     "large": message(b"1", b"\x01" + bytes(MAX_BYTES - 1)),

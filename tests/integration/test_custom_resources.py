@@ -19,7 +19,7 @@ import yaml
 
 from tests.k8s.server import completed
 from tools.helm import Object
-from unfuse.core.compute import parse_parallel
+from unfuse.core.compute_options import parse_parallel
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import roles_of
 

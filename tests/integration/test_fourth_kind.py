@@ -17,8 +17,8 @@ from msgspec.structs import asdict, replace
 from safetensors.numpy import save_file
 
 from tools.server import Server, serving, until
-from unfuse.core.card import ModelCard
-from unfuse.core.media import Limits, Room, Workload
+from unfuse.core.modalities import MediaLimits, OutputSize, Workload
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput
@@ -28,10 +28,10 @@ from unfuse.weights.folder import ModelFolder, choose_dtypes
 PARTS = ("reader", "mirror")
 PIPELINE = Pipeline(
     (
-        replace(TEXT_ENCODE, components=("reader",), outputs=("text",), room=Room(4096), reads=("prompt",)),
+        replace(TEXT_ENCODE, components=("reader",), outputs=("text",), room=OutputSize(4096), reads=("prompt",)),
         StageSpec(
             "mirror", "mirror", ("mirror",), ("text",), per_sample=True, role="mirrorer", slots=3,
-            work=Workload("num_inference_steps"), needs={"silver": Room(2)},
+            work=Workload("num_inference_steps"), needs={"silver": OutputSize(2)},
         ),
     )
 )  # fmt: skip
@@ -69,11 +69,18 @@ class Mirrors(Family):
 
     torch = False
 
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         ids = weights_ids(ModelFolder(folder), PIPELINE, "mirrors")
         defaults = {"width": 64, "height": 64, "num_inference_steps": 2, "max_sequence_length": 16, "fps": 8}
-        return ModelCard(
-            name, str(folder), "mirrors", PIPELINE, asdict(Limits()), defaults, ids, choose_dtypes("float32", PARTS)
+        return ModelSpec(
+            name,
+            str(folder),
+            "mirrors",
+            PIPELINE,
+            asdict(MediaLimits()),
+            defaults,
+            ids,
+            choose_dtypes("float32", PARTS),
         )
 
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:

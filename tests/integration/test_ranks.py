@@ -24,7 +24,7 @@ from PIL import Image
 
 from tests.integration.pictures import SHAPES
 from tools.server import Server, all_gone, computes_of, family_of, serving, unfuse, until
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.worker.executor import TRIED
 
 WAIT_S = "4"
@@ -81,7 +81,7 @@ def loaded(server: Server) -> set[tuple[str, int | None]]:
 
 def hold(server: Server, spread: str, equal: bool, alone: dict[int, bytes]) -> str:
     """Hold so many ranks to the pictures of one. Returns the last request."""
-    assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
+    assert len(compute_of_denoiser(server)) == ParallelDegrees.parse(spread).size
     asked = {seed: server.submit("a red circle on white", seed=seed, **own(seed)) for seed in alone}
     for seed, request in asked.items():
         assert server.finished(request)["status"] == "completed"
@@ -110,7 +110,7 @@ def own(seed: int) -> dict[str, object]:
 ])  # fmt: skip
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
-        assert loaded(server) == {("transformer", rank) for rank in range(Spread.parse(spread).size)}
+        assert loaded(server) == {("transformer", rank) for rank in range(ParallelDegrees.parse(spread).size)}
         request = hold(server, spread, equal, alone)
         (denoise,) = (one for one in server.get(f"/v1/requests/{request}")["stages"] if one["name"] == "denoise.0")
         assert 0 < denoise["exchange_s"] < denoise["run_s"]

@@ -11,7 +11,7 @@ import pytest
 from tools.addresses import unix_address
 from tools.server import environment, unfuse
 from unfuse.core.clock import SystemClock
-from unfuse.core.messages import Places, WorkerInfo
+from unfuse.core.messages import StorageLocations, WorkerInfo
 from unfuse.core.plan import declared
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -23,7 +23,9 @@ from unfuse.wire.router import Router
 async def test_the_pools_of_a_worker_are_named_by_what_its_bytes_depend_on(tmp_path: Path) -> None:
     queue = MemoryQueue(SystemClock())
     scheduler = Scheduler(queue)
-    dispatcher = Dispatcher(scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], Places(f"disk:{tmp_path}/results"))
+    dispatcher = Dispatcher(
+        scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], StorageLocations(f"disk:{tmp_path}/results")
+    )
     router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
     command = unfuse("worker", "--role", "encoder", "--scheduler", router.address, "--arena", "8MiB")
     process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)

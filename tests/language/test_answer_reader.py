@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from unfuse.core.text import Reading
+from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import (
     CALL_FORMATS,
     REASONING_FORMATS as REASONING,
@@ -23,7 +23,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 def read(text: str, cuts: list[int] | None = None, *, cut: bool = False, **about: object) -> list[Part]:
     """The parts of a text that comes in pieces."""
-    reader = AnswerReader(Reading(**{"reasoning": QWEN3, **about}))  # type: ignore[arg-type]
+    reader = AnswerReader(AnswerParsing(**{"reasoning": QWEN3, **about}))  # type: ignore[arg-type]
     ends = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts or [])})
     parts = [part for start, end in pairwise(ends) for part in reader.feed(text[start:end])]
     return parts + reader.finish(cut=cut)
@@ -82,7 +82,7 @@ def test_where_a_text_is_cut_makes_no_difference(text: str, cuts: list[int], ope
 
 
 def test_reasoning_comes_while_it_is_written() -> None:
-    reader = AnswerReader(Reading(reasoning=QWEN3))
+    reader = AnswerReader(AnswerParsing(reasoning=QWEN3))
     assert [part.text for part in reader.feed("<think>\nLet me ") if part.kind == "reasoning"] == ["Let me"]
     assert [part.text for part in reader.feed("see </th")] == [" see"]
 
@@ -104,5 +104,5 @@ def test_a_prompt_may_end_within_reasoning() -> None:
 
 
 def test_marks_of_all_formats_are_known() -> None:
-    reading = Reading(calls=CALL_FORMATS["deepseek_v3"], reasoning=QWEN3)
+    reading = AnswerParsing(calls=CALL_FORMATS["deepseek_v3"], reasoning=QWEN3)
     assert {"<think>", "</think>", "<｜tool▁sep｜>"} <= set(reading.marks)

@@ -15,7 +15,7 @@ import pytest
 from tools.server import until
 from tools.tiny_language import make_language_model
 from unfuse.core.errors import TransientError
-from unfuse.core.words import schema_text
+from unfuse.core.text_parameters import schema_text
 from unfuse.language import grammars
 from unfuse.language.answer_reader import CALL_FORMATS as FORMATS, CallReader
 from unfuse.language.grammars import BrokenGrammar, Constraint, Grammar, Grammars, pack_grammar

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from unfuse.core.text import Reading
+from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.detokenize import Ending, Words
 from unfuse.language.grammars import BehindReasoning
@@ -31,7 +31,7 @@ class Bytes:
         return {known[mark]: mark for mark in marks if mark in known}
 
 
-def say(text: str, stops: list[str], reading: Reading, most: int = 1000) -> tuple[str, str]:
+def say(text: str, stops: list[str], reading: AnswerParsing, most: int = 1000) -> tuple[str, str]:
     """(what is recorded of a text, why it ended)"""
     words = Words(Bytes(), Ending(tuple(stops)), most, reading)
     for id in [*text.encode(), END]:
@@ -44,8 +44,8 @@ def say(text: str, stops: list[str], reading: Reading, most: int = 1000) -> tupl
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 
 
-def calls(**about: bool) -> Reading:
-    return Reading(CALL_FORMATS["hermes"], {"f": {}}, **about)
+def calls(**about: bool) -> AnswerParsing:
+    return AnswerParsing(CALL_FORMATS["hermes"], {"f": {}}, **about)
 
 
 def test_stop_texts_are_for_content() -> None:
@@ -53,7 +53,7 @@ def test_stop_texts_are_for_content() -> None:
     assert say(f"I call. {CALL}", ["call"], calls()) == ("I ", "stop")
     assert say(f"{CALL} done x", ["x"], calls()) == (f"{CALL} done ", "stop")
     reasoned = "<think>a x b</think>c x d"
-    assert say(reasoned, ["x"], Reading(reasoning=QWEN3)) == ("<think>a x b</think>c ", "stop")
+    assert say(reasoned, ["x"], AnswerParsing(reasoning=QWEN3)) == ("<think>a x b</think>c ", "stop")
 
 
 def test_an_answer_with_room_for_one_call_ends_behind_it() -> None:
@@ -89,7 +89,7 @@ class Even:
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
     inner = Even()
-    constraint = BehindReasoning(inner, Reading(reasoning=QWEN3, opened=opened), Bytes())
+    constraint = BehindReasoning(inner, AnswerParsing(reasoning=QWEN3, opened=opened), Bytes())
     thought = [BEGIN] * (not opened) + [97, 98]
     if not opened:
         constraint.begin([])
@@ -108,7 +108,7 @@ def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
 
 def test_a_grammar_holds_from_the_first_token_where_nothing_is_reasoned() -> None:
     inner = Even()
-    constraint = BehindReasoning(inner, Reading(reasoning=QWEN3), Bytes())
+    constraint = BehindReasoning(inner, AnswerParsing(reasoning=QWEN3), Bytes())
     constraint.begin([97])
     assert inner.asked == [[97]]
     constraint.close()

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import TEXT
+from unfuse.core.modalities import TEXT
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
-from unfuse.core.words import PromptTokens
+from unfuse.core.text_parameters import PromptTokens
 from unfuse.language import sampling
 from unfuse.language.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
 from unfuse.stages.language import ending
@@ -289,10 +289,10 @@ def test_a_grammar_goes_before_what_must_not_come() -> None:
 @pytest.mark.row("C5:continue_final_message")
 def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
     limits: dict[str, float] = {"max_tokens": 100, "vocabulary": 50}
-    card = ModelCard("m", "m", "language", Pipeline(()), limits, {}, {}, {})
+    card = ModelSpec("m", "m", "language", Pipeline(()), limits, {}, {}, {})
     asked = {"messages": [{"role": "user", "content": "hi"}], "skip_special_tokens": False}
     params, _ = check(card, asked, TEXT, tokens=PromptTokens(1, special_stops=[7]))
-    found = ending(params, Derived(continues=True))
+    found = ending(params, DerivedFacts(continues=True))
     assert (found.continues, found.shows_special, found.stop_ids) == (True, True, {7})
 
 
@@ -300,4 +300,4 @@ def test_what_a_request_says_of_its_text_reaches_the_decoder() -> None:
 def test_an_answer_that_is_held_to_a_format_ends_with_it() -> None:
     """Given ignore_eos, which has nothing to go on with behind the end of a grammar."""
     asked = {"stop": "[]", "ignore_eos": True}
-    assert ending(asked, Derived()).ignore_eos and not ending(asked, Derived(grammar="x")).ignore_eos
+    assert ending(asked, DerivedFacts()).ignore_eos and not ending(asked, DerivedFacts(grammar="x")).ignore_eos

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from unfuse.core.text import Piece
+from unfuse.core.text import TokenDelta
 from unfuse.language.detokenize import Ending, Words
 
 EOS, SPECIAL = 256, 257
@@ -25,7 +25,7 @@ class Bytes:
         return bytes(id for id in ids if id < EOS).decode(errors="replace")
 
 
-def told(ids: Sequence[int], ending: Ending, most: int = 99) -> tuple[Words, list[Piece]]:
+def told(ids: Sequence[int], ending: Ending, most: int = 99) -> tuple[Words, list[TokenDelta]]:
     words = Words(Bytes(), ending, most)
     pieces = []
     for id in ids:
@@ -85,7 +85,7 @@ def test_a_token_has_its_own_bytes_and_name() -> None:
 
 
 def test_without_logprobs_no_bytes_are_told() -> None:
-    assert Words(Bytes(), Ending(), 9).add(97, None, ()) == Piece(97, "a")
+    assert Words(Bytes(), Ending(), 9).add(97, None, ()) == TokenDelta(97, "a")
 
 
 class Spoken(Bytes):

@@ -15,9 +15,9 @@ from PIL import Image
 
 from tests.forking import isolated
 from tests.once import once
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.derived import Derived
-from unfuse.core.media import UPLOADS
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.derived_facts import DerivedFacts
+from unfuse.core.modalities import UPLOADS
 from unfuse.core.plan import Params
 from unfuse.models import find, resolve_source
 from unfuse.models.base import Runtime
@@ -509,7 +509,7 @@ def edit(file: Path, **changes: object) -> None:
 def task(params: Params, tensors: Any = None, uploads: Any = None) -> StageInput:
     """A task of a request that has these pictures."""
     pictures = dict.fromkeys(uploads or {}, "hash")
-    return StageInput(params, tensors or {}, uploads or {}, derived=Derived(pictures=pictures))
+    return StageInput(params, tensors or {}, uploads or {}, derived=DerivedFacts(pictures=pictures))
 
 
 def run(stage: Stage, params: Params, tensors: Any = None, uploads: Any = None) -> Any:

@@ -17,10 +17,10 @@ from tests.models.test_language import Model, computed, prefilled, task
 from tests.worker.test_step_loop import Bench
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.codec import decode as read
-from unfuse.core.messages import Done, Keep, Progress, Stopped
+from unfuse.core.messages import CachePrefix, StepProgress, TaskCompleted, TaskStopped
 from unfuse.core.plan import prefix_key
-from unfuse.core.task import Grown, Lease
-from unfuse.core.text import CHUNK, Piece, Reading, ReasoningFormat, beginnings, unpacked
+from unfuse.core.task import Lease, OutputDeltas
+from unfuse.core.text import CHUNK, AnswerParsing, ReasoningFormat, TokenDelta, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
 from unfuse.worker.batches import Exactness
@@ -218,7 +218,7 @@ def test_what_nobody_would_find_is_not_computed_again(
     """Given an answer that shares nothing, or with reasoning, which no later turn has, then nothing of it is kept."""
     _, decode = model.stages()
     given = asked(model, some_ids(250, 6), 20)
-    reading = Reading(reasoning=ReasoningFormat("some"), **reasons) if reasons else None
+    reading = AnswerParsing(reasoning=ReasoningFormat("some"), **reasons) if reasons else None
     derived = msgspec.structs.replace(given.derived, reading=reading)
     given = msgspec.structs.replace(given, derived=derived, extends=bool(reasons))
     seen, found = computed(decode, monkeypatch), Portions()
@@ -259,9 +259,9 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
     stop = next(text for text in texts if text.isascii() and text.strip())
     first, stopped = asked(model, ids, 270), asked(model, ids, 270, stop=[stop])
     bench, leases = looped(model, tmp_path, overlapped, [first, stopped, msgspec.structs.replace(first, extends=False)])
-    assert all(isinstance(bench.outcome(lease), Done) for lease in leases)
+    assert all(isinstance(bench.outcome(lease), TaskCompleted) for lease in leases)
 
-    kept = [message for message in bench.sent if isinstance(message, Keep)]
+    kept = [message for message in bench.sent if isinstance(message, CachePrefix)]
     digests, expected = beginnings([*ids, *said]), Portions()
     prefilling(prefill, asked(model, [*ids, *said], 1), expected)
     assert [message.claim for message in kept] == [leases[0].claim] * 2
@@ -271,9 +271,11 @@ def test_both_loops_keep_what_prefill_would_make(model: Model, tmp_path: Path, o
         assert torch.equal(bench.store.get(message.output, as_torch=True)["kv"], expected[message.digest]["kv"])
 
     own = [message for message in bench.sent if getattr(message, "claim", None) == leases[0].claim]
-    pieces = [read(piece, Piece).id for message in own if isinstance(message, Grown) for piece in message.pieces]
-    steps = [message.step for message in own if isinstance(message, Progress)]
-    assert (pieces, isinstance(own[-1], Done)) == (said, True)
+    pieces = [
+        read(piece, TokenDelta).id for message in own if isinstance(message, OutputDeltas) for piece in message.pieces
+    ]
+    steps = [message.step for message in own if isinstance(message, StepProgress)]
+    assert (pieces, isinstance(own[-1], TaskCompleted)) == (said, True)
     assert (steps, steps[-1]) == (sorted(steps), 270)
     assert bench.loop._intake._stages["talk"]._sequences.usage().used == 0  # type: ignore[attr-defined]
 
@@ -289,11 +291,11 @@ def test_a_text_that_is_cancelled_leaves_whole_chunks_or_nothing(
     job = bench.loop._jobs[lease.claim]
     while not job.state.over:
         bench.turn()
-    assert not any(isinstance(message, Keep) for message in bench.sent)
+    assert not any(isinstance(message, CachePrefix) for message in bench.sent)
     bench.turn()
     bench.inbox.put(Cancel(lease.claim))
-    assert isinstance(bench.outcome(lease), Stopped)
-    assert sum(isinstance(message, Keep) for message in bench.sent) == 1
+    assert isinstance(bench.outcome(lease), TaskStopped)
+    assert sum(isinstance(message, CachePrefix) for message in bench.sent) == 1
     assert job.stage._sequences.usage().used == 0  # type: ignore[attr-defined]
 
 

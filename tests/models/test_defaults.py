@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from unfuse import models
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, nearest_size
+from unfuse.core.modalities import MediaLimits, nearest_size
 from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES, served_classes
 from unfuse.models.declared import call_defaults
@@ -18,7 +18,7 @@ from unfuse.models.defaults import Defaults, Serving, fit, read_serving
 from unfuse.models.wan import Wan
 
 STANDARD = {"height": 64, "width": 64, "num_frames": 9, "fps": 16, "negative_prompt": ""}
-LIMITS = Limits(size_multiple=16, min_size=16, max_size=64, max_pixels=4096, max_frames=9, frame_multiple=4)
+LIMITS = MediaLimits(size_multiple=16, min_size=16, max_size=64, max_pixels=4096, max_frames=9, frame_multiple=4)
 
 
 @pytest.mark.parametrize("pipeline", [name for name in served_classes() if name.endswith("Pipeline")])

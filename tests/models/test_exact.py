@@ -14,8 +14,8 @@ from PIL import Image
 
 from tests.models import conftest as c
 from tools.tiny import KINDS, SERVING
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.media import REFERENCES
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.modalities import REFERENCES
 from unfuse.core.object_ref import lay_out
 from unfuse.core.plan import Params
 from unfuse.models import find, served_classes

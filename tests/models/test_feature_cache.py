@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState

@@ -11,7 +11,7 @@ import torch
 from tests.models import conftest as c
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import UPLOAD, VIDEO
+from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.models.base import weights_ids
 from unfuse.models.components import true_cfg_scale

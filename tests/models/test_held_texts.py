@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from tests.models.test_language import Model, prefilled, task, to_the_end
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import encode
-from unfuse.core.derived import GRAMMAR
+from unfuse.core.derived_facts import GRAMMAR
 from unfuse.core.errors import PermanentError
-from unfuse.core.words import schema_text
+from unfuse.core.text_parameters import schema_text
 from unfuse.language.grammars import BrokenGrammar, Grammar, pack_grammar
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing

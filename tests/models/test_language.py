@@ -19,15 +19,15 @@ import transformers
 from tests.stages.test_handed_kv import Output
 from tools.tiny_language import KINDS, TEXT as SAID, make_language_model
 from unfuse.arena.arena import Arena
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.derived import Derived
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import TEXT
+from unfuse.core.modalities import TEXT
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.text import TextLoad, packed
-from unfuse.core.words import PromptTokens
+from unfuse.core.text import TextStats, packed
+from unfuse.core.text_parameters import PromptTokens
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
@@ -74,10 +74,10 @@ class Model:
         return list(made[0, len(ids) :].tolist())
 
 
-def task(card: ModelCard, ids: list[int], tensors: Mapping[str, Any] | None = None, **asked: Any) -> StageInput:
+def task(card: ModelSpec, ids: list[int], tensors: Mapping[str, Any] | None = None, **asked: Any) -> StageInput:
     given = {"messages": [], "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
     params, _ = check(card, given, TEXT, tokens=PromptTokens(len(ids)))
-    return StageInput(params, tensors or {}, {"prompt": packed(ids)}, derived=Derived(prompt_tokens=len(ids)))
+    return StageInput(params, tensors or {}, {"prompt": packed(ids)}, derived=DerivedFacts(prompt_tokens=len(ids)))
 
 
 def prefilled(prefill: Prefill, given: StageInput) -> Mapping[str, Any]:
@@ -283,7 +283,7 @@ def test_a_made_up_prompt_goes_the_way_of_any_other_and_leaves_nothing(
     for stage in stages:
         stage.warm_up()
     assert seen == [(0, 16), (15, 16)]
-    assert stages[0].texts and stages[0].texts.load() == TextLoad(0, 256)
+    assert stages[0].texts and stages[0].texts.load() == TextStats(0, 256)
 
 
 def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:

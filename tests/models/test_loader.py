@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime

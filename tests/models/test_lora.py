@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models import conftest as c
 from tools.tiny import KINDS
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.derived import Derived
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.plan import Params
 from unfuse.models import find
@@ -71,7 +71,7 @@ Prepare = Callable[..., tuple[SteppedStage[Any], StageInput]]
 def known(params: Params, loras: Loras, tensors: Any = None) -> StageInput:
     """A request's task, with what the gateway knows of its adapters."""
     id = loras.ids_of(str(params["lora"])) if "lora" in params else ""
-    return StageInput(params, tensors or {}, derived=Derived(lora_id=id))
+    return StageInput(params, tensors or {}, derived=DerivedFacts(lora_id=id))
 
 
 def latents(stage: SteppedStage[Any], task: StageInput) -> np.ndarray:

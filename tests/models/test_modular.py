@@ -10,9 +10,9 @@ import torch
 
 from tests.models import conftest as c
 from tests.models.test_exact import BLOCKS
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import REFERENCES
+from unfuse.core.modalities import REFERENCES
 from unfuse.core.plan import Pipeline
 from unfuse.models import FAMILIES, find
 from unfuse.models.base import Runtime

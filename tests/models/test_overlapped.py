@@ -15,10 +15,10 @@ from tests.models.test_language import Model, task
 from tests.worker.test_step_loop import Bench, Large
 from tools.tiny_language import make_language_model
 from unfuse.core.codec import decode
-from unfuse.core.messages import Done, Keep
+from unfuse.core.messages import CachePrefix, TaskCompleted
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.task import Grown, Lease
-from unfuse.core.text import CHUNK, Piece
+from unfuse.core.task import Lease, OutputDeltas
+from unfuse.core.text import CHUNK, TokenDelta
 from unfuse.stages.language import Prefill
 from unfuse.worker.batches import Exactness
 from unfuse.worker.step_loop import StepLoop
@@ -40,7 +40,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(make_language_model(tmp_path_factory.mktemp("language") / "long", positions=2048))
 
 
-def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tuple[list[Piece], bytes]]:
+def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tuple[list[TokenDelta], bytes]]:
     """The pieces and the answers of texts that come one after the other, more than the KV has room for at once."""
     chance = random.Random(5)
     _, stage = model.stages(320, batching)
@@ -61,11 +61,11 @@ def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tu
         for _ in range(chance.randrange(20)):
             bench.loop.carry_out(bench.loop.decide())
     ends = [bench.outcome(lease) for lease in leases]
-    assert all(isinstance(end, Done) for end in ends)
+    assert all(isinstance(end, TaskCompleted) for end in ends)
     assert stage._sequences.retracted or batching == "exact", "where they are made one by one"
     assert stage._sequences.usage().used == 0
-    grown = [[m for m in bench.sent if isinstance(m, Grown) and m.claim == lease.claim] for lease in leases]
-    pieces = [[decode(piece, Piece) for one in own for piece in one.pieces] for own in grown]
+    grown = [[m for m in bench.sent if isinstance(m, OutputDeltas) and m.claim == lease.claim] for lease in leases]
+    pieces = [[decode(piece, TokenDelta) for one in own for piece in one.pieces] for own in grown]
     return [(own, bench.results.read(lease.task.request, 0)) for own, lease in zip(pieces, leases, strict=True)]
 
 
@@ -111,10 +111,10 @@ def computed(bench: Bench, leases: list[Lease]) -> list[Mapping[str, torch.Tenso
     found = []
     for lease in leases:
         done = bench.outcome(lease)
-        assert isinstance(done, Done)
+        assert isinstance(done, TaskCompleted)
         found.append(tensors_of(bench, done.output))
     for lease in leases:
-        kept = [m for m in bench.sent if isinstance(m, Keep) and m.claim == lease.claim]
+        kept = [m for m in bench.sent if isinstance(m, CachePrefix) and m.claim == lease.claim]
         assert [m.key for m in kept] == [*KEYS[: len(kept)]]
         found += [tensors_of(bench, m.output) for m in kept]
     return found
@@ -195,5 +195,5 @@ def test_what_is_stored_late_is_what_was_computed(long: Model, tmp_path: Path, m
 
     watched(bench, prefill, monkeypatch, overwrite, lambda number: second.wait(WAIT_S))
     bench.outcome(lease)
-    first = next(m for m in bench.sent if isinstance(m, Keep))
+    first = next(m for m in bench.sent if isinstance(m, CachePrefix))
     assert torch.equal(tensors_of(bench, first.output)["kv"], expected[1]["kv"])

@@ -14,9 +14,9 @@ from PIL import Image
 
 from tests.models import conftest as c
 from unfuse.core.checking import check
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import UPLOAD, VIDEO
+from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import card_of, find
 from unfuse.models.whole import FAMILY as WHOLE
 from unfuse.stages.base import StageInput, SteppedStage, next_states

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.models import conftest as c
 from tests.weights.test_offload import HOST, VAE, places, transformer
 from tools.tiny import CHANNELS, build
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.models.wan import WanVae

@@ -10,7 +10,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import UPLOAD, VIDEO
+from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import find
 from unfuse.stages.base import StageInput, next_states
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import conftest as c
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.plan import Params, Value
 from unfuse.models import find
 from unfuse.stages.base import Stage, StageInput
@@ -32,7 +32,7 @@ class Declared(Mapping[str, Value]):
 
 
 def encoded(stage: Stage, params: Any, uploads: Mapping[str, bytes]) -> dict[str, Any]:
-    derived = Derived(pictures=dict.fromkeys(uploads, "hash"))
+    derived = DerivedFacts(pictures=dict.fromkeys(uploads, "hash"))
     task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads_of(derived)}, derived=derived)
     stage.verify(task)
     stage.batch_key(task)

@@ -21,14 +21,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from tests.integration.seen import SIZES, as_templates_read, data_url, draw, said, shown, undivided
 from tools.tiny_vision import KINDS, make_vision_model
 from unfuse.core.checking import check
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.derived import Derived
+from unfuse.core.compute_options import ComputeOptions
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
-from unfuse.core.media import TEXT
+from unfuse.core.modalities import TEXT
 from unfuse.core.plan import compile_plan
 from unfuse.core.text import CHUNK, beginnings, packed
-from unfuse.core.vision import PixelBounds, Vision, places_of
-from unfuse.core.words import PromptTokens
+from unfuse.core.text_parameters import PromptTokens
+from unfuse.core.vision import PixelBounds, VisionConfig, places_of
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
@@ -51,7 +51,7 @@ class Chat:
         self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
         self.begins = beginnings(self.ids, places_of(self.card.vision, self.ids, self.shown))
         given = {"messages": messages, "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
-        self.derived = Derived(prompt_tokens=len(self.ids), shown=self.shown)
+        self.derived = DerivedFacts(prompt_tokens=len(self.ids), shown=self.shown)
         self.params, _ = check(self.card, given, TEXT, tokens=PromptTokens(len(self.ids)))
         pools = self.card.pools()
         self.plan = compile_plan(self.card.pipeline, pools, self.params, [{"index": 0}], (), derived=self.derived)
@@ -180,7 +180,7 @@ def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: 
     """The formulas of its video processors, which need torchvision."""
     bounds = PixelBounds(1, 1 << 30)
     for timed in (True, False):
-        vision = Vision(1, 2, 3, 4, 14, 2, 2, bounds, bounds, images=PixelBounds(4, most), timed=timed)
+        vision = VisionConfig(1, 2, 3, 4, 14, 2, 2, bounds, bounds, images=PixelBounds(4, most), timed=timed)
         if timed:
             wanted = min(max(int(frames / rate * 2), 4), most, frames)
             expected = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
@@ -352,7 +352,7 @@ def card_kind(folder: Path) -> str:
 @given(width=st.integers(1, 3000), height=st.integers(1, 3000), patch=st.sampled_from([14, 16]))
 def test_a_grid_is_that_of_transformers(width: int, height: int, patch: int) -> None:
     bounds, side = PixelBounds(56 * 56, 14 * 14 * 4 * 1280), patch * 2
-    vision = Vision(1, 2, 3, 4, patch, 2, 2, bounds, bounds)
+    vision = VisionConfig(1, 2, 3, 4, patch, 2, 2, bounds, bounds)
     if max(width, height) > 200 * min(width, height):
         with pytest.raises(InvalidParameter, match="more than 200"):
             vision.picture_grid(width, height)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.models import conftest as c
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import VIDEO
+from unfuse.core.modalities import VIDEO
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import lay_out
 from unfuse.models import find, resolve_source
 from unfuse.stages.base import StageInput
@@ -93,13 +93,13 @@ def test_an_unknown_dtype_is_refused(copy: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shapes_card() -> ModelCard:
+def shapes_card() -> ModelSpec:
     folder = resolve_source("unfuse/shapes")
     return find(folder).card("unfuse/shapes", folder)
 
 
 @given(sides=st.tuples(st.integers(1, 8), st.integers(1, 8)), groups=st.integers(0, 4))
-def test_room_holds_every_output_and_little_more(shapes_card: ModelCard, sides: tuple[int, int], groups: int) -> None:
+def test_room_holds_every_output_and_little_more(shapes_card: ModelSpec, sides: tuple[int, int], groups: int) -> None:
     width, height, frames = 32 * sides[0], 32 * sides[1], 4 * groups + 1
     rooms = {stage.name: stage.room.bytes({"width": width, "height": height, "num_frames": frames})
              for stage in shapes_card.pipeline.stages}  # fmt: skip

@@ -13,10 +13,10 @@ import pytest
 
 from tests.once import once
 from tools.tiny_whole import build
-from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.modalities import IMAGE, VIDEO
+from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.declared import declared
@@ -90,7 +90,7 @@ def test_what_no_call_takes_is_refused(asked: dict[str, object], folders: Path) 
 
 def test_what_a_model_lacks_may_be_asked_for_as_nothing() -> None:
     refused = tuple(AcceptedInput(name, max=0) for name in ("negative_prompt", "size"))
-    card = ModelCard("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, accepts=refused)  # type: ignore[arg-type]
+    card = ModelSpec("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, accepts=refused)  # type: ignore[arg-type]
 
     check(card, {"prompt": "a", "negative_prompt": "", "size": "auto"}, IMAGE)
     for asked in ({"negative_prompt": "b"}, {"size": "32x32"}):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tests.models import conftest as c
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.models import base, find, modular
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.group import Group
@@ -44,7 +44,7 @@ def stages(folder: Path, dtype: str, group: Group) -> dict[str, Stage]:
     card = family.card("model", folder, dtype)
     made = {}
     for spec in card.pipeline.stages:
-        mesh = group.mesh(Spread({"tiles": group.size})) if "tiles" in spec.spreads else None
+        mesh = group.mesh(ParallelDegrees({"tiles": group.size})) if "tiles" in spec.spreads else None
         made[spec.name] = family.load(spec, folder, Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group))
     return made
 

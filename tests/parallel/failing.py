@@ -12,7 +12,7 @@ import time
 import torch
 from torch.nn import Linear, Sequential
 
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.parallel.cut import Cut, Matrices
 from unfuse.parallel.group import Axis, Group
 from unfuse.parallel.spreading import share_weights
@@ -52,7 +52,7 @@ def step(group: Group, axis: Axis, how: str) -> str:
             near = torch.allclose(rows, axis.gather(own).sum(0), atol=1e-5)
             return f"near: {near}, alone as together: {torch.equal(axis.sum(own), rows)}"
         if how == "beside":
-            axis = group.mesh(Spread({"tensor": group.size, "tiles": group.size})).axis("tiles")
+            axis = group.mesh(ParallelDegrees({"tensor": group.size, "tiles": group.size})).axis("tiles")
         gathered = axis.gather(torch.full((2,), float(group.rank)))
         if how == "amid" and fails:
             raise ValueError("too late")
@@ -67,7 +67,7 @@ def step(group: Group, axis: Axis, how: str) -> str:
 def main(rank: int, size: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     group = Group(rank, size, rendezvous, "cpu", LIMIT_S)
-    mesh = group.mesh(Spread({"ulysses": size, "shard": size}))
+    mesh = group.mesh(ParallelDegrees({"ulysses": size, "shard": size}))
     axis, model = mesh.axis("ulysses"), Sequential(Sequential(Linear(2, 2)))
     share_weights(model, Cut(("0",), "", (), {}, (), Matrices((), (), ())), mesh.axis("shard"))
     print(json.dumps([len(said) for said in group.exchange(b"x" * rank)]), flush=True)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 
 from tests.models import conftest as c
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
@@ -65,7 +65,7 @@ def main(rank: int, size: int, rendezvous: str, root: Path) -> None:
         folder = ModelFolder(root / model)
         family = find(folder.path)
         card = family.card("model", folder.path, dtype)
-        mesh = group.mesh(Spread.parse(spread)) if spread else None
+        mesh = group.mesh(ParallelDegrees.parse(spread)) if spread else None
         runtime = Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group)
         loader = Loader(folder, family.components(folder), runtime, None, family.cut)
         for component in dict.fromkeys(name for stage in card.pipeline.stages for name in stage.components):

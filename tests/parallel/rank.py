@@ -20,8 +20,8 @@ from torch.nn.functional import linear
 from torch.nn.modules.module import register_module_forward_hook
 
 from tests.models import conftest as c
-from unfuse.core.compute import Spread
-from unfuse.core.derived import Derived
+from unfuse.core.compute_options import ParallelDegrees
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel import sequence
@@ -88,7 +88,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         folder = tiny.folder(model)
         family = find(folder)
         card = family.card("model", folder, dtype)
-        mesh = group.mesh(Spread.parse(spread)) if ":" in spread else None
+        mesh = group.mesh(ParallelDegrees.parse(spread)) if ":" in spread else None
         runtime = Runtime("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]
         with patch.object(Loader, "_settle", _copied) if spread == "copied" else nullcontext():
@@ -105,7 +105,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
             with group.together():
                 encoded |= c.run(encoder, job.params, None, uploads).tensors
         (denoise,) = stage(job.model, job.dtype, "denoise", by_role.get("denoiser", ""), loras)
-        task = StageInput({**params, "output_format": "png"}, encoded, derived=Derived(lora_id=lora_id))
+        task = StageInput({**params, "output_format": "png"}, encoded, derived=DerivedFacts(lora_id=lora_id))
         denoise.verify(task)
         with group.together(), products.watched():
             (made,) = denoise.run([task])

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.models.conftest import Undivided
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.models import find
@@ -63,8 +63,8 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
     assert len(whole) > 5
     (plan,) = look_into([str(folder.path)], "", Wanted(), (Device("cpu", 1 << 40),))
     (part,) = (part for parts in needs([plan]).values() for part in parts if part.component == component)
-    assert part.of_rank(Spread({"ulysses": 2})) == part == replace(part, bytes=takes)
-    most = part.of_rank(Spread({"tensor": 2, "cfg": 2})).bytes
+    assert part.of_rank(ParallelDegrees({"ulysses": 2})) == part == replace(part, bytes=takes)
+    most = part.of_rank(ParallelDegrees({"tensor": 2, "cfg": 2})).bytes
     for rank in (0, 1):
         kept, takes = sizes(runtime(rank, dtypes))
         assert most == takes if rank == 0 else 0.9 * most < takes <= most

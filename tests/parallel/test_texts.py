@@ -15,7 +15,7 @@ from tests.parallel.conftest import run_ranks
 from tests.parallel.test_tensor import runtime
 from tools.tiny_language import KINDS, make_language_model
 from tools.tiny_vision import KINDS as SEE, make_vision_model
-from unfuse.core.compute import Spread, parse_parallel, refuse
+from unfuse.core.compute_options import ParallelDegrees, parse_parallel, refuse
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of
 from unfuse.models.base import Loader, Runtime, held
@@ -86,7 +86,7 @@ def test_each_rank_has_half_of_what_is_cut_and_plans_count_so(kind: str, root: P
     for component, part in parts.items():
         planned, *_ = (one for role in needs([plan]).values() for one in role if one.component == component)
         whole, half, less = (size(files, component, part, rank) for rank in (None, 0, 1))
-        assert whole - planned.bytes == half - planned.of_rank(Spread({"tensor": 2})).bytes < 0.02 * whole
+        assert whole - planned.bytes == half - planned.of_rank(ParallelDegrees({"tensor": 2})).bytes < 0.02 * whole
         assert less <= half < 0.75 * whole
 
 

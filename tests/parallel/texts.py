@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from tests.models.test_language import Model, task, to_the_end
 from tests.models.test_vision_language import Chat, decoded, messages
 from tools.tiny_language import KINDS
-from unfuse.core.compute import Spread
+from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
@@ -41,7 +41,7 @@ class Ranks:
     def __init__(self, folder: Path, dtype: str, group: Group | None, tokens: int = 8192) -> None:
         card, family = card_of("m", folder, dtype), find(folder)
         each = bytes_per_token(family.speaks(files_of(folder)), 2 if dtype == "bfloat16" else 4)  # type: ignore[attr-defined]
-        mesh = group.mesh(Spread({"tensor": group.size})) if group else None
+        mesh = group.mesh(ParallelDegrees({"tensor": group.size})) if group else None
         run = Runtime("cpu", card.dtypes, mesh=mesh, kv=tokens * each, group=group)
         self.stages: dict[str, Any] = {spec.name: family.load(spec, folder, run) for spec in card.pipeline.stages}
         self._group = group

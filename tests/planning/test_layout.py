@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.compute import ComputeOptions, MaxLoadedModels
+from unfuse.core.compute_options import ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of, resolve_source
 from unfuse.planning import layout

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, strategies as st
 from msgspec.structs import replace
 
-from unfuse.core.compute import ComputeOptions, Spread
+from unfuse.core.compute_options import ComputeOptions, ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.planning.placement import (
     CONTEXT,
@@ -256,7 +256,7 @@ def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
     halved = replace(shared, dtype="float32").stored_as("bfloat16")
     assert (shared.stored_as("float32").shared, halved.shared) == (32 * GIB, 8 * GIB)
     mapped = replace(shared, mapped=True)
-    assert [mapped.of_rank(Spread.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
+    assert [mapped.of_rank(ParallelDegrees.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
 
 
 def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:

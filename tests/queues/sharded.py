@@ -12,7 +12,7 @@ import msgspec
 from tests.queues.twins import POOLS, Side, Twins
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.core.request import Allowance, Caller
+from unfuse.core.request import Caller, TenantLimits
 from unfuse.core.task import Task
 from unfuse.queues.base import Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
@@ -83,8 +83,8 @@ class ShardedTwins(Twins):
 
     def named(self, name: str, tenant: str, key: str, limits: Limits) -> tuple[str, Limits]:
         self.clock.advance(1 / 64)
-        may = limits.tenant if limits.tenant != Allowance() else Allowance(50)
-        limits = Limits(10**6, 10**6, tenant=may if tenant == "u" else Allowance())
+        may = limits.tenant if limits.tenant != TenantLimits() else TenantLimits(50)
+        limits = Limits(10**6, 10**6, tenant=may if tenant == "u" else TenantLimits())
         if name in self.sides[0].queue._requests:  # type: ignore[attr-defined]
             return name, limits
         names = (f"{name}.{number}" for number in count())

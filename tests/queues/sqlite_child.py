@@ -12,9 +12,9 @@ from pathlib import Path
 from tests.core.graphs import object_for, request_for
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import Conflict, LeaseLost
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.core.request import Change, Record, ResultFile, Timings
+from unfuse.core.request import Change, RequestRecord, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits
 from unfuse.queues.sqlite import SqliteQueue
@@ -32,7 +32,7 @@ POOLS = frozenset({"pool0", "pool1"})
 CALLERS = 4
 
 
-def say(record: Record) -> None:
+def say(record: RequestRecord) -> None:
     """One line, written at once: what the caller of the queue was told."""
     os.write(1, f"{record.context.id} {record.context.version} {record.context.status}\n".encode())
 
@@ -58,10 +58,10 @@ async def transition(queue: SqliteQueue, chance: random.Random, lease: Lease) ->
     match chance.choice("dddddfbc"):
         case "d":
             results = (ResultFile(task.params["index"], "image/png", 1, "hash"),) if task.planned.final else ()
-            done = Done(lease.claim, None if task.planned.final else object_for(task), results, Timings())
+            done = TaskCompleted(lease.claim, None if task.planned.final else object_for(task), results, Timings())
             change = lifecycle.completed(record.context, done, "w", 1.0, record.running)
         case "f":
-            change = lifecycle.failed(record.context, Failed(lease.claim, "transient", "so"), "w", 1.0, now)
+            change = lifecycle.failed(record.context, TaskFailed(lease.claim, "transient", "so"), "w", 1.0, now)
         case "b":
             await queue.hand_back(lease.claim)
         case "c":

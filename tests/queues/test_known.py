@@ -14,7 +14,7 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, done
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost
-from unfuse.core.request import Change, Delivery, Record, Running
+from unfuse.core.request import Change, Delivery, RequestRecord, RunningStage
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
@@ -29,7 +29,7 @@ LEASE = Lease(task("a"), "w", b"t" * 16, 5.0)
 class TestKnownRecords:
     def test_a_lease_that_was_heard_of_runs_in_its_record(self) -> None:
         known = KnownRecords(ManualClock())
-        known.keep(Record(request("a"), position=3))
+        known.keep(RequestRecord(request("a"), position=3))
         assert known.of(LEASE.claim) is None
         known.leased([LEASE], since=7.0)
         record = known.of(LEASE.claim)
@@ -38,7 +38,7 @@ class TestKnownRecords:
 
     def test_of_another_attempt_or_stage_nothing_is_known(self) -> None:
         known = KnownRecords(ManualClock())
-        known.keep(Record(request("a")))
+        known.keep(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
         for other in ({"attempt": 2}, {"stage": "t"}, {"request": "b"}):
             claim = msgspec.structs.replace(LEASE.claim, **other)
@@ -49,7 +49,7 @@ class TestKnownRecords:
         """Given a stage that runs, then how long it has run grows with time, and after a while the queue is asked."""
         clock = ManualClock()
         known = KnownRecords(clock)
-        known.keep(Record(request("a")))
+        known.keep(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
         clock.advance(KNOWN_S)
         record = known.of(LEASE.claim)
@@ -59,19 +59,19 @@ class TestKnownRecords:
 
     def test_what_is_over_is_forgotten_and_takes_no_place(self) -> None:
         known = KnownRecords(ManualClock())
-        known.keep(Record(request("a")))
+        known.keep(RequestRecord(request("a")))
         known.leased([LEASE], since=7.0)
         for number in range(MOST_KNOWN):
-            known.keep(Record(request(f"r{number}", status="cancelled")))
+            known.keep(RequestRecord(request(f"r{number}", status="cancelled")))
         assert known.of(LEASE.claim) is not None
-        known.keep(Record(request("a", status="cancelled"), known.of(LEASE.claim).running))  # type: ignore[union-attr]
+        known.keep(RequestRecord(request("a", status="cancelled"), known.of(LEASE.claim).running))  # type: ignore[union-attr]
         assert known.of(LEASE.claim) is None
 
     def test_those_that_were_stored_last_are_known(self) -> None:
         known = KnownRecords(ManualClock())
         names = [f"r{number}" for number in range(MOST_KNOWN + 2)]
         for name in [*names[:MOST_KNOWN], names[0], *names[MOST_KNOWN:]]:
-            known.keep(Record(request(name)))
+            known.keep(RequestRecord(request(name)))
         leases = {name: Lease(task(name), "w", b"t" * 16, 5.0) for name in names}
         known.leased(leases.values(), since=7.0)
         assert [name for name in names if known.of(leases[name].claim) is None] == names[1:3]
@@ -199,9 +199,9 @@ class TestTwoSchedulersOverOneServer:
 class Mistaken(MemoryQueue):
     """A queue that takes another worker for the one to whom a task is leased."""
 
-    def known(self, claim: Claim) -> Record | None:
+    def known(self, claim: Claim) -> RequestRecord | None:
         record = self._record(self._entry(claim.request))
-        return msgspec.structs.replace(record, running=(Running(claim.stage, claim.attempt, "another", 0.0),))
+        return msgspec.structs.replace(record, running=(RunningStage(claim.stage, claim.attempt, "another", 0.0),))
 
 
 async def test_what_is_refused_by_a_record_that_is_known_is_decided_by_the_stored_one() -> None:
@@ -215,7 +215,7 @@ async def test_what_is_refused_by_a_record_that_is_known_is_decided_by_the_store
         await scheduler.complete(done(lease), "another")
 
 
-def renamed(record: Record) -> Change:
+def renamed(record: RequestRecord) -> Change:
     context = record.context
     return Change(
         msgspec.structs.replace(context, version=context.version + 1, delivery=Delivery(metadata={"by": "other"}))

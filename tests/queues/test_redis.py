@@ -21,7 +21,7 @@ from tests.queues.test_stateful import Histories
 from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
-from unfuse.core.request import Event, Record
+from unfuse.core.request import Event, RequestRecord
 from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, QueueBackend
 from unfuse.queues.connection import RUN_BYTES, RUN_CALLS, runs
@@ -363,7 +363,7 @@ async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: QueueBa
         *(queue.commit(done(records[name], leases[name])) for name in names), queue.load("x"), return_exceptions=True
     )
     assert int(server.client.info("commandstats")["cmdstat_evalsha"]["calls"]) == runs + 1
-    assert [type(one) for one in outcomes] == [Record, LeaseLost, Damaged, Record, NotFound]
+    assert [type(one) for one in outcomes] == [RequestRecord, LeaseLost, Damaged, RequestRecord, NotFound]
     again = await asyncio.gather(*(queue.load(name) for name in ("a", "b", "d")))
     assert [one.context.version for one in again] == [1, 0, 1]
 

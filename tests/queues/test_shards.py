@@ -9,8 +9,8 @@ from tests.queues import sharded
 from tests.queues.sharded import Cut, ShardedTwins, Spread, TickingClock, Together, ids, memories
 from tests.queues.test_twins import FEW, MANY, Record, compared
 from unfuse.core.errors import NotFound, Overloaded, TransientError
-from unfuse.core.request import Allowance, Caller, Event, request_ids
-from unfuse.core.task import Grown
+from unfuse.core.request import Caller, Event, TenantLimits, request_ids
+from unfuse.core.task import OutputDeltas
 from unfuse.queues import shards as sharding
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
 from unfuse.queues.memory import MemoryQueue
@@ -132,7 +132,11 @@ async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
     assert min(homes.values()) > 50
     keyed = [queue.home(queue.placed(request_ids(), Caller("t", f"k{number}"))) for number in range(50)]
     assert len({*keyed}) == 4
-    for who in (Caller("t", "k1"), Caller("t", allowance=Allowance(1)), Caller("t", "k9", allowance=Allowance(rate=1))):
+    for who in (
+        Caller("t", "k1"),
+        Caller("t", allowance=TenantLimits(1)),
+        Caller("t", "k9", allowance=TenantLimits(rate=1)),
+    ):
         assert len({queue.home(queue.placed(request_ids(), who)) for _ in range(20)}) == 1
     again = [queue.placed(request_ids(after="img_1"), Caller("t", "retry of img_1")) for _ in range(2)]
     assert again[0] == again[1]
@@ -140,7 +144,7 @@ async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
 
 async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
-    limits = Limits(1000, 1000, tenant=Allowance(concurrent=3))
+    limits = Limits(1000, 1000, tenant=TenantLimits(concurrent=3))
     who = Caller("t", allowance=limits.tenant)
     for number in range(3):
         name = queue.placed(iter(ids(f"{number}.")), who)
@@ -151,7 +155,7 @@ async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingCloc
 
 async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
-    for may, key in ((Allowance(), "k"), (Allowance(5), "l")):
+    for may, key in ((TenantLimits(), "k"), (TenantLimits(5), "l")):
         name = queue.placed(iter(ids(key)), Caller("t", key, allowance=may))
         await queue.submit(request(name, tenant="t", idempotency_key=key), [task(name)], [], LIMITS)
         found = await queue.list(Filter(tenant="t", idempotency_key=key))
@@ -266,7 +270,7 @@ async def test_leases_of_all_shards_are_renewed_and_end(clock: TickingClock) -> 
     forged = [*(one.claim for one in leases), leases[0].claim.__class__("a", "s", 9, b"")]
     renewed = await queue.renew(forged, TTL)
     assert (renewed.held, renewed.ended) == (tuple(forged[:2]), tuple(forged[2:]))
-    grown = [Grown(one.claim, 0, (one.task.request.encode(),)) for one in leases]
+    grown = [OutputDeltas(one.claim, 0, (one.task.request.encode(),)) for one in leases]
     assert await queue.append_all(grown) == [True, True]
     assert [await queue.appended(name, "s") for name in "ab"] == [[b"a"], [b"b"]]
     await queue.hello(worker("w"))

@@ -27,9 +27,9 @@ from tests.disks import fill, small_disk
 from tests.examples import examples
 from tests.queues.disk import failing_disk
 from unfuse import queues
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Delivery, Event, StageState
 from unfuse.queues import journal
@@ -141,7 +141,7 @@ class TestARestart:
 
     async def test_keeps_what_is_declared(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a process that is killed, then what was declared is there at the next start, as it was last."""
-        card = ModelCard("m", "/m", "f", Pipeline(()), {"max": 1.5}, {}, {"a": "1"}, {})
+        card = ModelSpec("m", "/m", "f", Pipeline(()), {"max": 1.5}, {}, {"a": "1"}, {})
         admitted = Declaration((card,), {"p": 3}, source="admin", server="here")
         await queue.declare("model m", Declaration((card,)))
         assert await queue.declare("model m", admitted) and await queue.declare("serve", Declaration((card,)))

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.core.graphs import object_for, pipelines, request_for
 from tests.examples import examples
 from unfuse.core.errors import LeaseLost
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Pipeline
 from unfuse.core.request import Change, RequestContext, ResultFile, Timings
@@ -113,7 +113,7 @@ class Histories(RuleBasedStateMachine):
         self.oracle = Oracle()
         self.contexts: dict[str, RequestContext] = {}
         self.leases: list[Lease] = []
-        self.accepted: list[Done] = []
+        self.accepted: list[TaskCompleted] = []
         self.applied: Counter[tuple[str, str]] = Counter()
         self.lost: Counter[tuple[str, str]] = Counter()
         self.grown: dict[tuple[str, str], list[bytes]] = {}
@@ -155,7 +155,7 @@ class Histories(RuleBasedStateMachine):
         """Whatever a claim that is not held is used for, nothing happens."""
         context = self.contexts[lease.task.request]
         state = context.stages[lease.task.stage]
-        done = Done(lease.claim, None, (), Timings())
+        done = TaskCompleted(lease.claim, None, (), Timings())
         if (state.status, state.attempt, state.token) == ("done", lease.task.attempt, lease.token):
             again = self.do(self.queue.commit(lifecycle.completed(context, done, "w", 0.0)))
             assert again.context == context
@@ -194,7 +194,7 @@ class Histories(RuleBasedStateMachine):
             return
         task = lease.task
         results = (ResultFile(task.params.get("index", 0), "image/png", 1, "hash"),) if task.planned.final else ()
-        done = Done(lease.claim, None if task.planned.final else object_for(task), results, Timings(run_s=1.0))
+        done = TaskCompleted(lease.claim, None if task.planned.final else object_for(task), results, Timings(run_s=1.0))
         self.applied[task.key] += 1
         self.commit(lifecycle.completed(self.contexts[task.request], done, "w", self.clock.wall()))
 
@@ -202,7 +202,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), kind=st.sampled_from(["transient", "transient", "crash", "permanent"]))
     def fail(self, data: st.DataObject, kind: Any) -> None:
         if (lease := self.live_lease(data)) is not None:
-            failed = Failed(lease.claim, kind, "it went wrong")
+            failed = TaskFailed(lease.claim, kind, "it went wrong")
             context = self.contexts[lease.task.request]
             self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.now()))
 
@@ -215,7 +215,7 @@ class Histories(RuleBasedStateMachine):
         context = self.contexts[lease.task.request]
         if context.stages[ref.stage].output == ref:
             self.lost[context.id, ref.stage] += 1
-        failed = Failed(lease.claim, "object_lost", "it is gone", object_id=ref.id)
+        failed = TaskFailed(lease.claim, "object_lost", "it is gone", object_id=ref.id)
         running = self.do(self.queue.load(context.id)).running
         self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.now(), running))
 

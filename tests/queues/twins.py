@@ -15,11 +15,11 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import NotFound, UnfuseError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
-from unfuse.core.request import Allowance, Change, Event, Record, RequestContext, StageState
-from unfuse.core.task import Claim, Grown, Lease, Task
+from unfuse.core.request import Change, Event, RequestContext, RequestRecord, StageState, TenantLimits
+from unfuse.core.task import Claim, Lease, OutputDeltas, Task
 from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend, Stats, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock
@@ -31,13 +31,16 @@ TTL = 8.0
 LIMITS = st.sampled_from(
     [Limits(10**6, 10**6)] * 6
     + [Limits(3, 10**6), Limits(10**6, 2), Limits(10**6, 10**6, 4.0)]
-    + [Limits(10**6, 10**6, tenant=may) for may in (Allowance(2), Allowance(4), Allowance(0, 2, 7), Allowance(3, 5, 1))]
+    + [
+        Limits(10**6, 10**6, tenant=may)
+        for may in (TenantLimits(2), TenantLimits(4), TenantLimits(0, 2, 7), TenantLimits(3, 5, 1))
+    ]
 )
 PLANS = [
     ExecutionPlan(tuple(PlannedStage(name, "k", pool, (), {}, 0, False, cost=cost) for name, pool, cost in stages))
     for stages in ([("a", "p", 0.1), ("b", "q", 1 / 3), ("c", "r", 7.0)], [("a", "q", 1e-4), ("d", "q", 0.7)], [])
 ]
-CARDS = [ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})]
+CARDS = [ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})]
 
 T = TypeVar("T")
 
@@ -124,7 +127,7 @@ class Side:
             case Task():
                 at = answer.not_before - self.began if answer.not_before else 0.0
                 return msgspec.structs.replace(answer, not_before=at)
-            case Record(context, running, position):
+            case RequestRecord(context, running, position):
                 return self.plain(context), running, position
             case RequestContext(stages=stages):
                 known = {n: msgspec.structs.replace(s, token=self.tokens[s.token]) for n, s in stages.items()}
@@ -285,7 +288,7 @@ class Twins(RuleBasedStateMachine):
                 recorded = list[bytes]()
                 with suppress(NotFound):
                     recorded = await side.queue.appended(claim.request, claim.stage)
-                grown.append(Grown(claim, len(recorded) + shift, pieces))
+                grown.append(OutputDeltas(claim, len(recorded) + shift, pieces))
             return await side.queue.append_all(grown)
 
         self.both(ask)
@@ -344,7 +347,7 @@ class Twins(RuleBasedStateMachine):
         self.step()
         name = self.chosen(number)
 
-        async def ask(side: Side) -> Record:
+        async def ask(side: Side) -> RequestRecord:
             context = (await side.queue.load(name)).context
             fields: dict[str, Any] = {"order": float(number % 3), "version": context.version + 1 + skipped}
             if end == "looked at":

@@ -16,18 +16,18 @@ from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
 from unfuse.core.messages import (
     REFUSED,
-    Ask,
-    Done,
-    Failed,
-    Granted,
-    Hello,
-    Places,
-    Progress,
-    Pulse,
-    Spent,
-    Steps,
-    Stopped,
-    Stranger,
+    HeartbeatReply,
+    LeasesGranted,
+    RankTimes,
+    Register,
+    ReportProgress,
+    RequestTasks,
+    StepProgress,
+    StorageLocations,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
+    UnknownWorker,
     WorkerStatus,
 )
 from unfuse.core.request import RequestContext, Timings
@@ -85,7 +85,7 @@ class Fleet:
         self.known: defaultdict[Claim, float] = defaultdict(float)
         self.leases: dict[Claim, Lease] = {}
         self.running: dict[Claim, Lease] = {}
-        self.said: list[tuple[str, Done | Failed | Stopped]] = []
+        self.said: list[tuple[str, TaskCompleted | TaskFailed | TaskStopped]] = []
         self.requests: list[str] = []
         self.open(queues)
 
@@ -94,22 +94,24 @@ class Fleet:
         self.schedulers = [Scheduler(queue, cards=[CARD], clock=self.clock) for queue in queues]
         for scheduler in self.schedulers:
             scheduler.observers.add(self.ledger)
-        self.dispatchers = [Dispatcher(one, [], Places("disk:/r")) for one in self.schedulers]
+        self.dispatchers = [Dispatcher(one, [], StorageLocations("disk:/r")) for one in self.schedulers]
 
     async def close(self) -> None:
         for scheduler in self.schedulers:
             await scheduler.close()
 
-    async def say(self, worker: str, message: Ask | Steps | Done | Failed | Stopped) -> object:
+    async def say(
+        self, worker: str, message: RequestTasks | ReportProgress | TaskCompleted | TaskFailed | TaskStopped
+    ) -> object:
         """Send a message to the scheduler that the worker talks to."""
         dispatcher = self.dispatchers[self.at[worker]]
         answer = await dispatcher.answer(worker.encode(), message)
-        if isinstance(answer, Stranger):
-            ranks = (Spent(),) * self.devices[worker] if self.devices[worker] > 1 else ()
+        if isinstance(answer, UnknownWorker):
+            ranks = (RankTimes(),) * self.devices[worker] if self.devices[worker] > 1 else ()
             about = msgspec.structs.replace(
                 info(worker, ENCODE, DENOISE, DECODE), device="cpu", slots=2, status=WorkerStatus(ranks=ranks)
             )
-            await dispatcher.answer(worker.encode(), Hello(about, (CARD,), worker.encode()))
+            await dispatcher.answer(worker.encode(), Register(about, (CARD,), worker.encode()))
             answer = await dispatcher.answer(worker.encode(), message)
         return answer
 
@@ -165,8 +167,8 @@ class Fleet:
 
     async def ask(self, worker: str, slots: int) -> list[Lease]:
         """Have a worker ask for tasks."""
-        granted = await self.say(worker, Ask(slots, None, 0.0))
-        assert isinstance(granted, Granted)
+        granted = await self.say(worker, RequestTasks(slots, None, 0.0))
+        assert isinstance(granted, LeasesGranted)
         for lease in granted.leases:
             self.leases[lease.claim] = self.running[lease.claim] = lease
             self.used[lease.claim] = 0.0
@@ -177,27 +179,27 @@ class Fleet:
         self.clock.advance(seconds)
         self.used[claim] += seconds
         if tell:
-            step = Progress(claim, 1, 3, 1, share_s=self.used[claim])
-            if await self.say(lease.worker, Steps((step,))) == Pulse((), ()):
+            step = StepProgress(claim, 1, 3, 1, share_s=self.used[claim])
+            if await self.say(lease.worker, ReportProgress((step,))) == HeartbeatReply((), ()):
                 self.known[claim] = self.used[claim]
 
     async def end(self, act: Act, lease: Lease) -> None:
         """Have a worker report the end of an attempt."""
         claim, timings = lease.claim, Timings(share_s=self.used[lease.claim], steps=3)
         lost = lease.task.inputs[0].id if lease.task.inputs else ""
-        ends: dict[Act, Done | Failed | Stopped] = {
+        ends: dict[Act, TaskCompleted | TaskFailed | TaskStopped] = {
             "complete": msgspec.structs.replace(done(lease), timings=timings),
-            "fail": Failed(claim, "transient", "no", timings=timings),
-            "refuse": Failed(claim, "permanent", "no", reason=REFUSED, timings=timings),
-            "crash": Failed(claim, "crash", "bang", company=True, timings=timings),
-            "hand back": Failed(claim, "hand_back", "leaves", reason="compute", timings=timings),
-            "lose an input": Failed(claim, "object_lost", "gone", object_id=lost, timings=timings),
-            "notice": Stopped(claim, timings),
+            "fail": TaskFailed(claim, "transient", "no", timings=timings),
+            "refuse": TaskFailed(claim, "permanent", "no", reason=REFUSED, timings=timings),
+            "crash": TaskFailed(claim, "crash", "bang", company=True, timings=timings),
+            "hand back": TaskFailed(claim, "hand_back", "leaves", reason="compute", timings=timings),
+            "lose an input": TaskFailed(claim, "object_lost", "gone", object_id=lost, timings=timings),
+            "notice": TaskStopped(claim, timings),
         }
         if act == "lose an input" and not lost:
             return
         message = ends[act]
-        if isinstance(message, Done) and message.output:
+        if isinstance(message, TaskCompleted) and message.output:
             message = msgspec.structs.replace(
                 message, output=msgspec.structs.replace(message.output, owner=lease.worker)
             )

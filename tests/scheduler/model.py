@@ -7,24 +7,24 @@ import asyncio
 import msgspec
 from msgspec.structs import replace
 
-from unfuse.core.card import ModelCard
-from unfuse.core.media import Room
+from unfuse.core.modalities import OutputSize
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, Pipeline, Value
-from unfuse.core.request import Change, Record
+from unfuse.core.request import Change, RequestRecord
 from unfuse.queues.memory import MemoryQueue
 from unfuse.stages.specs import DENOISE as DENOISE_KIND, TEXT_ENCODE, VAE_DECODE
 
 PIPELINE = Pipeline(
     (
-        replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), room=Room(100)),
-        replace(DENOISE_KIND, components=("transformer",), inputs=("embeds",), room=Room(0, 0.5)),
+        replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), room=OutputSize(100)),
+        replace(DENOISE_KIND, components=("transformer",), inputs=("embeds",), room=OutputSize(0, 0.5)),
         VAE_DECODE,
     )
 )
 """Nothing of it is cached."""
 
 WEIGHTS = {"text_encoder": "e" * 32, "transformer": "d" * 32, "vae": "v" * 32}
-CARD = ModelCard("test/model", "/nowhere", "test", PIPELINE, {}, {}, WEIGHTS, dict.fromkeys(WEIGHTS, "float32"))
+CARD = ModelSpec("test/model", "/nowhere", "test", PIPELINE, {}, {}, WEIGHTS, dict.fromkeys(WEIGHTS, "float32"))
 SHARING = msgspec.structs.replace(
     CARD,
     pipeline=Pipeline(
@@ -43,11 +43,11 @@ def params(seed: int = 7, **more: Value) -> Params:
 class Racing(MemoryQueue):
     """Lets every other caller of the same moment load a context before one of them commits."""
 
-    async def load(self, request: str) -> Record:
+    async def load(self, request: str) -> RequestRecord:
         record = await super().load(request)
         await asyncio.sleep(0)
         return record
 
-    async def commit(self, change: Change) -> Record:
+    async def commit(self, change: Change) -> RequestRecord:
         await asyncio.sleep(0)
         return await super().commit(change)

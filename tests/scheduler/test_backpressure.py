@@ -11,10 +11,21 @@ import pytest
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
 from tests.scheduler.test_scheduler import info
 from tools.asking import asking
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import Overloaded
-from unfuse.core.media import Room
-from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Places, Pulse, ToScheduler, ToWorker
+from unfuse.core.messages import (
+    Accepted,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Register,
+    RequestTasks,
+    StorageLocations,
+    TaskCompleted,
+    ToScheduler,
+    ToWorker,
+)
+from unfuse.core.modalities import OutputSize
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
@@ -29,7 +40,7 @@ from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 MIB = 1 << 20
 ARENA = 256 * MIB
-ROOMS = (Room(6 * MIB), Room(20 * MIB), Room())
+ROOMS = (OutputSize(6 * MIB), OutputSize(20 * MIB), OutputSize())
 """Of an encoding, latents, and nothing: 42 encodings, or 12 latents, fill an arena."""
 
 BIG = msgspec.structs.replace(
@@ -54,11 +65,11 @@ async def test_of_free_workers_the_one_that_would_be_taken_away_first_gets_work_
     ):
         clock = VirtualClock()
         scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=clock)
-        dispatcher, asks = Dispatcher(scheduler, [], Places("memory"), dispatch=dispatch), {}  # type: ignore[arg-type]
+        dispatcher, asks = Dispatcher(scheduler, [], StorageLocations("memory"), dispatch=dispatch), {}  # type: ignore[arg-type]
         for name in ("pod-11", "pod-10", "pod-2"):
             worker = msgspec.structs.replace(info(name, ENCODE), node=name)
-            await dispatcher.answer(name.encode(), Hello(worker, (CARD,)))
-            asks[name] = asyncio.create_task(dispatcher.answer(name.encode(), Ask(1, None, 5.0)))
+            await dispatcher.answer(name.encode(), Register(worker, (CARD,)))
+            asks[name] = asyncio.create_task(dispatcher.answer(name.encode(), RequestTasks(1, None, 5.0)))
             await asyncio.sleep(0.01)
         found = []
         for seed in range(3):
@@ -78,7 +89,7 @@ class TestWhatAWorkerMayTake:
     def test_a_pool_is_held_back_by_four_tasks_a_slot_of_the_pools_it_feeds(self) -> None:
         members = [member("e", ENCODE), member("d", DENOISE, slots=2), member("a", DENOISE, DECODE, slots=3)]
         flow = Backpressure.of([CARD], members)
-        offers = [flow.wanted(member.info, Ask(1, None, 0.0), {}).pools for member in members]
+        offers = [flow.wanted(member.info, RequestTasks(1, None, 0.0), {}).pools for member in members]
         assert offers[0][ENCODE].behind == {DENOISE: AHEAD * 5}
         assert {pool: offer.behind for pool, offer in offers[2].items()} == {DENOISE: {DECODE: AHEAD * 3}, DECODE: {}}
 
@@ -87,7 +98,7 @@ class TestWhatAWorkerMayTake:
         flow = Backpressure.of([CARD], [everything])
         keep = flow.keep(everything.info, InFlight())
         assert keep == {ENCODE: ARENA // 2, DENOISE: 0}
-        offers = flow.wanted(everything.info, Ask(1, ARENA, 0.0), keep).pools
+        offers = flow.wanted(everything.info, RequestTasks(1, ARENA, 0.0), keep).pools
         assert {pool: offer.later for pool, offer in offers.items()} == {ENCODE: 0, DENOISE: 1, DECODE: 2}
         assert {pool: offer.amounts["arena"] for pool, offer in offers.items()} == {
             ENCODE: ARENA - ARENA // 2, DENOISE: ARENA, DECODE: ARENA
@@ -97,21 +108,21 @@ class TestWhatAWorkerMayTake:
         everything = member("a", ENCODE, DENOISE, DECODE)
         flow = Backpressure.of([CARD], [everything])
         for ended, offered in ((ENCODE, {DENOISE, DECODE}), (f"{DENOISE}@1a2b", {DECODE}), (DECODE, set())):
-            assert flow.wanted(everything.info, Ask(1, None, 0.0, after=ended), {}).pools.keys() == offered
+            assert flow.wanted(everything.info, RequestTasks(1, None, 0.0, after=ended), {}).pools.keys() == offered
 
     def test_what_a_worker_has_of_a_resource_is_offered_to_the_pools_that_draw_on_it(self) -> None:
         stages = tuple(
-            msgspec.structs.replace(stage, needs={"kv": Room(fixed=3)} if stage.kind == "denoise" else {})
+            msgspec.structs.replace(stage, needs={"kv": OutputSize(fixed=3)} if stage.kind == "denoise" else {})
             for stage in CARD.pipeline.stages
         )
         card = msgspec.structs.replace(CARD, pipeline=Pipeline(stages))
         everything = member("a", ENCODE, DENOISE)
-        ask = Ask(1, None, 0.0, amounts={"kv": 7, "other": 9})
+        ask = RequestTasks(1, None, 0.0, amounts={"kv": 7, "other": 9})
         assert {
             pool: offer.amounts
             for pool, offer in Backpressure.of([card], []).wanted(everything.info, ask, {}).pools.items()
         } == {ENCODE: {"slots": 1}, DENOISE: {"slots": 1, "kv": 7}}
-        without = Backpressure.of([card], []).wanted(everything.info, Ask(1, None, 0.0), {})
+        without = Backpressure.of([card], []).wanted(everything.info, RequestTasks(1, None, 0.0), {})
         assert without.pools[DENOISE].amounts == {"slots": 1, "kv": 0}
 
     def test_who_makes_one_kind_of_object_may_fill_the_arena(self) -> None:
@@ -119,7 +130,7 @@ class TestWhatAWorkerMayTake:
         assert Backpressure.of([CARD], [encoder]).keep(encoder.info, InFlight()) == {ENCODE: 0}
 
     def test_pools_that_feed_each_other_do_not_wait_for_each_other(self) -> None:
-        def card(*components: str) -> ModelCard:
+        def card(*components: str) -> ModelSpec:
             stages = tuple(
                 StageSpec(f"s{n}", "denoise", (name,), (f"v{n - 1}",) if n else (), (f"v{n}",))
                 for n, name in enumerate(components)
@@ -134,7 +145,7 @@ class TestWhatAWorkerMayTake:
 
     def test_dispatch_is_by_what_is_near_by_turns_or_by_free_slots(self) -> None:
         worker = member("a", DENOISE, slots=4).info
-        flow, ask = Backpressure.of([CARD], []), Ask(3, None, 0.0, affinity="size")
+        flow, ask = Backpressure.of([CARD], []), RequestTasks(3, None, 0.0, affinity="size")
         told = {name: flow.wanted(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")}
         assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
             "locality": ("node-1", "size", 1.001),
@@ -147,9 +158,9 @@ class TestWhatAWorkerMayTake:
     ) -> None:
         both, alone = member("a", ENCODE, DENOISE, slots=9), member("b", DENOISE, slots=9)
         flow = Backpressure.of([CARD], [both, alone])
-        offers = flow.wanted(both.info, Ask(9, None, 0.0), {}).pools
+        offers = flow.wanted(both.info, RequestTasks(9, None, 0.0), {}).pools
         assert {pool: offer.amounts["slots"] for pool, offer in offers.items()} == {ENCODE: 9, DENOISE: 1}
-        ranks = [flow.wanted(alone.info, Ask(free, None, 0.0), {}).rank for free in (9, 8, 3)]
+        ranks = [flow.wanted(alone.info, RequestTasks(free, None, 0.0), {}).rank for free in (9, 8, 3)]
         assert ranks == sorted(ranks) and len({*ranks}) == 3
 
 
@@ -175,13 +186,13 @@ class Worker:
         """Ask, do one task, beat; whether there was anything to do."""
         reserved = sum(lease.task.planned.room for lease in self.active)
         room = ARENA - self.used() - reserved if self.objects or self.active else None
-        granted = await self.say(Ask(self.info.slots - len(self.active), room, 0.0))
-        assert isinstance(granted, Granted)
+        granted = await self.say(RequestTasks(self.info.slots - len(self.active), room, 0.0))
+        assert isinstance(granted, LeasesGranted)
         self.active += granted.leases
         if self.active:
             await self.finish(self.active.pop(0))
-        pulse = await self.say(Beat(tuple(lease.claim for lease in self.active), tuple(self.objects)))
-        assert isinstance(pulse, Pulse)
+        pulse = await self.say(Heartbeat(tuple(lease.claim for lease in self.active), tuple(self.objects)))
+        assert isinstance(pulse, HeartbeatReply)
         assert pulse.ended == ()
         for request in pulse.over:
             del self.objects[request]
@@ -199,17 +210,17 @@ class Worker:
             self.objects[task.request] = self.objects.get(task.request, 0) + task.planned.room
             self.peak = max(self.peak, self.used())
             assert self.peak <= ARENA
-        assert await self.say(Done(lease.claim, output, results, Timings())) == Accepted()
+        assert await self.say(TaskCompleted(lease.claim, output, results, Timings())) == Accepted()
 
 
 async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worker]:
     """Have workers of these pools do that many requests, every tenth for three pictures, all queued before."""
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[BIG])
-    dispatcher = Dispatcher(scheduler, [], Places(""))
+    dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     here = [Worker(dispatcher, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
     for worker in here:
-        await worker.say(Hello(worker.info, (BIG,)))
+        await worker.say(Register(worker.info, (BIG,)))
     ids = [
         (await scheduler.submit(*asking(BIG, params(), n=1 if number % 10 else 3))).context.id
         for number in range(requests)
@@ -246,7 +257,7 @@ LARGE = msgspec.structs.replace(
     pipeline=Pipeline(
         tuple(
             msgspec.structs.replace(s, room=room)
-            for s, room in zip(PIPELINE.stages, (Room(20 * MIB), Room(0, MIB), Room()), strict=True)
+            for s, room in zip(PIPELINE.stages, (OutputSize(20 * MIB), OutputSize(0, MIB), OutputSize()), strict=True)
         )
     ),
 )
@@ -260,10 +271,10 @@ async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: in
     stay free for the large ones is not filled with encodings that wait behind them."""
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
-    dispatcher = Dispatcher(scheduler, [], Places(""))
+    dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     here = [Worker(dispatcher, f"worker-{n}", ENCODE, DENOISE, DECODE) for n in range(workers)]
     for worker in here:
-        await worker.say(Hello(worker.info, (LARGE,)))
+        await worker.say(Register(worker.info, (LARGE,)))
     ids = []
     for number in range(120):
         size = {7: 220, 3: 150}.get(number % 10, 10)
@@ -286,16 +297,16 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     then the worker asks anew, and leaves that free."""
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
-    dispatcher = Dispatcher(scheduler, [], Places(""))
+    dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     worker = Worker(dispatcher, "worker", ENCODE, DENOISE, DECODE)
-    await worker.say(Hello(worker.info, (LARGE,)))
-    waiting = asyncio.create_task(worker.say(Ask(1, 200 * MIB, 10.0)))
+    await worker.say(Register(worker.info, (LARGE,)))
+    waiting = asyncio.create_task(worker.say(RequestTasks(1, 200 * MIB, 10.0)))
     await asyncio.sleep(0.01)  # of virtual time: until all that there is waits
     await scheduler.submit(*asking(LARGE, params(width=220, height=1)))
-    assert await waiting == Granted((), {})
-    waiting = asyncio.create_task(worker.say(Ask(1, 240 * MIB, 10.0)))
+    assert await waiting == LeasesGranted((), {})
+    waiting = asyncio.create_task(worker.say(RequestTasks(1, 240 * MIB, 10.0)))
     granted = await waiting
-    assert isinstance(granted, Granted) and [lease.task.stage for lease in granted.leases] == ["text_encode"]
+    assert isinstance(granted, LeasesGranted) and [lease.task.stage for lease in granted.leases] == ["text_encode"]
 
 
 async def test_what_was_refused_or_has_ended_needs_nothing() -> None:

@@ -15,7 +15,7 @@ from tests.scheduler.fleet import Act, Fleet, lengths, seeds
 from tests.scheduler.model import Racing
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
-from unfuse.core.messages import Done, Failed, Progress, Steps, Stopped, ToScheduler
+from unfuse.core.messages import ReportProgress, StepProgress, TaskCompleted, TaskFailed, TaskStopped, ToScheduler
 from unfuse.core.request import RequestContext, Timings, billed_seconds, lost_seconds
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.memory import MemoryQueue
@@ -171,12 +171,12 @@ async def test_a_report_is_believed_for_no_longer_than_its_request_is_there() ->
     async with fleet() as workers:
         lease = await one(workers)
         workers.clock.advance(5.0)
-        await workers.say(lease.worker, Steps((Progress(lease.claim, 1, 3, 1, share_s=1e8),)))
+        await workers.say(lease.worker, ReportProgress((StepProgress(lease.claim, 1, 3, 1, share_s=1e8),)))
         assert (await bill(workers))[0] == {"cpu": 5.0}
         await END["cancelled"](workers)
         workers.clock.advance(2.0)
         for _ in range(3):
-            await workers.say(lease.worker, Stopped(lease.claim, Timings(share_s=1e9)))
+            await workers.say(lease.worker, TaskStopped(lease.claim, Timings(share_s=1e9)))
         assert (await bill(workers))[0] == {"cpu": 7.0}
 
 
@@ -185,13 +185,13 @@ async def test_a_worker_is_not_believed_about_the_attempts_of_others() -> None:
         lease = await one(workers)
         await workers.compute(lease, 2.0, tell=True)
         claimed = msgspec.structs.replace(lease.claim, token=b"guessed")
-        await workers.say("worker-1", Stopped(claimed, Timings(share_s=1.0)))
+        await workers.say("worker-1", TaskStopped(claimed, Timings(share_s=1.0)))
         assert (await bill(workers))[:2] == ({"cpu": 2.0}, {})
         await END["cancelled"](workers)
         for number in (1, 2, 1 << 40):
             other = msgspec.structs.replace(claimed, attempt=number, stage="text_encode")
-            await workers.say("worker-1", Stopped(other, Timings(share_s=1.0)))
-        await workers.say("worker-1", Stopped(msgspec.structs.replace(claimed, stage="none"), Timings(share_s=1.0)))
+            await workers.say("worker-1", TaskStopped(other, Timings(share_s=1.0)))
+        await workers.say("worker-1", TaskStopped(msgspec.structs.replace(claimed, stage="none"), Timings(share_s=1.0)))
         assert (await bill(workers))[0] == {"cpu": 2.0}
 
 
@@ -199,10 +199,10 @@ async def test_a_worker_is_not_believed_about_the_attempts_of_others() -> None:
 def test_seconds_that_cannot_be_are_refused_before_anything_is_done(seconds: float) -> None:
     claim = Claim("req_0", "denoise", 1, b"token")
     for message in (
-        Steps((Progress(claim, 1, 2, 1, share_s=seconds),)),
-        Stopped(claim, Timings(share_s=seconds)),
-        Failed(claim, "transient", "no", timings=Timings(run_s=seconds)),
-        Done(claim, None, (), Timings(share_s=seconds)),
+        ReportProgress((StepProgress(claim, 1, 2, 1, share_s=seconds),)),
+        TaskStopped(claim, Timings(share_s=seconds)),
+        TaskFailed(claim, "transient", "no", timings=Timings(run_s=seconds)),
+        TaskCompleted(claim, None, (), Timings(share_s=seconds)),
     ):
         with pytest.raises(ProtocolError):
             decode(encode(message), ToScheduler)

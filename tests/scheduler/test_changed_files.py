@@ -11,7 +11,15 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, info, scheduling, take
 from tools.asking import asking
 from unfuse.core.errors import WeightsChanged
-from unfuse.core.messages import Beat, ChangedFile, Hello, Places, Pulse, Welcome, WorkerInfo
+from unfuse.core.messages import (
+    ChangedFile,
+    Heartbeat,
+    HeartbeatReply,
+    Register,
+    Registered,
+    StorageLocations,
+    WorkerInfo,
+)
 from unfuse.core.request import RequestContext
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -39,10 +47,10 @@ async def over(scheduler: Scheduler, request: str) -> RequestContext:
 
 async def test_a_worker_stays_registered_without_any_pool_that_it_can_serve() -> None:
     async with scheduling() as (scheduler, _):
-        dispatcher = Dispatcher(scheduler, [], Places("memory"))
-        welcome = await dispatcher.answer(b"w", Hello(lacking(CHANGED, *POOLS), (CARD,), b"s"))
-        assert isinstance(welcome, Welcome)
-        assert isinstance(await dispatcher.answer(b"w", Beat()), Pulse)
+        dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
+        welcome = await dispatcher.answer(b"w", Register(lacking(CHANGED, *POOLS), (CARD,), b"s"))
+        assert isinstance(welcome, Registered)
+        assert isinstance(await dispatcher.answer(b"w", Heartbeat()), HeartbeatReply)
 
         assert [member.info.changed for member in await scheduler.registry.workers()] == [dict.fromkeys(POOLS, CHANGED)]
         assert scheduler.registry.changed_file(DENOISE) == CHANGED
@@ -60,23 +68,23 @@ async def test_new_requests_are_refused_in_a_sentence_with_the_file() -> None:
 
 async def test_requests_wait_while_a_touched_file_is_compared() -> None:
     async with scheduling() as (scheduler, _):
-        dispatcher = Dispatcher(scheduler, [], Places("memory"))
-        await dispatcher.answer(b"w", Hello(lacking(TOUCHED, ENCODE), (CARD,), b"s"))
+        dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
+        await dispatcher.answer(b"w", Register(lacking(TOUCHED, ENCODE), (CARD,), b"s"))
         context = (await scheduler.submit(*asking(CARD, params()))).context
         assert context.status == "queued"
 
-        await dispatcher.answer(b"w", Hello(info(WORKER, *POOLS), (CARD,), b"s"))
+        await dispatcher.answer(b"w", Register(info(WORKER, *POOLS), (CARD,), b"s"))
         assert scheduler.registry.changed_file(*POOLS) is None
         assert [lease.task.request for lease in await take(scheduler, ENCODE)] == [context.id]
 
 
 async def test_requests_that_wait_for_such_a_pool_fail_with_the_file() -> None:
     async with scheduling() as (scheduler, _):
-        dispatcher = Dispatcher(scheduler, [], Places("memory"))
-        await dispatcher.answer(b"w", Hello(info(WORKER, *POOLS), (CARD,), b"s"))
+        dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
+        await dispatcher.answer(b"w", Register(info(WORKER, *POOLS), (CARD,), b"s"))
         waiting = (await scheduler.submit(*asking(CARD, params()))).context
 
-        await dispatcher.answer(b"w", Hello(lacking(CHANGED, DENOISE), (CARD,), b"s"))
+        await dispatcher.answer(b"w", Register(lacking(CHANGED, DENOISE), (CARD,), b"s"))
 
         failed = await over(scheduler, waiting.id)
         assert failed.error
@@ -87,12 +95,12 @@ async def test_requests_that_wait_for_such_a_pool_fail_with_the_file() -> None:
 async def test_what_runs_in_such_a_pool_may_end_well() -> None:
     """A file that was put in the place of another one changes nothing of what is loaded."""
     async with scheduling() as (scheduler, _):
-        dispatcher = Dispatcher(scheduler, [], Places("memory"))
-        await dispatcher.answer(b"w", Hello(info(WORKER, *POOLS), (CARD,), b"s"))
+        dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
+        await dispatcher.answer(b"w", Register(info(WORKER, *POOLS), (CARD,), b"s"))
         running = (await scheduler.submit(*asking(CARD, params()))).context
         await take(scheduler, ENCODE)
 
-        await dispatcher.answer(b"w", Hello(lacking(CHANGED, ENCODE), (CARD,), b"s"))
+        await dispatcher.answer(b"w", Register(lacking(CHANGED, ENCODE), (CARD,), b"s"))
         await scheduler.upkeep.requests()
 
         assert not (await scheduler.queue.load(running.id)).context.over

@@ -16,28 +16,28 @@ from tools.asking import asking
 from unfuse.core.errors import LeaseLost, TransientError
 from unfuse.core.messages import (
     Accepted,
-    Append,
-    Ask,
-    Beat,
-    Bye,
-    Done,
-    Failed,
+    AppendOutput,
     FailureKind,
-    Granted,
-    Hello,
-    Places,
-    Progress,
-    Pulse,
-    Recall,
-    Recorded,
-    Refused,
-    Steps,
-    Stranger,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    ReadOutput,
+    RecordedOutput,
+    Register,
+    Registered,
+    Rejected,
+    ReportProgress,
+    RequestTasks,
+    StepProgress,
+    StorageLocations,
+    TaskCompleted,
+    TaskFailed,
     ToWorker,
-    Welcome,
+    UnknownWorker,
+    Unregister,
 )
-from unfuse.core.request import Change, Record
-from unfuse.core.task import Claim, Grown, Lease
+from unfuse.core.request import Change, RequestRecord
+from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import dispatcher as dispatcher_module
 from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
@@ -48,13 +48,13 @@ from unfuse.testing.queue_samples import count_waiting
 from unfuse.testing.virtual_time import in_virtual_time
 
 PEER, OTHER = b"peer-1", b"peer-2"
-HELLO = Hello(info("worker-1", ENCODE, DENOISE), (CARD,))
+HELLO = Register(info("worker-1", ENCODE, DENOISE), (CARD,))
 
 
 @asynccontextmanager
 async def dispatching() -> AsyncIterator[tuple[Dispatcher, ManualClock]]:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], StorageLocations("disk:/results"))
         await dispatcher.answer(PEER, HELLO)
         yield dispatcher, clock
 
@@ -65,18 +65,18 @@ async def submit(dispatcher: Dispatcher, **options: object) -> str:
 
 
 async def granted(dispatcher: Dispatcher, slots: int = 1, wait: float = 0.0, peer: bytes = PEER) -> list[Lease]:
-    reply = await dispatcher.answer(peer, Ask(slots, None, wait))
-    assert isinstance(reply, Granted)
+    reply = await dispatcher.answer(peer, RequestTasks(slots, None, wait))
+    assert isinstance(reply, LeasesGranted)
     return list(reply.leases)
 
 
 async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered() -> None:
     async with dispatching() as (dispatcher, _):
-        reply = await dispatcher.answer(OTHER, Hello(info("worker-2")))
-        assert isinstance(reply, Welcome)
+        reply = await dispatcher.answer(OTHER, Register(info("worker-2")))
+        assert isinstance(reply, Registered)
         assert (reply.models, reply.places, reply.lease_ttl) == (
             ((CARD.name, CARD.source, "auto"),),
-            Places("disk:/results"),
+            StorageLocations("disk:/results"),
             5.0,
         )
         assert [member.info.id for member in await dispatcher.scheduler.registry.workers()] == ["worker-1"]
@@ -86,8 +86,8 @@ async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        for message in (Ask(1, None, 0.0), Beat((lease.claim,)), done(lease), Bye()):
-            assert await dispatcher.answer(OTHER, message) == Stranger()
+        for message in (RequestTasks(1, None, 0.0), Heartbeat((lease.claim,)), done(lease), Unregister()):
+            assert await dispatcher.answer(OTHER, message) == UnknownWorker()
 
 
 @in_virtual_time
@@ -109,16 +109,16 @@ async def test_a_scheduler_that_stops_gives_nobody_a_task_and_says_so() -> None:
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
         waiting = asyncio.create_task(granted(dispatcher, wait=20.0))
-        beating = asyncio.create_task(dispatcher.answer(PEER, Beat((), wait=1.0)))
+        beating = asyncio.create_task(dispatcher.answer(PEER, Heartbeat((), wait=1.0)))
         await settle()
         before = loop.time()
         dispatcher.withhold()
         assert await waiting == []
-        assert isinstance(pulse := await beating, Pulse) and pulse.stops
+        assert isinstance(pulse := await beating, HeartbeatReply) and pulse.stops
         assert loop.time() == before
         await submit(dispatcher)
-        with_ask = msgspec.structs.replace(done(lease), ask=Ask(5, None, 20.0))
-        assert await dispatcher.answer(PEER, with_ask) == Granted((), {})
+        with_ask = msgspec.structs.replace(done(lease), ask=RequestTasks(5, None, 20.0))
+        assert await dispatcher.answer(PEER, with_ask) == LeasesGranted((), {})
         assert (await granted(dispatcher, wait=20.0), loop.time() - before) == ([], pytest.approx(20.0))
 
 
@@ -150,25 +150,25 @@ async def test_who_says_goodbye_gets_nothing_more() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
-        assert await dispatcher.answer(PEER, Bye()) == Accepted()
+        assert await dispatcher.answer(PEER, Unregister()) == Accepted()
         assert await asking == []
         assert await dispatcher.scheduler.registry.workers() == []
-        assert await dispatcher.answer(PEER, Beat()) == Stranger()
+        assert await dispatcher.answer(PEER, Heartbeat()) == UnknownWorker()
 
 
-def stepped(claim: Claim, step: int, steps: int, first: int, previews: tuple[int, ...] = ()) -> Steps:
+def stepped(claim: Claim, step: int, steps: int, first: int, previews: tuple[int, ...] = ()) -> ReportProgress:
     """The message about the steps of one task."""
-    return Steps((Progress(claim, step, steps, first, previews),))
+    return ReportProgress((StepProgress(claim, step, steps, first, previews),))
 
 
 async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        assert await dispatcher.answer(PEER, stepped(lease.claim, 3, 9, 1)) == Pulse((), ())
-        assert await dispatcher.answer(PEER, stepped(lease.claim, 4, 9, 4)) == Pulse((), ())
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 3, 9, 1)) == HeartbeatReply((), ())
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 4, 9, 4)) == HeartbeatReply((), ())
         await dispatcher.scheduler.cancel(request)
-        assert await dispatcher.answer(PEER, stepped(lease.claim, 5, 9, 5)) == Pulse((lease.claim,), ())
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 5, 9, 5)) == HeartbeatReply((lease.claim,), ())
         seen = [event async for event in dispatcher.scheduler.queue.watch(request)]
         assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
 
@@ -177,14 +177,14 @@ async def test_steps_of_several_tasks_come_together_and_whose_lease_is_lost_is_n
     async with dispatching() as (dispatcher, _):
         requests = [await submit(dispatcher) for _ in range(3)]
         leases = [*await granted(dispatcher), *await granted(dispatcher)]
-        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
         (other,) = await granted(dispatcher, peer=OTHER)
-        both = [Progress(lease.claim, 2, 9, 1) for lease in leases]
-        assert await dispatcher.answer(PEER, Steps(tuple(both))) == Pulse((), ())
+        both = [StepProgress(lease.claim, 2, 9, 1) for lease in leases]
+        assert await dispatcher.answer(PEER, ReportProgress(tuple(both))) == HeartbeatReply((), ())
         await dispatcher.scheduler.cancel(requests[0])
         claims = [lease.claim for lease in (*leases, other)]
-        gone = await dispatcher.answer(PEER, Steps(tuple(Progress(claim, 3, 9, 3) for claim in claims)))
-        assert gone == Pulse((claims[0], claims[2]), ())
+        gone = await dispatcher.answer(PEER, ReportProgress(tuple(StepProgress(claim, 3, 9, 3) for claim in claims)))
+        assert gone == HeartbeatReply((claims[0], claims[2]), ())
         steps = []
         for request in requests:
             await dispatcher.scheduler.cancel(request)
@@ -197,7 +197,7 @@ async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        assert await dispatcher.answer(PEER, stepped(lease.claim, 10**15, 10**15, 1)) == Pulse((), ())
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 10**15, 10**15, 1)) == HeartbeatReply((), ())
         await dispatcher.scheduler.cancel(request)
         steps = [event.step async for event in dispatcher.scheduler.queue.watch(request) if event.type == "progress"]
         assert steps == list(range(10**15 - len(steps) + 1, 10**15 + 1))
@@ -208,11 +208,11 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         request, other = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
         clock.advance(2.9)
-        assert await dispatcher.answer(PEER, Beat((lease.claim,), (request,))) == Pulse((), ())
+        assert await dispatcher.answer(PEER, Heartbeat((lease.claim,), (request,))) == HeartbeatReply((), ())
         clock.advance(2.9)
         assert await dispatcher.scheduler.queue.expired(5.0) == []
         await dispatcher.scheduler.cancel(request)
-        assert await dispatcher.answer(PEER, Beat((lease.claim,), (request, other))) == Pulse(
+        assert await dispatcher.answer(PEER, Heartbeat((lease.claim,), (request, other))) == HeartbeatReply(
             (lease.claim,), (request,)
         )
 
@@ -224,15 +224,15 @@ async def test_whoever_holds_objects_of_a_request_hears_which_of_them_was_given_
         request, other = await submit(dispatcher), await submit(dispatcher)
         (first,) = await granted(dispatcher)
         await dispatcher.answer(PEER, made := done(first))
-        assert isinstance(made, Done) and made.output
+        assert isinstance(made, TaskCompleted) and made.output
         (lease,) = await granted(dispatcher)
         assert lease.task.request == request
-        beat, gone = Beat((), (request,)), (made.output.id,)
-        assert await dispatcher.answer(PEER, beat) == Pulse((), ())
-        lost = Failed(lease.claim, "object_lost", "cannot be fetched", object_id=made.output.id)
+        beat, gone = Heartbeat((), (request,)), (made.output.id,)
+        assert await dispatcher.answer(PEER, beat) == HeartbeatReply((), ())
+        lost = TaskFailed(lease.claim, "object_lost", "cannot be fetched", object_id=made.output.id)
         assert await dispatcher.answer(PEER, lost) == Accepted()
-        assert await dispatcher.answer(PEER, beat) == Pulse((), (), gone)
-        assert await dispatcher.answer(PEER, Beat((), (other,))) == Pulse((), ())
+        assert await dispatcher.answer(PEER, beat) == HeartbeatReply((), (), gone)
+        assert await dispatcher.answer(PEER, Heartbeat((), (other,))) == HeartbeatReply((), ())
         elsewhere = Scheduler(dispatcher.scheduler.queue, clock=clock)
         assert elsewhere.in_flight.lost([request]) == []
         await elsewhere.upkeep.requests()
@@ -246,13 +246,13 @@ async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
     async with dispatching() as (dispatcher, _):
         request, other = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        beat = Beat((lease.claim,), (request, other), wait=3600.0)
+        beat = Heartbeat((lease.claim,), (request, other), wait=3600.0)
         waiting = asyncio.create_task(dispatcher.answer(PEER, beat))
         await settle()
         assert not waiting.done()
         await dispatcher.scheduler.cancel(request)
-        assert await waiting == Pulse((), ())  # something happened: beat again
-        assert await dispatcher.answer(PEER, beat) == Pulse((lease.claim,), (request,))
+        assert await waiting == HeartbeatReply((), ())  # something happened: beat again
+        assert await dispatcher.answer(PEER, beat) == HeartbeatReply((lease.claim,), (request,))
 
 
 async def test_a_step_with_a_preview_publishes_it_behind_the_step() -> None:
@@ -269,10 +269,10 @@ async def test_a_busy_worker_gets_what_is_more_urgent_only() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         urgent = await submit(dispatcher, priority=2)
-        reply = await dispatcher.answer(PEER, Ask(1, None, 0.0, above=1))
-        assert isinstance(reply, Granted)
+        reply = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, above=1))
+        assert isinstance(reply, LeasesGranted)
         assert [lease.task.request for lease in reply.leases] == [urgent]
-        assert await dispatcher.answer(PEER, Ask(1, None, 0.0, above=0)) == Granted((), {})
+        assert await dispatcher.answer(PEER, RequestTasks(1, None, 0.0, above=0)) == LeasesGranted((), {})
 
 
 async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_is_over() -> None:
@@ -284,17 +284,17 @@ async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_i
         (lease,) = await granted(dispatcher)
         await dispatcher.scheduler.cancel(request)
         reply = await dispatcher.answer(PEER, done(lease))
-        assert isinstance(reply, Refused)
+        assert isinstance(reply, Rejected)
         assert reply.lease_lost
 
 
 async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
-        reply: ToWorker | None = await dispatcher.answer(PEER, Ask(1, None, 0.0))
-        assert isinstance(reply, Granted)
+        reply: ToWorker | None = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
+        assert isinstance(reply, LeasesGranted)
         await dispatcher.undelivered(PEER, reply)
-        assert await dispatcher.answer(PEER, Beat()) == Stranger()
+        assert await dispatcher.answer(PEER, Heartbeat()) == UnknownWorker()
         await dispatcher.answer(OTHER, HELLO)
         (lease,) = await granted(dispatcher, peer=OTHER)
         assert lease.task.attempt == 2
@@ -307,7 +307,7 @@ async def test_tasks_of_a_worker_whose_connection_broke_go_to_others_unless_it_c
         async with dispatching() as (dispatcher, clock):
             await submit(dispatcher)
             await granted(dispatcher)
-            await dispatcher.undelivered(PEER, Pulse((), ()))
+            await dispatcher.undelivered(PEER, HeartbeatReply((), ()))
             await settle()
             clock.advance(RETURN_S / 2)
             if comes_back:
@@ -315,7 +315,7 @@ async def test_tasks_of_a_worker_whose_connection_broke_go_to_others_unless_it_c
             await asyncio.sleep(RETURN_S + 1.0)
             members = [member.info.id for member in await dispatcher.scheduler.registry.workers()]
             assert members == ["worker-1"] * comes_back
-            await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+            await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
             assert [lease.task.attempt for lease in await granted(dispatcher, peer=OTHER)] == [2] * (not comes_back)
 
 
@@ -324,22 +324,24 @@ async def settle() -> None:
     await asyncio.sleep(0.001)
 
 
-def secretly(name: str, secret: bytes) -> Hello:
-    return Hello(info(name, ENCODE, DENOISE), (CARD,), secret)
+def secretly(name: str, secret: bytes) -> Register:
+    return Register(info(name, ENCODE, DENOISE), (CARD,), secret)
 
 
 async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
     async with dispatching() as (dispatcher, clock):
         mine, stolen = secretly("worker-9", b"a" * 16), secretly("worker-9", b"b" * 16)
-        assert isinstance(await dispatcher.answer(OTHER, mine), Welcome)
-        elsewhere = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
+        assert isinstance(await dispatcher.answer(OTHER, mine), Registered)
+        elsewhere = Dispatcher(
+            Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], StorageLocations("")
+        )
         for place in (dispatcher, elsewhere):
-            for hello in (stolen, Hello(mine.worker, mine.cards)):
+            for hello in (stolen, Register(mine.worker, mine.cards)):
                 reply = await place.answer(b"thief", hello)
-                assert isinstance(reply, Refused)
+                assert isinstance(reply, Rejected)
                 assert "registered with another secret" in reply.message
-                assert await place.answer(b"thief", Ask(1, None, 0.0)) == Stranger()
-        assert isinstance(await elsewhere.answer(OTHER, mine), Welcome)
+                assert await place.answer(b"thief", RequestTasks(1, None, 0.0)) == UnknownWorker()
+        assert isinstance(await elsewhere.answer(OTHER, mine), Registered)
         (member,) = [m for m in await dispatcher.scheduler.queue.workers() if m.info.id == "worker-9"]
         assert member.info.proof
         assert member.info.proof != b"a" * 16
@@ -352,30 +354,30 @@ async def test_a_worker_has_one_connection_the_newest() -> None:
         await settle()
         await dispatcher.answer(OTHER, HELLO)
         assert await asking == []
-        assert await dispatcher.answer(PEER, Ask(1, None, 0.0)) == Stranger()
+        assert await dispatcher.answer(PEER, RequestTasks(1, None, 0.0)) == UnknownWorker()
         await submit(dispatcher)
         assert len(await granted(dispatcher, peer=OTHER)) == 1
 
 
 async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
     async with dispatching() as (dispatcher, clock):
-        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
         before = await dispatcher.scheduler.queue.load(request)
         stolen = msgspec.structs.replace(done(lease), output=None)
         kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
-        failures = [Failed(lease.claim, kind, "no") for kind in kinds]
+        failures = [TaskFailed(lease.claim, kind, "no") for kind in kinds]
         for message in (done(lease), stolen, *failures):
             reply = await dispatcher.answer(OTHER, message)
-            assert isinstance(reply, Refused)
+            assert isinstance(reply, Rejected)
             assert reply.lease_lost
         clock.advance(2.9)
-        assert await dispatcher.answer(OTHER, stepped(lease.claim, 1, 9, 1)) == Pulse((lease.claim,), ())
-        assert await dispatcher.answer(OTHER, Beat((lease.claim,))) == Pulse((lease.claim,), ())
+        assert await dispatcher.answer(OTHER, stepped(lease.claim, 1, 9, 1)) == HeartbeatReply((lease.claim,), ())
+        assert await dispatcher.answer(OTHER, Heartbeat((lease.claim,))) == HeartbeatReply((lease.claim,), ())
         after = await dispatcher.scheduler.queue.load(request)
         assert after == before
-        assert await dispatcher.answer(PEER, stepped(lease.claim, 1, 9, 1)) == Pulse((), ())
+        assert await dispatcher.answer(PEER, stepped(lease.claim, 1, 9, 1)) == HeartbeatReply((), ())
         assert await dispatcher.answer(PEER, done(lease)) == Accepted()
 
 
@@ -383,7 +385,7 @@ async def test_what_has_grown_is_recorded_for_who_has_the_task_and_read_by_the_n
     """Given pieces of several tasks in one message, then one that is another's, lost, or has a gap costs none of the
     others anything."""
     async with dispatching() as (dispatcher, _):
-        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
         requests = [await submit(dispatcher) for _ in range(4)]
         first, second, gone = [lease for _ in range(3) for lease in await granted(dispatcher)]
         (others,) = await granted(dispatcher, peer=OTHER)
@@ -391,35 +393,35 @@ async def test_what_has_grown_is_recorded_for_who_has_the_task_and_read_by_the_n
         claims = [lease.claim for lease in (first, gone, others, second)]
 
         async def append(*offsets: int) -> ToWorker | None:
-            told = [Grown(claim, at, (b"%d" % at, b"!")) for claim, at in zip(claims, offsets, strict=True)]
-            return await dispatcher.answer(PEER, Append(tuple(told)))
+            told = [OutputDeltas(claim, at, (b"%d" % at, b"!")) for claim, at in zip(claims, offsets, strict=True)]
+            return await dispatcher.answer(PEER, AppendOutput(tuple(told)))
 
-        assert await append(0, 0, 0, 0) == Pulse((gone.claim, others.claim), ())
-        assert await append(2, 0, 0, 9) == Pulse((gone.claim, others.claim, second.claim), ())
+        assert await append(0, 0, 0, 0) == HeartbeatReply((gone.claim, others.claim), ())
+        assert await append(2, 0, 0, 9) == HeartbeatReply((gone.claim, others.claim, second.claim), ())
         queue, stage = dispatcher.scheduler.queue, first.task.stage
         found = {request: await queue.appended(request, stage) for request in requests}
         assert {request: kept for request, kept in found.items() if kept} == {
             first.task.request: [b"0", b"!", b"2", b"!"],
             second.task.request: [b"0", b"!"],
         }
-        assert await dispatcher.answer(PEER, Failed(first.claim, "hand_back", "no", reason="full")) == Accepted()
+        assert await dispatcher.answer(PEER, TaskFailed(first.claim, "hand_back", "no", reason="full")) == Accepted()
         (again,) = await granted(dispatcher, peer=OTHER)
         assert again.appended == 4
-        assert await dispatcher.answer(OTHER, Recall(again.claim, 1)) == Recorded((b"!", b"2", b"!"))
+        assert await dispatcher.answer(OTHER, ReadOutput(again.claim, 1)) == RecordedOutput((b"!", b"2", b"!"))
         await queue.drop(gone.task.request)
         for claim in (again.claim, gone.claim, msgspec.structs.replace(first.claim, request="nobody")):
-            answer = await dispatcher.answer(PEER, Recall(claim))
-            assert isinstance(answer, Refused) and answer.lease_lost
+            answer = await dispatcher.answer(PEER, ReadOutput(claim))
+            assert isinstance(answer, Rejected) and answer.lease_lost
 
 
 async def test_a_worker_goes_on_at_another_scheduler() -> None:
     async with dispatching() as (dispatcher, clock):
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        other = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
+        other = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], StorageLocations(""))
         await other.answer(OTHER, HELLO)
-        assert await other.answer(OTHER, stepped(lease.claim, 1, 9, 1)) == Pulse((), ())
-        assert await other.answer(OTHER, Beat((lease.claim,))) == Pulse((), ())
+        assert await other.answer(OTHER, stepped(lease.claim, 1, 9, 1)) == HeartbeatReply((), ())
+        assert await other.answer(OTHER, Heartbeat((lease.claim,))) == HeartbeatReply((), ())
         assert await other.answer(OTHER, done(lease)) == Accepted()
 
 
@@ -441,12 +443,12 @@ async def test_a_heartbeat_at_another_scheduler_renews_the_others_while_one_requ
         leases = [*await granted(dispatcher), *await granted(dispatcher)]
         claims = tuple(lease.claim for lease in leases)
         scheduler = Away(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0)
-        other = Dispatcher(scheduler, [], Places(""))
+        other = Dispatcher(scheduler, [], StorageLocations(""))
         await other.answer(OTHER, HELLO)
         scheduler.gone = claims[0].request
         for _ in range(4):
             clock.advance(2.0)
-            assert await other.answer(OTHER, Beat(claims)) == Pulse((), ())
+            assert await other.answer(OTHER, Heartbeat(claims)) == HeartbeatReply((), ())
         scheduler.gone = ""
         for lease in leases:
             assert await other.answer(OTHER, done(lease)) == Accepted()
@@ -458,19 +460,19 @@ async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_
         other = Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0)
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        beat = Beat((lease.claim,), (request,), wait=3600.0)
+        beat = Heartbeat((lease.claim,), (request,), wait=3600.0)
         waiting = asyncio.create_task(dispatcher.answer(PEER, beat))
         await settle()
         await other.cancel(request)
-        assert await waiting == Pulse((), ())  # its time is up after a beat, whatever it asked for
-        assert await dispatcher.answer(PEER, beat) == Pulse((lease.claim,), (request,))
+        assert await waiting == HeartbeatReply((), ())  # its time is up after a beat, whatever it asked for
+        assert await dispatcher.answer(PEER, beat) == HeartbeatReply((lease.claim,), (request,))
 
 
 @in_virtual_time
 async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> None:
     async with dispatching() as (dispatcher, clock):
         welcome = await dispatcher.answer(PEER, HELLO)
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, Registered)
         assert BEATS_MISSED * welcome.beat < welcome.lease_ttl
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
@@ -478,7 +480,7 @@ async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> No
         assert await asking == []
         await submit(dispatcher)
         assert await count_waiting(dispatcher.scheduler.queue, ENCODE) == 1
-        assert await dispatcher.answer(PEER, Ask(1, None, 0.0)) == Stranger()
+        assert await dispatcher.answer(PEER, RequestTasks(1, None, 0.0)) == UnknownWorker()
         await dispatcher.answer(PEER, HELLO)
         assert len(await granted(dispatcher)) == 1
 
@@ -488,7 +490,7 @@ class Away(MemoryQueue):
 
     commits, applies = 0, True
 
-    async def commit(self, change: Change) -> Record:
+    async def commit(self, change: Change) -> RequestRecord:
         self.commits -= 1
         is_away = self.commits >= 0
         if is_away and not self.applies:
@@ -502,7 +504,7 @@ class Away(MemoryQueue):
 async def leased_from(queue: Away, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> tuple[Dispatcher, Lease]:
     """A dispatcher that does not pause between tries, and the task that its worker has."""
     monkeypatch.setattr(dispatcher_module, "QUEUE_PAUSE_S", 0.0)
-    dispatcher = Dispatcher(Scheduler(queue, clock=clock), [], Places(""))
+    dispatcher = Dispatcher(Scheduler(queue, clock=clock), [], StorageLocations(""))
     await dispatcher.answer(PEER, HELLO)
     await submit(dispatcher)
     (lease,) = await granted(dispatcher)
@@ -534,7 +536,7 @@ async def test_a_failure_that_waits_for_the_queue_is_logged_once(
     dispatcher, lease = await leased_from(queue, clock, monkeypatch)
     queue.commits, queue.applies = 3, False
     with capture_logs() as logs:
-        assert await dispatcher.answer(PEER, Failed(lease.claim, kind, "ended", reason=reason)) == Accepted()
+        assert await dispatcher.answer(PEER, TaskFailed(lease.claim, kind, "ended", reason=reason)) == Accepted()
     assert [line["event"] for line in logs if line.get("reason") == "ended"] == [event]
 
 
@@ -542,10 +544,10 @@ async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        await dispatcher.scheduler.fail(Failed(lease.claim, "hand_back", ""), "worker-1")
+        await dispatcher.scheduler.fail(TaskFailed(lease.claim, "hand_back", ""), "worker-1")
         (second,) = await granted(dispatcher)
         reply = await dispatcher.answer(PEER, done(lease))
-        assert isinstance(reply, Refused)
+        assert isinstance(reply, Rejected)
         assert reply.lease_lost
         with pytest.raises(LeaseLost):
             await dispatcher.scheduler.complete(done(lease), "worker-1")
@@ -558,15 +560,15 @@ async def test_a_worker_that_says_it_leaves_gets_nothing_more() -> None:
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        answer = await dispatcher.answer(PEER, Failed(lease.claim, "hand_back", "leaving", reason="drain"))
+        answer = await dispatcher.answer(PEER, TaskFailed(lease.claim, "hand_back", "leaving", reason="drain"))
         assert answer == Accepted()
         assert await granted(dispatcher) == []
-        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE), (CARD,)))
+        await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE), (CARD,)))
         assert [lease.task.request for lease in await granted(dispatcher, peer=OTHER)] == [request]
 
 
-def asking_on(lease: Lease, slots: int = 1) -> Done:
-    return msgspec.structs.replace(done(lease), ask=Ask(slots, None, 0.0))
+def asking_on(lease: Lease, slots: int = 1) -> TaskCompleted:
+    return msgspec.structs.replace(done(lease), ask=RequestTasks(slots, None, 0.0))
 
 
 @in_virtual_time
@@ -576,12 +578,12 @@ async def test_who_asks_with_an_outcome_is_given_what_follows_from_it_before_any
     async with dispatching() as (dispatcher, _):
         request = await submit(dispatcher)
         (lease,) = await granted(dispatcher)
-        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        await dispatcher.answer(OTHER, Register(info("worker-2", ENCODE, DENOISE), (CARD,)))
         waits = asyncio.create_task(granted(dispatcher, wait=20.0, peer=OTHER))
         before = asyncio.create_task(granted(dispatcher, wait=20.0))
         await settle()
         reply = await dispatcher.answer(PEER, asking_on(lease))
-        assert isinstance(reply, Granted)
+        assert isinstance(reply, LeasesGranted)
         assert [given.task.stage for given in reply.leases] == ["denoise.0"]
         assert await before == []
         assert (await dispatcher.scheduler.queue.load(request)).context.stages["text_encode"].status == "done"
@@ -594,10 +596,10 @@ async def test_who_asks_with_an_outcome_that_nothing_follows_for_it_hears_that_i
         await submit(dispatcher)
         (encode,) = await granted(dispatcher)
         reply = await dispatcher.answer(PEER, asking_on(encode))
-        assert isinstance(reply, Granted)
+        assert isinstance(reply, LeasesGranted)
         (denoise,) = reply.leases
-        assert await dispatcher.answer(PEER, asking_on(denoise)) == Granted((), {})  # it decodes nothing
-        assert await dispatcher.answer(PEER, asking_on(denoise)) == Granted((), {})
+        assert await dispatcher.answer(PEER, asking_on(denoise)) == LeasesGranted((), {})  # it decodes nothing
+        assert await dispatcher.answer(PEER, asking_on(denoise)) == LeasesGranted((), {})
 
 
 async def test_an_outcome_that_is_refused_brings_no_work() -> None:
@@ -605,7 +607,7 @@ async def test_an_outcome_that_is_refused_brings_no_work() -> None:
         first, second = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
         await dispatcher.scheduler.cancel(first)
-        assert isinstance(await dispatcher.answer(PEER, asking_on(lease)), Refused)
+        assert isinstance(await dispatcher.answer(PEER, asking_on(lease)), Rejected)
         assert (await dispatcher.scheduler.queue.load(second)).running == ()
         assert [lease.task.request for lease in await granted(dispatcher)] == [second]
 
@@ -615,7 +617,7 @@ async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queu
         await submit(dispatcher)
         (encode,) = await granted(dispatcher)
         reply = await dispatcher.answer(PEER, asking_on(encode))
-        assert isinstance(reply, Granted) and reply.leases
+        assert isinstance(reply, LeasesGranted) and reply.leases
         await dispatcher.undelivered(PEER, reply)
         await dispatcher.answer(OTHER, HELLO)
         (lease,) = await granted(dispatcher, peer=OTHER)
@@ -627,13 +629,13 @@ async def test_who_waits_with_fewer_tasks_gets_the_next_one_and_not_who_has_just
     async with dispatching() as (dispatcher, _):
         await submit(dispatcher)
         everything = msgspec.structs.replace(info("worker-1", ENCODE, DENOISE), slots=4)
-        await dispatcher.answer(PEER, Hello(everything, (CARD,)))
+        await dispatcher.answer(PEER, Register(everything, (CARD,)))
         (encode,) = await granted(dispatcher)
-        await dispatcher.answer(OTHER, Hello(msgspec.structs.replace(everything, id="worker-2"), (CARD,)))
+        await dispatcher.answer(OTHER, Register(msgspec.structs.replace(everything, id="worker-2"), (CARD,)))
         waits = asyncio.create_task(granted(dispatcher, 4, wait=20.0, peer=OTHER))
         await settle()
-        busy = msgspec.structs.replace(asking_on(encode), ask=Ask(1, None, 20.0))  # it holds three others
-        assert await dispatcher.answer(PEER, busy) == Granted((), {})
+        busy = msgspec.structs.replace(asking_on(encode), ask=RequestTasks(1, None, 20.0))  # it holds three others
+        assert await dispatcher.answer(PEER, busy) == LeasesGranted((), {})
         assert [lease.task.stage for lease in await waits] == ["denoise.0"]
 
 
@@ -641,11 +643,13 @@ async def test_who_waits_with_fewer_tasks_gets_the_next_one_and_not_who_has_just
 async def test_where_workers_take_turns_nobody_goes_before_who_has_waited() -> None:
     async with dispatching() as (whoever, clock):
         await submit(whoever)
-        dispatcher = Dispatcher(Scheduler(whoever.scheduler.queue, clock=clock), [], Places(""), dispatch="round_robin")
+        dispatcher = Dispatcher(
+            Scheduler(whoever.scheduler.queue, clock=clock), [], StorageLocations(""), dispatch="round_robin"
+        )
         await dispatcher.answer(PEER, HELLO)
-        await dispatcher.answer(OTHER, Hello(info("worker-2", DENOISE), (CARD,)))
+        await dispatcher.answer(OTHER, Register(info("worker-2", DENOISE), (CARD,)))
         (encode,) = await granted(dispatcher)
         waits = asyncio.create_task(granted(dispatcher, wait=20.0, peer=OTHER))
         await settle()
-        assert await dispatcher.answer(PEER, asking_on(encode)) == Granted((), {})
+        assert await dispatcher.answer(PEER, asking_on(encode)) == LeasesGranted((), {})
         assert [lease.task.stage for lease in await waits] == ["denoise.0"]

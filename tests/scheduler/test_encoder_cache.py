@@ -14,9 +14,9 @@ from tests.scheduler.model import DECODE, DENOISE, ENCODE, SHARING, params
 from tests.scheduler.test_scheduler import done as plain, info, pass_by, take
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, Overloaded, TransientError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Record, RequestContext, Timings
+from unfuse.core.request import RequestContext, RequestRecord, Timings
 from unfuse.core.task import Lease, cached_as
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
@@ -54,7 +54,7 @@ async def caching(
         await scheduler.close()
 
 
-def done(lease: Lease, nbytes: int = SIZE) -> Done:
+def done(lease: Lease, nbytes: int = SIZE) -> TaskCompleted:
     """What the worker makes of a task: objects of their own names."""
     report = plain(lease)
     if report.output is None:
@@ -72,7 +72,7 @@ async def ran(scheduler: Scheduler, nbytes: int = SIZE, pools: tuple[str, ...] =
     return stages
 
 
-async def loaded(scheduler: Scheduler, record: Record) -> RequestContext:
+async def loaded(scheduler: Scheduler, record: RequestRecord) -> RequestContext:
     return (await scheduler.queue.load(record.context.id)).context
 
 
@@ -194,13 +194,13 @@ async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> Non
         first, second = await take(scheduler, DENOISE, slots=2)
         gone = first.task.inputs[0]
 
-        await scheduler.fail(Failed(first.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
+        await scheduler.fail(TaskFailed(first.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
 
         assert await take(scheduler, DENOISE) == []
         (encode,) = await take(scheduler, ENCODE)
         assert (encode.task.attempt, encode.task.planned.cache) == (1, record.context.plan.stage("text_encode").cache)
         await scheduler.complete(done(encode), WORKER)
-        await scheduler.fail(Failed(second.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
+        await scheduler.fail(TaskFailed(second.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
         again = await take(scheduler, DENOISE, slots=9)
         assert [lease.task.inputs for lease in again] == [(done(encode).output,)] * 2
         for lease in again:
@@ -220,7 +220,7 @@ async def test_what_one_request_could_not_read_is_not_given_to_the_next() -> Non
         await scheduler.submit(*asking(SHARING, params()))
         (denoise,) = await take(scheduler)
         gone = denoise.task.inputs[0].id
-        await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=gone), WORKER)
+        await scheduler.fail(TaskFailed(denoise.claim, "object_lost", "it is gone", object_id=gone), WORKER)
         record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].status == "queued"
 
@@ -237,7 +237,7 @@ async def test_who_loses_an_older_object_leaves_the_newer_one_in_the_cache() -> 
             await scheduler.complete(done(lease), WORKER)
         older, newer = await take(scheduler, DENOISE, slots=2)
         lost = older.task.inputs[0].id
-        await scheduler.fail(Failed(older.claim, "object_lost", "it is gone", object_id=lost), WORKER)
+        await scheduler.fail(TaskFailed(older.claim, "object_lost", "it is gone", object_id=lost), WORKER)
         record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].output == newer.task.inputs[0]
 
@@ -247,7 +247,7 @@ async def test_only_an_output_that_was_recorded_is_kept() -> None:
         record = await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
         forged = msgspec.structs.replace(done(encode).output, attempt=9)  # type: ignore[type-var]
-        await scheduler.complete(Done(encode.claim, forged, (), Timings()), WORKER)
+        await scheduler.complete(TaskCompleted(encode.claim, forged, (), Timings()), WORKER)
         assert (await loaded(scheduler, record)).status == "failed"
 
         record = await scheduler.submit(*asking(SHARING, params()))
@@ -322,7 +322,7 @@ async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
         lost = denoise.task.inputs[0].id
-        await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=lost), WORKER)
+        await scheduler.fail(TaskFailed(denoise.claim, "object_lost", "it is gone", object_id=lost), WORKER)
         assert await ran(scheduler) == ALL
         assert (await loaded(scheduler, record)).status == "completed"
 
@@ -357,7 +357,7 @@ async def test_a_dead_request_that_is_tried_again_may_share_too() -> None:
         dead = await scheduler.submit(*asking(SHARING, params()))
         for _ in range(2):
             (lease,) = await take(scheduler)
-            await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
+            await scheduler.fail(TaskFailed(lease.claim, "crash", "bang"), WORKER)
         await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
         await scheduler.retry(dead.context.id)
@@ -378,7 +378,7 @@ async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() ->
                 if lease.task.inputs and number % 4 == 0 and lease.task.key not in losses:
                     losses.add(lease.task.key)
                     lost = lease.task.inputs[0].id
-                    await scheduler.fail(Failed(lease.claim, "object_lost", "gone", object_id=lost), WORKER)
+                    await scheduler.fail(TaskFailed(lease.claim, "object_lost", "gone", object_id=lost), WORKER)
                 else:
                     await scheduler.complete(done(lease), WORKER)
             await asyncio.sleep(0)

@@ -8,9 +8,9 @@ from typing_extensions import override
 from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import scheduling, take
 from tools.asking import asking
-from unfuse.core.messages import Failed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.supervisor import Observers, Supervisor
-from unfuse.core.task import Grown, Lease
+from unfuse.core.task import Lease, OutputDeltas
 from unfuse.scheduler import growing
 from unfuse.scheduler.growing import Growing
 from unfuse.scheduler.observer import Observer
@@ -39,8 +39,8 @@ async def begun(scheduler: Scheduler) -> tuple[str, Lease]:
     return submitted.context.id, lease
 
 
-def pieces(lease: Lease, offset: int, number: int) -> Grown:
-    return Grown(lease.claim, offset, tuple(b"%d" % at for at in range(offset, offset + number)))
+def pieces(lease: Lease, offset: int, number: int) -> OutputDeltas:
+    return OutputDeltas(lease.claim, offset, tuple(b"%d" % at for at in range(offset, offset + number)))
 
 
 async def test_of_each_piece_is_told_once_when_it_came() -> None:
@@ -66,7 +66,7 @@ async def test_the_next_attempt_goes_on_and_what_is_not_recorded_is_not_told() -
         scheduler.observers.add(ear := Ear())
         _, first = await begun(scheduler)
         await scheduler.growing.append([pieces(first, 0, 1)])
-        await scheduler.fail(Failed(first.claim, "hand_back", "no", reason="full"), "worker-1")
+        await scheduler.fail(TaskFailed(first.claim, "hand_back", "no", reason="full"), "worker-1")
         (again,) = await take(scheduler, ENCODE, DENOISE)
         clock.advance(0.5)
         assert await scheduler.growing.append([pieces(first, 1, 1)]) == set()

@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import object_for, pipelines, request_for
 from tests.examples import examples
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import IllegalMove, LeaseLost
-from unfuse.core.messages import Announced, Done, Failed, Saved, Stopped
+from unfuse.core.messages import CheckpointSaved, OutputAnnounced, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import (
     FLAGGED_TYPE,
@@ -20,7 +20,7 @@ from unfuse.core.request import (
     ErrorInfo,
     RequestContext,
     ResultFile,
-    Running,
+    RunningStage,
     StageState,
     Timings,
 )
@@ -45,10 +45,10 @@ def claim_of(change: Change, stage: str, handed_back: int = 0) -> Claim:
     return Claim(task.request, stage, task.attempt + handed_back, b"token of " + stage.encode())
 
 
-def done(claim: Claim, index: int | None = None) -> Done:
+def done(claim: Claim, index: int | None = None) -> TaskCompleted:
     output = object_for(claim) if index is None else None
     files = () if index is None else (ResultFile(index, "image/png", 10, "hash"),)
-    return Done(claim, output, files, Timings(run_s=2.0))
+    return TaskCompleted(claim, output, files, Timings(run_s=2.0))
 
 
 def finish(change: Change, *stages: str) -> Change:
@@ -67,11 +67,11 @@ def fail(
     stage: str,
     kind: Any,
     object_id: str = "",
-    running: tuple[Running, ...] = (),
+    running: tuple[RunningStage, ...] = (),
     company: bool = False,
     wall: float = WALL,
 ) -> Change:
-    failed = Failed(claim_of(change, stage), kind, "it broke", "trace", object_id, company)
+    failed = TaskFailed(claim_of(change, stage), kind, "it broke", "trace", object_id, company)
     return lifecycle.failed(change.context, failed, "w", wall, NOW, running)
 
 
@@ -114,14 +114,14 @@ class TestAdmission:
         request = request_for(PICTURE, order=7.5, params=size)
         change = lifecycle.admitted(request, WALL)
         assert [(task.order, task.affinity) for task in change.push] == [(7.5, "m [64, 32, 1]")] * 2
-        adapter = request_for(PICTURE, params={**size, "lora": "a"}, derived=Derived(lora_id="f00"))
+        adapter = request_for(PICTURE, params={**size, "lora": "a"}, derived=DerivedFacts(lora_id="f00"))
         adapted = lifecycle.admitted(adapter, WALL)
         assert [task.affinity for task in adapted.push] == ["m [64, 32, 1] f00"] * 2
         for stage, node, nbytes in (("text", "far", 10), ("image", "near", 11)):
             claim = claim_of(change, stage)
             output = msgspec.structs.replace(object_for(claim), node=node, nbytes=nbytes)
             push = change.push
-            change = lifecycle.completed(change.context, Done(claim, output, (), Timings()), "w", WALL)
+            change = lifecycle.completed(change.context, TaskCompleted(claim, output, (), Timings()), "w", WALL)
             change = msgspec.structs.replace(change, push=(*push, *change.push))
         assert change.push[-1].near == "near"
 
@@ -134,7 +134,7 @@ class TestFlagged:
         for index in range(2):
             claim = claim_of(msgspec.structs.replace(change, push=tuple(push)), f"decode.{index}")
             kind = FLAGGED_TYPE if index in indexes else "image/png"
-            report = Done(claim, None, (ResultFile(index, kind, 10, "hash"),), Timings())
+            report = TaskCompleted(claim, None, (ResultFile(index, kind, 10, "hash"),), Timings())
             change = lifecycle.completed(change.context, report, "w", WALL)
         return change
 
@@ -161,7 +161,7 @@ class TestCompletion:
 
     def test_what_was_made_is_recorded(self, first: Change) -> None:
         claim = claim_of(first, "text", handed_back=2)
-        running = (Running("text", claim.attempt, "w", WALL + 4),)
+        running = (RunningStage("text", claim.attempt, "w", WALL + 4),)
         change = lifecycle.completed(first.context, done(claim), "w", WALL + 9, running)
         state = change.context.stages["text"]
         assert (state.status, state.attempt, state.token, state.worker) == ("done", 3, claim.token, "w")
@@ -213,16 +213,16 @@ class TestCompletion:
     def test_a_final_stage_makes_results_and_nothing_else(self, first: Change, results: Any, made: str | None) -> None:
         ready = finish(first, "text", "image", "denoise.0")
         claim = claim_of(ready, "decode.0")
-        report = Done(claim, object_for(claim) if made else None, results, Timings())
+        report = TaskCompleted(claim, object_for(claim) if made else None, results, Timings())
         assert lifecycle.completed(ready.context, report, "w", WALL).context.status == "failed"
 
     def test_only_who_holds_the_lease_may_report(self, first: Change) -> None:
         claim = claim_of(first, "text")
-        held = (Running("text", claim.attempt, "w", WALL),)
+        held = (RunningStage("text", claim.attempt, "w", WALL),)
         with pytest.raises(LeaseLost, match="not leased to thief"):
             lifecycle.completed(first.context, done(claim), "thief", WALL, held)
         with pytest.raises(LeaseLost, match="not leased to thief"):
-            lifecycle.failed(first.context, Failed(claim, "permanent", ""), "thief", WALL, NOW, held)
+            lifecycle.failed(first.context, TaskFailed(claim, "permanent", ""), "thief", WALL, NOW, held)
         change = lifecycle.completed(first.context, done(claim), "w", WALL, held)
         assert lifecycle.completed(change.context, done(claim), "w", WALL) == Change(change.context, claim)
         with pytest.raises(LeaseLost):
@@ -264,7 +264,7 @@ class TestFailure:
         assert not change.context.dead
 
     def test_one_that_is_the_clients_mistake_is_told_as_such(self, first: Change) -> None:
-        failed = Failed(claim_of(first, "text"), "permanent", "for another model", reason="refused")
+        failed = TaskFailed(claim_of(first, "text"), "permanent", "for another model", reason="refused")
         change = lifecycle.failed(first.context, failed, "w", WALL, NOW, ())
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.stage) == ("invalid_parameter", "text")
@@ -341,7 +341,7 @@ class TestLostObjects:
 
     def test_a_reader_that_runs_already_is_left_alone(self, first: Change) -> None:
         ready = finish(first, "text", "image")
-        running = tuple(Running(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
+        running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         change = fail(ready, "denoise.0", "object_lost", "text@1", running)
         assert (change.close, change.context.stages["denoise.1"].status) == ((), "queued")
         after = lifecycle.completed(change.context, done(claim_of(ready, "denoise.1")), "w", WALL)
@@ -350,7 +350,7 @@ class TestLostObjects:
     @pytest.mark.parametrize("kind", ["transient", "crash", "object_lost"])
     def test_one_that_ran_on_waits_for_the_new_object_when_it_fails(self, first: Change, kind: str) -> None:
         ready = finish(first, "text", "image")
-        running = tuple(Running(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
+        running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         lost = fail(ready, "denoise.0", "object_lost", "text@1", running)
         change = fail(msgspec.structs.replace(lost, push=ready.push), "denoise.1", kind, "text@1")
         assert (names(change), change.context.stages["denoise.1"].status) == ([], "waiting")
@@ -361,7 +361,7 @@ class TestLostObjects:
 
     def test_naming_a_ref_that_was_replaced_meanwhile_costs_nothing(self, first: Change) -> None:
         ready = finish(first, "text", "image")
-        running = tuple(Running(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
+        running = tuple(RunningStage(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
         lost = fail(ready, "denoise.0", "object_lost", "text@1", running, wall=WALL + 1)
         made = finish(lost, "text")
         change = fail(msgspec.structs.replace(made, push=ready.push), "denoise.1", "object_lost", "text@1")
@@ -421,12 +421,14 @@ class TestTheEnd:
     def test_a_chain_that_ran_for_longer_than_it_may_ends_and_queues_do_not_count(self, first: Change) -> None:
         """Given a limit of 10 s, when a stage was leased for 4, waited for an hour and runs for 7, then it is over."""
         limited = msgspec.structs.replace(first, context=_limited(first.context, 10.0))
-        text = (Running("text", 1, "w", WALL, ran_s=4.0),)
+        text = (RunningStage("text", 1, "w", WALL, ran_s=4.0),)
         once = fail(limited, "text", "transient", running=text, wall=WALL + 4).context
         assert once.stages["text"].leased_s == 4
 
-        def again(text_s: float) -> tuple[Running, ...]:
-            return Running("text", 2, "w", WALL, ran_s=text_s), Running("image", 1, "w", WALL, ran_s=text_s + 3)
+        def again(text_s: float) -> tuple[RunningStage, ...]:
+            return RunningStage("text", 2, "w", WALL, ran_s=text_s), RunningStage(
+                "image", 1, "w", WALL, ran_s=text_s + 3
+            )
 
         assert lifecycle.overran(once, WALL + 3606, again(6.0)) is None  # 4 + 6 beside 9, not 19
         change = lifecycle.overran(once, WALL + 3607, again(7.0))
@@ -447,7 +449,7 @@ class TestTheEnd:
         with pytest.raises(LeaseLost):
             lifecycle.completed(over, done(claim_of(first, "text")), "w", WALL)
         with pytest.raises(LeaseLost):
-            lifecycle.failed(over, Failed(claim_of(first, "text"), "crash", ""), "w", WALL, NOW)
+            lifecycle.failed(over, TaskFailed(claim_of(first, "text"), "crash", ""), "w", WALL, NOW)
 
 
 @pytest.mark.parametrize("old", TASK_MOVES)
@@ -485,16 +487,16 @@ class Walk:
             return self.announce(claim)
         if self.dice.random() >= trouble:
             files = (ResultFile(task.params.get("index", 0), "image/png", 1, "h"),) if task.planned.final else ()
-            report = Done(claim, None if task.planned.final else object_for(task), files, Timings())
+            report = TaskCompleted(claim, None if task.planned.final else object_for(task), files, Timings())
             return self.take(lifecycle.completed(self.context, report, "w", WALL))
         kind = self.dice.choice(["transient", "crash", "object_lost", "object_lost"])
         lost = self.dice.choice(task.inputs).id if task.inputs else "unknown"
-        return self.take(lifecycle.failed(self.context, Failed(claim, kind, "", "", lost), "w", WALL, NOW))
+        return self.take(lifecycle.failed(self.context, TaskFailed(claim, kind, "", "", lost), "w", WALL, NOW))
 
     def announce(self, claim: Claim) -> None:
         """Have a task's output read from now on, or have the task go back, if it is read already."""
-        running = [Running(claim.stage, claim.attempt, "w", WALL)]
-        news = Announced(claim, object_for(claim))
+        running = [RunningStage(claim.stage, claim.attempt, "w", WALL)]
+        news = OutputAnnounced(claim, object_for(claim))
         change = lifecycle.announced(self.context, news, "w", WALL, running)
         if change is None:
             change = lifecycle.handed_back(self.context, claim, "w", WALL, running)
@@ -554,8 +556,10 @@ def test_every_request_comes_to_an_end(
 class TestWhatAnAttemptHasUsed:
     """Each attempt is counted once."""
 
-    def used(self, claim: Claim, seconds: float) -> list[Running]:
-        return [Running(claim.stage, claim.attempt, "w", WALL, 1, 4, timings=Timings(share_s=seconds, device="cpu"))]
+    def used(self, claim: Claim, seconds: float) -> list[RunningStage]:
+        return [
+            RunningStage(claim.stage, claim.attempt, "w", WALL, 1, 4, timings=Timings(share_s=seconds, device="cpu"))
+        ]
 
     def test_a_task_that_is_handed_back_twice_is_counted_once(self, first: Change) -> None:
         """The queue was away when the lease was to end."""
@@ -572,7 +576,7 @@ class TestWhatAnAttemptHasUsed:
 
     def test_a_task_that_did_not_begin_is_no_attempt(self, first: Change) -> None:
         claim = claim_of(first, "text")
-        unused = [Running(claim.stage, claim.attempt, "w", WALL)]
+        unused = [RunningStage(claim.stage, claim.attempt, "w", WALL)]
         back = lifecycle.handed_back(first.context, claim, "w", WALL + 1, unused)
         assert back
         state = back.context.stages["text"]
@@ -590,7 +594,7 @@ class TestWhatAnAttemptHasUsed:
 
     def test_an_output_that_is_lost_takes_its_seconds_off_the_bill(self, first: Change) -> None:
         claim = claim_of(first, "text")
-        made = Done(claim, object_for(claim), (), Timings(share_s=3.0, device="cpu"))
+        made = TaskCompleted(claim, object_for(claim), (), Timings(share_s=3.0, device="cpu"))
         ready = lifecycle.completed(finish(first, "image").context, made, "w", WALL)
         assert ready.context.stages["text"].timings.share_s == 3.0
         lost = fail(ready, "denoise.0", "object_lost", object_for(claim).id)
@@ -602,12 +606,12 @@ class TestAnnouncing:
     """A running stage's output, read while it is written."""
 
     @staticmethod
-    def news(claim: Claim, id: str = "early") -> Announced:
-        return Announced(claim, object_for(claim, id))
+    def news(claim: Claim, id: str = "early") -> OutputAnnounced:
+        return OutputAnnounced(claim, object_for(claim, id))
 
     @staticmethod
-    def running(*claims: Claim) -> list[Running]:
-        return [Running(claim.stage, claim.attempt, "w", WALL) for claim in claims]
+    def running(*claims: Claim) -> list[RunningStage]:
+        return [RunningStage(claim.stage, claim.attempt, "w", WALL) for claim in claims]
 
     def begun(self, first: Change) -> tuple[Change, Claim, list[Claim]]:
         """With one denoiser of two announced: that, its claim, and those of its readers."""
@@ -635,7 +639,7 @@ class TestAnnouncing:
         for news, worker, running in (
             (self.news(claim), "w", []),
             (self.news(claim), "thief", self.running(claim)),
-            (Announced(claim, object_for(other, "early")), "w", self.running(claim)),
+            (OutputAnnounced(claim, object_for(other, "early")), "w", self.running(claim)),
         ):
             with pytest.raises(LeaseLost):
                 lifecycle.announced(ready.context, news, worker, WALL, running)
@@ -645,7 +649,9 @@ class TestAnnouncing:
 
     def test_it_is_completed_as_any_other(self, first: Change) -> None:
         change, claim, _ = self.begun(first)
-        whole = lifecycle.completed(change.context, Done(claim, object_for(claim, "early"), (), Timings()), "w", WALL)
+        whole = lifecycle.completed(
+            change.context, TaskCompleted(claim, object_for(claim, "early"), (), Timings()), "w", WALL
+        )
         assert (whole.claim, whole.push, whole.close) == (claim, (), ())
         assert whole.context.stages["denoise.0"].status == "done"
 
@@ -659,7 +665,7 @@ class TestAnnouncing:
         elif how == "handed back":
             back = lifecycle.handed_back(change.context, claim, "w", WALL, self.running(claim, reader))
         else:
-            failed = Failed(claim, how, "it broke")  # type: ignore[arg-type]
+            failed = TaskFailed(claim, how, "it broke")  # type: ignore[arg-type]
             back = lifecycle.failed(change.context, failed, "w", WALL, NOW, self.running(claim, reader))
         assert back
         assert back.close == ((claim.request, "decode.0"),)
@@ -674,11 +680,11 @@ class TestAnnouncing:
         change, claim, (reader,) = self.begun(first)
         used = Timings(share_s=2.0, device="cpu")
         running = [msgspec.structs.replace(run, timings=used) for run in self.running(claim, reader)]
-        back = lifecycle.failed(change.context, Failed(claim, "transient", "it broke"), "w", WALL, NOW, running)
+        back = lifecycle.failed(change.context, TaskFailed(claim, "transient", "it broke"), "w", WALL, NOW, running)
         state = back.context.stages["decode.0"]
         assert (state.lost_s, back.context.stages["denoise.0"].lost_s) == ({"cpu": 2.0}, {"cpu": 2.0})
 
-        last = Stopped(reader, Timings(share_s=2.5, device="cpu"))
+        last = TaskStopped(reader, Timings(share_s=2.5, device="cpu"))
         told = lifecycle.stopped(back.context, last, "w", WALL)
         assert told
         assert told.context.stages["decode.0"].lost_s == {"cpu": 2.5}
@@ -687,7 +693,7 @@ class TestAnnouncing:
     def test_a_reader_that_cannot_read_it_waits_until_it_is_made(self, first: Change) -> None:
         """Its maker may be about to be told dead, or the way to it is cut: nobody is charged, and it goes on."""
         change, claim, (reader,) = self.begun(first)
-        lost = Failed(reader, "object_lost", "it is gone", object_id="early")
+        lost = TaskFailed(reader, "object_lost", "it is gone", object_id="early")
         back = lifecycle.failed(change.context, lost, "v", WALL, NOW, self.running(claim))
         states = back.context.stages
         assert (states["denoise.0"].status, states["decode.0"].status) == ("queued", "waiting")
@@ -713,7 +719,7 @@ class TestAnnouncing:
             change = read
         claims.append(claim_of(change, "third"))
         blamed = claims[0] if who == "maker" else claims[1]
-        failed = Failed(blamed, "transient" if who == "maker" else "object_lost", "it broke", object_id="first")
+        failed = TaskFailed(blamed, "transient" if who == "maker" else "object_lost", "it broke", object_id="first")
         back = lifecycle.failed(change.context, failed, "w", WALL, NOW, self.running(*claims))
         states = back.context.stages
         assert [(states[name].status, states[name].output) for name in ("first", "second", "third")] == [
@@ -736,8 +742,8 @@ class TestCheckpoints:
     """A running stage's state, kept for a later attempt."""
 
     @staticmethod
-    def running(claim: Claim, worker: str = "w") -> Running:
-        return Running(claim.stage, claim.attempt, worker, WALL)
+    def running(claim: Claim, worker: str = "w") -> RunningStage:
+        return RunningStage(claim.stage, claim.attempt, worker, WALL)
 
     @pytest.fixture
     def denoising(self, first: Change) -> tuple[RequestContext, Claim]:
@@ -747,7 +753,7 @@ class TestCheckpoints:
     def test_it_is_recorded_and_nothing_else_moves(self, denoising: tuple[RequestContext, Claim]) -> None:
         context, claim = denoising
         ref = object_for(claim, "kept")
-        change = lifecycle.saved(context, Saved(claim, ref, 10), "w", [self.running(claim)])
+        change = lifecycle.saved(context, CheckpointSaved(claim, ref, 10), "w", [self.running(claim)])
         assert change is not None
         assert (change.claim, change.push, change.close, change.events) == (None, (), (), ())
         state = change.context.stages["denoise.0"]
@@ -759,7 +765,7 @@ class TestCheckpoints:
     def test_the_newest_counts_and_a_repeat_changes_nothing(self, denoising: tuple[RequestContext, Claim]) -> None:
         context, claim = denoising
         for step, recorded in ((10, True), (10, False), (5, False), (20, True)):
-            change = lifecycle.saved(context, Saved(claim, object_for(claim, f"at {step}"), step), "w")
+            change = lifecycle.saved(context, CheckpointSaved(claim, object_for(claim, f"at {step}"), step), "w")
             assert (change is not None) == recorded, step
             context = change.context if change else context
         assert context.stages["denoise.0"].checkpoint_step == 20
@@ -769,10 +775,10 @@ class TestCheckpoints:
     ) -> None:
         """Given a checkpoint that could not be read, when the next attempt has come less far, then its own counts."""
         context, claim = denoising
-        change = lifecycle.saved(context, Saved(claim, object_for(claim, "lost"), 50), "w")
+        change = lifecycle.saved(context, CheckpointSaved(claim, object_for(claim, "lost"), 50), "w")
         assert change is not None
         again = msgspec.structs.replace(claim, attempt=2)
-        change = lifecycle.saved(change.context, Saved(again, object_for(again, "kept"), 20), "w")
+        change = lifecycle.saved(change.context, CheckpointSaved(again, object_for(again, "kept"), 20), "w")
         assert change is not None
         state = change.context.stages["denoise.0"]
         assert (state.checkpoint, state.checkpoint_step) == (object_for(again, "kept"), 20)
@@ -794,20 +800,22 @@ class TestCheckpoints:
             assert change is not None
             context = change.context
         with pytest.raises(LeaseLost):
-            lifecycle.saved(context, Saved(claim, ref, 10), worker, [self.running(claim)] if wrong == "worker" else [])
+            lifecycle.saved(
+                context, CheckpointSaved(claim, ref, 10), worker, [self.running(claim)] if wrong == "worker" else []
+            )
 
     @pytest.mark.parametrize("end", ["transient", "crash", "expired", "done", "cancelled"])
     def test_it_lasts_until_the_stage_is_done_or_its_request_over(
         self, end: str, denoising: tuple[RequestContext, Claim]
     ) -> None:
         context, claim = denoising
-        change = lifecycle.saved(context, Saved(claim, object_for(claim, "kept"), 10), "w")
+        change = lifecycle.saved(context, CheckpointSaved(claim, object_for(claim, "kept"), 10), "w")
         assert change is not None
         context = change.context
         task = task_of(context.id, "denoise.0", 1, "p", "denoise", "m", {})
         after = {
-            "transient": lambda: lifecycle.failed(context, Failed(claim, "transient", "x"), "w", WALL, NOW),
-            "crash": lambda: lifecycle.failed(context, Failed(claim, "crash", "x"), "w", WALL, NOW),
+            "transient": lambda: lifecycle.failed(context, TaskFailed(claim, "transient", "x"), "w", WALL, NOW),
+            "crash": lambda: lifecycle.failed(context, TaskFailed(claim, "crash", "x"), "w", WALL, NOW),
             "expired": lambda: lifecycle.expired_lease(context, Lease(task, "w", claim.token, 0.0), WALL),
             "done": lambda: lifecycle.completed(context, done(claim), "w", WALL),
             "cancelled": lambda: lifecycle.cancelled(context, WALL),

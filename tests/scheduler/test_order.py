@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler.model import CARD, DENOISE, params
 from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
-from unfuse.core.messages import Ask, Done, Granted, Hello, Places
+from unfuse.core.messages import LeasesGranted, Register, RequestTasks, StorageLocations, TaskCompleted
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
@@ -85,7 +85,7 @@ class Machine:
 
     async def finish(self, lease: Lease, seconds: float) -> None:
         files = (ResultFile(0, "image/png", 1, ""),)
-        await self.scheduler.complete(Done(lease.claim, None, files, Timings(run_s=seconds)), "w")
+        await self.scheduler.complete(TaskCompleted(lease.claim, None, files, Timings(run_s=seconds)), "w")
 
     async def run(self, trace: list[Asked]) -> list[Told]:
         """Live through a trace; what was told, in the order in which it was done. The model was measured before."""
@@ -187,16 +187,16 @@ class RemoteWaiters:
     def __init__(self, dispatch: Dispatch) -> None:
         clock = ManualClock()
         self.scheduler = Scheduler(MemoryQueue(clock), clock=clock)
-        self.dispatcher = Dispatcher(self.scheduler, [], Places(""), dispatch=dispatch)
+        self.dispatcher = Dispatcher(self.scheduler, [], StorageLocations(""), dispatch=dispatch)
 
     async def join(self, name: str, slots: int) -> None:
         worker = msgspec.structs.replace(info(name, DENOISE), node=f"node of {name}", slots=slots)
-        await self.dispatcher.answer(name.encode(), Hello(worker, (CARD,)))
+        await self.dispatcher.answer(name.encode(), Register(worker, (CARD,)))
 
     def ask(self, name: str, slots: int) -> asyncio.Task[list[Lease]]:
         async def asking() -> list[Lease]:
-            granted = await self.dispatcher.answer(name.encode(), Ask(slots, None, 20.0))
-            assert isinstance(granted, Granted)
+            granted = await self.dispatcher.answer(name.encode(), RequestTasks(slots, None, 20.0))
+            assert isinstance(granted, LeasesGranted)
             return list(granted.leases)
 
         return asyncio.create_task(asking())

@@ -11,7 +11,7 @@ import pytest
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, done, info, pass_by, scheduling, take
 from tools.asking import asking
-from unfuse.core.messages import Ask, Failed, Granted, Hello, Places, Saved
+from unfuse.core.messages import CheckpointSaved, LeasesGranted, Register, RequestTasks, StorageLocations, TaskFailed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared, manned, outcome_of
 from unfuse.core.request import RequestContext, Timings
@@ -72,10 +72,10 @@ class TestNames:
 class TestWhoGetsIt:
     async def test_a_request_that_came_before_its_workers_is_theirs(self) -> None:
         async with scheduling() as (scheduler, _):
-            dispatcher = Dispatcher(scheduler, [], Places("memory"))
+            dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
             before = (await scheduler.submit(*asking(CARD, params()))).context
             assert pools_of(before) == [ENCODE, DENOISE, DECODE]
-            await dispatcher.answer(b"w", Hello(info(WORKER, f"{ENCODE}@1", CPU, f"{DECODE}@1"), (CARD,)))
+            await dispatcher.answer(b"w", Register(info(WORKER, f"{ENCODE}@1", CPU, f"{DECODE}@1"), (CARD,)))
             after = await waits_in(scheduler, before.id, f"{ENCODE}@1")
             assert pools_of(after) == [f"{ENCODE}@1", DENOISE, DECODE]
             for pool in (f"{ENCODE}@1", CPU, f"{DECODE}@1"):
@@ -155,10 +155,10 @@ class TestWhenWorkersGo:
             await come(scheduler, "c", CPU)
             await encoded(scheduler)
             (lease,) = await take(scheduler, CPU)
-            await scheduler.save(Saved(lease.claim, checkpoint(lease), 5), WORKER)
+            await scheduler.save(CheckpointSaved(lease.claim, checkpoint(lease), 5), WORKER)
             await scheduler.queue.bye("c")
             await come(scheduler, "again", again)
-            await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
+            await scheduler.fail(TaskFailed(lease.claim, "crash", "bang"), WORKER)
             (retry,) = await take(scheduler, again)
             assert ((await scheduler.resumed(retry)).checkpoint is not None) == goes_on
 
@@ -211,13 +211,16 @@ class TestWhoIsExpected:
     async def test_work_piles_up_before_one_that_sleeps_as_far_as_it_would_awake(self) -> None:
         async with scheduling() as (scheduler, _):
             await scheduler.queue.declare("operator", Declaration((CARD,), {DENOISE: 3}))
-            dispatcher = Dispatcher(scheduler, [], Places("memory"))
+            dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
             worker = msgspec.structs.replace(info(WORKER, ENCODE), slots=99)
-            await dispatcher.answer(b"w", Hello(worker, (CARD,)))
+            await dispatcher.answer(b"w", Register(worker, (CARD,)))
             for seed in range(20):
                 await scheduler.submit(*asking(CARD, params(seed)))
             given = 0
-            while isinstance(granted := await dispatcher.answer(b"w", Ask(1, None, 0.0)), Granted) and granted.leases:
+            while (
+                isinstance(granted := await dispatcher.answer(b"w", RequestTasks(1, None, 0.0)), LeasesGranted)
+                and granted.leases
+            ):
                 (lease,) = granted.leases
                 await dispatcher.answer(b"w", done(lease))
                 given += 1

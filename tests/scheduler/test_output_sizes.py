@@ -8,14 +8,14 @@ import pytest
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, scheduling, take
 from tools.asking import asking
-from unfuse.core.media import Room
+from unfuse.core.modalities import OutputSize
 from unfuse.core.plan import Pipeline
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.scheduler.transitions import REMEMBERED, OutputSizes
 from unfuse.testing.queue_samples import task_of
 
 TEXT, *OTHERS = CARD.pipeline.stages
-UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, room=Room()), *OTHERS)))
+UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, room=OutputSize()), *OTHERS)))
 """A model that does not say how long its embeddings are."""
 
 

@@ -12,7 +12,7 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, param
 from tests.scheduler.test_scheduler import done, info
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost
-from unfuse.core.messages import Keep
+from unfuse.core.messages import CachePrefix
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, prefix_key
 from unfuse.core.task import Lease
@@ -67,13 +67,13 @@ async def extending(scheduler: Scheduler, begins: Sequence[str], tenant: str = "
     return await scheduler.resumed(lease)
 
 
-def added(lease: Lease, digest: str, ref: ObjectRef) -> Keep:
+def added(lease: Lease, digest: str, ref: ObjectRef) -> CachePrefix:
     """What a stage says of a portion that it adds."""
-    return Keep(lease.claim, prefix_key(lease.task.planned.extends, digest), ref, digest)
+    return CachePrefix(lease.claim, prefix_key(lease.task.planned.extends, digest), ref, digest)
 
 
 async def keep(scheduler: Scheduler, lease: Lease, number: int, ref: ObjectRef) -> None:
-    await scheduler.keep(Keep(lease.claim, lease.task.planned.prefixes[number], ref), lease.worker)
+    await scheduler.keep(CachePrefix(lease.claim, lease.task.planned.prefixes[number], ref), lease.worker)
 
 
 async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> None:
@@ -138,9 +138,9 @@ async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
         lease = await leased(scheduler, ["a"])
         key = lease.task.planned.prefixes[0]
         for worker, message in (
-            (TWO, Keep(lease.claim, key, made("x", TWO))),
-            (ONE, Keep(lease.claim, "another", made("x"))),
-            (ONE, Keep(lease.claim, key, made("x", TWO))),
+            (TWO, CachePrefix(lease.claim, key, made("x", TWO))),
+            (ONE, CachePrefix(lease.claim, "another", made("x"))),
+            (ONE, CachePrefix(lease.claim, key, made("x", TWO))),
         ):
             with pytest.raises(LeaseLost):
                 await scheduler.keep(message, worker)

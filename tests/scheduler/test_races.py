@@ -17,11 +17,11 @@ from tests.examples import examples
 from tests.scheduler.model import CARD, Racing, params
 from tests.scheduler.test_scheduler import done, take
 from tools.asking import asking
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.messages import Announced, Done, Failed
+from unfuse.core.messages import OutputAnnounced, TaskCompleted, TaskFailed
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import TERMINAL_EVENTS, Event, Record, RequestContext, ResultFile, Timings
+from unfuse.core.request import TERMINAL_EVENTS, Event, RequestContext, RequestRecord, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import change_builder
@@ -55,8 +55,8 @@ async def test_cancel_fail_expire_and_complete_end_a_request_once(order: tuple[s
     (lease,) = await take(scheduler)
     acts: dict[str, Callable[[], Awaitable[object]]] = {
         "complete": lambda: scheduler.complete(done(lease), lease.worker),
-        "fail": lambda: scheduler.fail(Failed(lease.claim, "permanent", "no"), lease.worker),
-        "crash": lambda: scheduler.fail(Failed(lease.claim, "crash", "bang", company=True), lease.worker),
+        "fail": lambda: scheduler.fail(TaskFailed(lease.claim, "permanent", "no"), lease.worker),
+        "crash": lambda: scheduler.fail(TaskFailed(lease.claim, "crash", "bang", company=True), lease.worker),
         "expire": lambda: scheduler.upkeep.end(lease),
         "cancel": lambda: scheduler.cancel(request),
         "time out": lambda: scheduler.upkeep.expire(request),
@@ -145,13 +145,13 @@ class Fate:
     async def complete(self, lease: Lease) -> None:
         await self.report(lease, lease.worker)
 
-    async def report(self, lease: Lease, worker: str) -> Record:
+    async def report(self, lease: Lease, worker: str) -> RequestRecord:
         task = lease.task
         index = task.params.get("index", 0)
         files = (ResultFile(int(str(index)), "image/png", 1, "h"),) if task.planned.final else ()
         output = None if task.planned.final else msgspec.structs.replace(object_for(task), owner=worker)
         wants = wanted(*self.pools, slots=1) if self.dice.random() < 0.5 else None
-        done = Done(lease.claim, output, files, Timings(run_s=1.0))
+        done = TaskCompleted(lease.claim, output, files, Timings(run_s=1.0))
         record, leases = await self.scheduler.complete(done, worker, wants)
         self.leases += leases
         return record
@@ -159,23 +159,23 @@ class Fate:
     async def fail(self, lease: Lease) -> None:
         kind = self.dice.choice(["transient", "crash", "permanent"])
         company = self.dice.random() < 0.5
-        await self.scheduler.fail(Failed(lease.claim, kind, "so", company=company), lease.worker)
+        await self.scheduler.fail(TaskFailed(lease.claim, kind, "so", company=company), lease.worker)
 
     async def lose(self, lease: Lease) -> None:
         lost = self.dice.choice(lease.task.inputs).id if lease.task.inputs else "unknown"
-        await self.scheduler.fail(Failed(lease.claim, "object_lost", "gone", object_id=lost), lease.worker)
+        await self.scheduler.fail(TaskFailed(lease.claim, "object_lost", "gone", object_id=lost), lease.worker)
 
     async def expire(self, lease: Lease) -> None:
         await self.scheduler.upkeep.end(lease)
 
     async def hand_back(self, lease: Lease) -> None:
-        await self.scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason="drain"), lease.worker)
+        await self.scheduler.fail(TaskFailed(lease.claim, "hand_back", "leaving", reason="drain"), lease.worker)
 
     async def announce(self, lease: Lease) -> None:
         """It goes on, and its readers may be leased."""
         self.leases.append(lease)
         output = msgspec.structs.replace(object_for(lease.claim), owner=lease.worker)
-        await self.scheduler.announce(Announced(lease.claim, output), lease.worker)
+        await self.scheduler.announce(OutputAnnounced(lease.claim, output), lease.worker)
 
     async def impersonate(self, lease: Lease) -> None:
         self.leases.append(lease)
@@ -207,7 +207,7 @@ def test_every_request_ends_once_whatever_happens(
     asyncio.run(_live(card, n, random.Random(seed), trouble, cancel_at))
 
 
-async def _live(card: ModelCard, n: int, dice: random.Random, trouble: float, cancel_at: int) -> None:
+async def _live(card: ModelSpec, n: int, dice: random.Random, trouble: float, cancel_at: int) -> None:
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), clock=clock)
     pools = frozenset(card.pools().values())

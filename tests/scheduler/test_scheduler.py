@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
-from unfuse.core.messages import Done, Failed, Saved, WorkerInfo, WorkerStatus
+from unfuse.core.messages import CheckpointSaved, TaskCompleted, TaskFailed, WorkerInfo, WorkerStatus
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Event, ResultFile, Timings
 from unfuse.core.task import Lease
@@ -41,12 +41,12 @@ def output(lease: Lease, owner: str = WORKER) -> ObjectRef:
     )
 
 
-def done(lease: Lease) -> Done:
+def done(lease: Lease) -> TaskCompleted:
     results = (ResultFile(int(lease.task.params.get("index") or 0), "image/png", 3, "0" * 64),)
     return (
-        Done(lease.claim, None, results, Timings())
+        TaskCompleted(lease.claim, None, results, Timings())
         if lease.task.planned.final
-        else Done(lease.claim, output(lease), (), Timings())
+        else TaskCompleted(lease.claim, output(lease), (), Timings())
     )
 
 
@@ -200,11 +200,11 @@ async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str
         record = await scheduler.submit(*asking(CARD, params()))
         for _ in range(10):
             (lease,) = await take(scheduler)
-            await scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason=reason), WORKER)
+            await scheduler.fail(TaskFailed(lease.claim, "hand_back", "leaving", reason=reason), WORKER)
         context = (await scheduler.queue.load(record.context.id)).context
         assert (context.status, context.stages["text_encode"].failures) == ("queued", 0)
         with pytest.raises(LeaseLost):
-            await scheduler.fail(Failed(lease.claim, "hand_back", "again"), WORKER)
+            await scheduler.fail(TaskFailed(lease.claim, "hand_back", "again"), WORKER)
 
 
 async def take_as(scheduler: Scheduler, worker: str) -> list[Lease]:
@@ -236,7 +236,7 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
                     await scheduler.queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
                 elif reason not in BLAMELESS:
                     returned[worker] += 1
-                await scheduler.fail(Failed(lease.claim, "hand_back", "no", reason=reason), worker)
+                await scheduler.fail(TaskFailed(lease.claim, "hand_back", "no", reason=reason), worker)
             other = await scheduler.submit(*asking(CARD, params(), priority=-1))
             (lease,) = await take_as(scheduler, worker) if worker in shunned or len(shunned) >= GIVEN_UP else [None]
             assert lease is None or lease.task.request == other.context.id
@@ -258,8 +258,8 @@ async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> Non
         assert await scheduler.resumed(denoise) is denoise
         for step, end in ((10, "hand_back"), (20, "transient"), (30, "hand_back")):
             ref = msgspec.structs.replace(output(denoise), id=f"at {step}")
-            await scheduler.save(Saved(denoise.claim, ref, step), WORKER)
-            await scheduler.fail(Failed(denoise.claim, end, "elsewhere"), WORKER)  # type: ignore[arg-type]
+            await scheduler.save(CheckpointSaved(denoise.claim, ref, step), WORKER)
+            await scheduler.fail(TaskFailed(denoise.claim, end, "elsewhere"), WORKER)  # type: ignore[arg-type]
             clock.advance(2)
             (denoise,) = await take(scheduler)
             denoise = await scheduler.resumed(denoise)
@@ -267,7 +267,9 @@ async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> Non
             assert WORKER in {ref.owner for ref in denoise.reads}
         stale = msgspec.structs.replace(denoise.claim, attempt=1)
         with pytest.raises(LeaseLost):
-            await scheduler.save(Saved(stale, msgspec.structs.replace(output(denoise), attempt=1), 40), WORKER)
+            await scheduler.save(
+                CheckpointSaved(stale, msgspec.structs.replace(output(denoise), attempt=1), 40), WORKER
+            )
         await scheduler.complete(done(denoise), WORKER)
         assert await run_to_the_end(scheduler) == ["vae_decode.0"]
 
@@ -278,7 +280,7 @@ async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes()
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
-        lost = Failed(denoise.claim, "object_lost", "the owner is gone", object_id="text_encode-1")
+        lost = TaskFailed(denoise.claim, "object_lost", "the owner is gone", object_id="text_encode-1")
         await scheduler.fail(lost, WORKER)
         assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
         assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
@@ -336,7 +338,7 @@ async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() 
         ).context
         for _ in range(2):
             (lease,) = await take(scheduler)
-            await scheduler.fail(Failed(lease.claim, "crash", "bang", "SIGSEGV"), WORKER)
+            await scheduler.fail(TaskFailed(lease.claim, "crash", "bang", "SIGSEGV"), WORKER)
         assert (await scheduler.queue.load(old.id)).context.dead
         new = (await scheduler.retry(old.id)).context
         assert new.id != old.id
@@ -356,7 +358,7 @@ async def test_a_dead_video_is_tried_again_under_the_id_that_its_uploads_are_und
         dead = (await scheduler.submit(*asking(CARD, params(), id="video_1"))).context.id
         for _ in range(2):
             (lease,) = await take(scheduler)
-            await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
+            await scheduler.fail(TaskFailed(lease.claim, "crash", "bang"), WORKER)
         assert (await scheduler.retry(dead, id="video_2")).context.id == "video_2"
 
 
@@ -436,8 +438,8 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
         assert statuses == ["queued", "queued", "expired", "completed"]
 
 
-def unknown(lease: Lease, error: str = "AssertionError") -> Failed:
-    return Failed(lease.claim, "transient", f"{error}: /srv/models/secret/x.bin", "Traceback", error=error)
+def unknown(lease: Lease, error: str = "AssertionError") -> TaskFailed:
+    return TaskFailed(lease.claim, "transient", f"{error}: /srv/models/secret/x.bin", "Traceback", error=error)
 
 
 async def test_an_unknown_error_is_tried_once_more_on_another_worker_and_is_permanent_there() -> None:

@@ -21,8 +21,8 @@ from tools.asking import asking
 from tools.redis_server import RedisServer
 from unfuse import queues
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.messages import Failed
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.messages import TaskFailed
+from unfuse.core.request import RequestContext, RequestRecord
 from unfuse.core.task import Lease
 from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
@@ -72,7 +72,7 @@ async def one(url: str) -> AsyncIterator[Scheduler]:
         await queue.close()
 
 
-async def ask(scheduler: Scheduler, seed: int = 1, **more: Any) -> Record:
+async def ask(scheduler: Scheduler, seed: int = 1, **more: Any) -> RequestRecord:
     given = {name: more.pop(name) for name in ("prompt",) if name in more}
     return await scheduler.submit(*asking(SHARING, params(seed, **given), **more))
 
@@ -82,11 +82,11 @@ async def lease(scheduler: Scheduler, *pools: str, slots: int = 1, wait: float =
     return await scheduler.queue.lease(WORKER, offer, TTL, wait=wait)
 
 
-async def context(scheduler: Scheduler, record: Record) -> RequestContext:
+async def context(scheduler: Scheduler, record: RequestRecord) -> RequestContext:
     return (await scheduler.queue.load(record.context.id)).context
 
 
-async def run(scheduler: Scheduler, *records: Record) -> Counter[str]:
+async def run(scheduler: Scheduler, *records: RequestRecord) -> Counter[str]:
     """Do what there is to do until these requests are over: how often each stage ran."""
     ran = Counter[str]()
     while not all([(await context(scheduler, record)).over for record in records]):
@@ -96,7 +96,7 @@ async def run(scheduler: Scheduler, *records: Record) -> Counter[str]:
     return ran
 
 
-async def statuses(scheduler: Scheduler, *records: Record) -> list[str]:
+async def statuses(scheduler: Scheduler, *records: RequestRecord) -> list[str]:
     return [(await context(scheduler, record)).status for record in records]
 
 
@@ -120,7 +120,7 @@ async def test_what_is_encoded_already_is_waited_for_and_not_encoded_again(url: 
             assert told == ["queued", "stage_completed", "stage_started"]
 
 
-async def until(scheduler: Scheduler, record: Record, kind: str) -> AsyncIterator[Any]:
+async def until(scheduler: Scheduler, record: RequestRecord, kind: str) -> AsyncIterator[Any]:
     """The events of a request up to the first of a kind."""
     async for event in scheduler.queue.watch(record.context.id):
         yield event
@@ -163,7 +163,7 @@ async def test_when_the_first_comes_to_nothing_the_others_encode_themselves(url:
             forged = msgspec.structs.replace(done(encode).output, attempt=9)  # type: ignore[type-var]
             await scheduler.complete(msgspec.structs.replace(done(encode), output=forged), WORKER)
         else:
-            await scheduler.fail(Failed(encode.claim, fate, "it went wrong"), WORKER)  # type: ignore[arg-type]
+            await scheduler.fail(TaskFailed(encode.claim, fate, "it went wrong"), WORKER)  # type: ignore[arg-type]
 
         leases = [one for _ in range(2) for one in await lease(scheduler, ENCODE, wait=1.0)]
         assert second.context.id in {one.task.request for one in leases}
@@ -262,7 +262,7 @@ def test_whatever_happens_every_request_comes_to_its_end(happens: list[str], dic
 
 
 async def _whatever(happens: list[str], dice: random.Random) -> None:
-    clock, asked = VirtualClock(), list[Record]()
+    clock, asked = VirtualClock(), list[RequestRecord]()
     queue = MemoryQueue(clock)
     async with AsyncExitStack() as stack:
         both = [await stack.enter_async_context(scheduling(queue, clock=clock)) for _ in range(2)]
@@ -299,10 +299,10 @@ async def _something(scheduler: Scheduler, what: str) -> None:
             if what == "expire":
                 await scheduler.upkeep.end(one)
             elif what == "fail" or (what == "lose" and not lost):
-                await scheduler.fail(Failed(one.claim, "transient", "later"), WORKER)
+                await scheduler.fail(TaskFailed(one.claim, "transient", "later"), WORKER)
             elif what == "crash":
-                await scheduler.fail(Failed(one.claim, "crash", "bang"), WORKER)
+                await scheduler.fail(TaskFailed(one.claim, "crash", "bang"), WORKER)
             elif what == "lose":
-                await scheduler.fail(Failed(one.claim, "object_lost", "gone", object_id=lost), WORKER)
+                await scheduler.fail(TaskFailed(one.claim, "object_lost", "gone", object_id=lost), WORKER)
             else:
                 await scheduler.complete(done(one), WORKER)

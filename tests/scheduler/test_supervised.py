@@ -13,7 +13,17 @@ from tests.scheduler.model import DECODE, DENOISE, ENCODE, SHARING, params
 from tests.scheduler.test_encoder_cache import WORKER, done
 from tests.scheduler.test_scheduler import info, take
 from tools.asking import asking
-from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
+from unfuse.core.messages import (
+    Accepted,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Register,
+    RequestTasks,
+    StorageLocations,
+    TaskFailed,
+    TransferStats,
+)
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
@@ -51,7 +61,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
         (scheduler._cache, "lost", fails_later),
     ):  # fmt: skip
         monkeypatch.setattr(part, name, how)
-    return Dispatcher(scheduler, (), Places(""))
+    return Dispatcher(scheduler, (), StorageLocations(""))
 
 
 async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,23 +70,23 @@ async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypa
     dispatcher = failing(monkeypatch)
     scheduler = dispatcher.scheduler
     with capture_logs() as logs:
-        await dispatcher.answer(PEER, Hello(info(WORKER, ENCODE, DENOISE, DECODE), (SHARING,)))
+        await dispatcher.answer(PEER, Register(info(WORKER, ENCODE, DENOISE, DECODE), (SHARING,)))
         record = await scheduler.submit(*asking(SHARING, params()))
         other = await scheduler.submit(*asking(SHARING, params(), cache=False, priority=-1))
         for kind in ("text_encode", "denoise", "again", "denoise", "vae_decode"):
-            granted = await dispatcher.answer(PEER, Ask(1, None, 0.0))
-            assert isinstance(granted, Granted)
+            granted = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
+            assert isinstance(granted, LeasesGranted)
             (lease,) = granted.leases
             if kind == "denoise" and lease.task.attempt == 1:
-                lost = Failed(lease.claim, "object_lost", "gone", object_id=lease.task.inputs[0].id)
+                lost = TaskFailed(lease.claim, "object_lost", "gone", object_id=lease.task.inputs[0].id)
                 assert await dispatcher.answer(PEER, lost) == Accepted()
             else:
                 assert await dispatcher.answer(PEER, done(lease)) == Accepted()
         assert (await scheduler.cancel(other.context.id)).context.status == "cancelled"
-        pulse = await dispatcher.answer(PEER, Beat(moved={"tcp": Moved(1, 1.0)}))
+        pulse = await dispatcher.answer(PEER, Heartbeat(moved={"tcp": TransferStats(1, 1.0)}))
         await scheduler.close()
     assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
-    assert isinstance(pulse, Pulse)
+    assert isinstance(pulse, HeartbeatReply)
     assert {line["doing"] for line in logs if line["log_level"] == "error"} == {
         "learning from an output", "keeping an output for other requests", "giving up a lost output",
         "telling Costs of ended", *(f"telling Failing of {what}" for what in (
@@ -91,15 +101,15 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
 ) -> None:
     """Given a lease whose worker cannot be told of it, then the task is back in its place, and nothing is charged."""
     clock = ManualClock()
-    dispatcher = Dispatcher(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), Places(""))
-    await dispatcher.answer(PEER, Hello(info(WORKER, ENCODE), (SHARING,)))
+    dispatcher = Dispatcher(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), StorageLocations(""))
+    await dispatcher.answer(PEER, Register(info(WORKER, ENCODE), (SHARING,)))
     record = await dispatcher.scheduler.submit(*asking(SHARING, params()))
     with monkeypatch.context() as patch:
         patch.setattr(dispatcher.scheduler if part == "resumed" else dispatcher.scheduler.registry, part, fails_later)
         with pytest.raises(OSError, match="No space"):
-            await dispatcher.answer(PEER, Ask(1, None, 0.0))
-    granted = await dispatcher.answer(PEER, Ask(1, None, 0.0))
-    assert isinstance(granted, Granted)
+            await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
+    granted = await dispatcher.answer(PEER, RequestTasks(1, None, 0.0))
+    assert isinstance(granted, LeasesGranted)
     assert [lease.task.key for lease in granted.leases] == [(record.context.id, "text_encode")]
     await dispatcher.scheduler.close()
 

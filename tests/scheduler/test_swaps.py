@@ -17,8 +17,17 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.scheduler.test_dispatcher import submit
 from tests.scheduler.test_scheduler import done, info, scheduling
 from tools.redis_server import RedisServer
-from unfuse.core.card import ModelCard
-from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo, WorkerStatus
+from unfuse.core.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Register,
+    RequestTasks,
+    StorageLocations,
+    WorkerInfo,
+    WorkerStatus,
+)
+from unfuse.core.model_spec import ModelSpec
 from unfuse.queues.base import Member, PoolStats, QueueBackend, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
@@ -182,22 +191,22 @@ async def dispatching() -> AsyncIterator[tuple[Dispatcher, ManualClock, Heard]]:
     async with scheduling(lease_ttl=500.0) as (scheduler, clock):
         heard = Heard()
         scheduler.observers.add(heard)
-        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
-        await dispatcher.answer(b"peer", Hello(worker(), (CARD,)))
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], StorageLocations("disk:/results"))
+        await dispatcher.answer(b"peer", Register(worker(), (CARD,)))
         yield dispatcher, clock, heard
 
 
 async def beaten(dispatcher: Dispatcher, loaded: str, target: str = "") -> str:
     status = WorkerStatus(loaded=loaded, load_s=1.0, target=target)
-    pulse = await dispatcher.answer(b"peer", Beat(status=status))
-    assert isinstance(pulse, Pulse)
+    pulse = await dispatcher.answer(b"peer", Heartbeat(status=status))
+    assert isinstance(pulse, HeartbeatReply)
     return pulse.load
 
 
 async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_what_waits() -> None:
     async with dispatching() as (dispatcher, clock, heard):
         request = await submit(dispatcher)
-        assert await dispatcher.answer(b"peer", Ask(4, None, 0.0, holds="second")) == Granted((), {})
+        assert await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, holds="second")) == LeasesGranted((), {})
         assert not await beaten(dispatcher, "second")
         clock.advance(2.0)
         record = await dispatcher.scheduler.queue.load(request)
@@ -210,8 +219,8 @@ async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_wh
         assert heard.swaps == [("first", 1.0)]
         assert dispatcher.scheduler.swaps.until_loaded(ENCODE) is None
         assert dispatcher.scheduler.swaps.until_loaded(DENOISE) == 1.0 + 1.0  # as long as it may be idle, and to load
-        granted = await dispatcher.answer(b"peer", Ask(4, None, 0.0, holds="first"))
-        assert isinstance(granted, Granted)
+        granted = await dispatcher.answer(b"peer", RequestTasks(4, None, 0.0, holds="first"))
+        assert isinstance(granted, LeasesGranted)
         assert [lease.task.planned.pool for lease in granted.leases] == [ENCODE]
 
 
@@ -247,8 +256,8 @@ async def test_a_set_that_would_be_next_if_the_one_before_had_stayed_longer_is_t
         told: list[tuple[str, str]] = []
         for _ in range(11):
             dispatcher.scheduler.swaps.worked("worker-1")
-            pulse = await dispatcher.answer(b"peer", Beat(status=WorkerStatus(loaded="second", load_s=1.0)))
-            assert isinstance(pulse, Pulse)
+            pulse = await dispatcher.answer(b"peer", Heartbeat(status=WorkerStatus(loaded="second", load_s=1.0)))
+            assert isinstance(pulse, HeartbeatReply)
             told.append((pulse.load, pulse.soon))
             clock.advance(1.0)
         assert told == [("", "")] * 8 + [("", "first"), ("first", "first"), ("first", "")]
@@ -258,19 +267,19 @@ async def test_a_request_that_has_begun_is_over_before_another_set_is_loaded_and
     """Given two requests for a set of all stages and one task that runs, when that ends after the worker was told to
     load another set, then it gets the next stage, and not the first one of the other request."""
     async with scheduling(lease_ttl=500.0) as (scheduler, _):
-        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], StorageLocations("disk:/results"))
         sets = {"first": (ENCODE, DENOISE, DECODE), "second": ()}
         everything = msgspec.structs.replace(worker(), sets=sets)
-        await dispatcher.answer(b"peer", Hello(everything, (CARD,)))
+        await dispatcher.answer(b"peer", Register(everything, (CARD,)))
         first, _ = [await submit(dispatcher) for _ in range(2)]
-        granted = await dispatcher.answer(b"peer", Ask(1, None, 0.0, holds="first"))
+        granted = await dispatcher.answer(b"peer", RequestTasks(1, None, 0.0, holds="first"))
         for stage in ("text_encode", "denoise", "vae_decode"):
-            assert isinstance(granted, Granted)
+            assert isinstance(granted, LeasesGranted)
             (lease,) = granted.leases
             assert (lease.claim.request, lease.claim.stage.partition(".")[0]) == (first, stage)
-            ask = Ask(1, None, 0.0, holds="first", after=lease.task.planned.pool)
+            ask = RequestTasks(1, None, 0.0, holds="first", after=lease.task.planned.pool)
             granted = await dispatcher.answer(b"peer", msgspec.structs.replace(done(lease), ask=ask))
-        assert granted == Granted((), {})
+        assert granted == LeasesGranted((), {})
 
 
 class Interleaved(MemoryQueue):
@@ -278,7 +287,7 @@ class Interleaved(MemoryQueue):
 
     pauses: Iterator[int] = iter(())
 
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
         await self._pause()
         await super().hello(worker, cards)
         await self._pause()
@@ -308,8 +317,10 @@ class Several:
         for number, queue in enumerate(self.queues):
             scheduler = Scheduler(queue, cards=[CARD], clock=self.clock, lease_ttl=500.0)
             await scheduler.start()
-            self.each.append(Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results")))
-            await self.each[-1].answer(b"peer", Hello(worker(f"worker-{number}"), (CARD,)))
+            self.each.append(
+                Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], StorageLocations("disk:/results"))
+            )
+            await self.each[-1].answer(b"peer", Register(worker(f"worker-{number}"), (CARD,)))
             self.holds.append("second")
         await self.beat()
 
@@ -335,8 +346,8 @@ async def leave_one(several: Several) -> None:
     away = several.holds.index("")
     several.holds[away] = "first"
     await several.beat()
-    granted = await several.each[away].answer(b"peer", Ask(1, None, 0.0, holds="first"))
-    assert isinstance(granted, Granted)
+    granted = await several.each[away].answer(b"peer", RequestTasks(1, None, 0.0, holds="first"))
+    assert isinstance(granted, LeasesGranted)
     (lease,) = granted.leases
     assert lease.claim.request == request
     await several.each[away].answer(b"peer", done(lease))
@@ -430,12 +441,12 @@ async def test_what_a_dead_scheduler_has_told_a_worker_the_next_one_hears_from_t
     clock.advance(2.0)
     alone, other = several.each
     assert await beaten(alone, "second") == "first"
-    await other.answer(b"moved", Hello(worker("worker-0"), (CARD,)))
-    pulse = await other.answer(b"moved", Beat(status=WorkerStatus(loaded="second", load_s=1.0, target="first")))
-    assert isinstance(pulse, Pulse)
+    await other.answer(b"moved", Register(worker("worker-0"), (CARD,)))
+    pulse = await other.answer(b"moved", Heartbeat(status=WorkerStatus(loaded="second", load_s=1.0, target="first")))
+    assert isinstance(pulse, HeartbeatReply)
     assert pulse.load == "first"
     assert await beaten(other, "second") == ""
     never_told = worker("worker-0", "second")
-    await other.answer(b"moved", Hello(never_told, (CARD,)))
+    await other.answer(b"moved", Register(never_told, (CARD,)))
     assert await beaten(other, "second") == "first"
     await several.end()

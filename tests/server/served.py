@@ -23,9 +23,9 @@ from PIL import Image
 from tests.core.graphs import object_for
 from tools.cards import IDLE, MOVING, PICTURES
 from unfuse import queues
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound, TransientError
-from unfuse.core.messages import Done, Failed, WorkerInfo
+from unfuse.core.messages import TaskCompleted, TaskFailed, WorkerInfo
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE, Event, ResultFile, Timings
 from unfuse.core.task import Lease
@@ -89,7 +89,7 @@ class Worker:
         self.starting.set()
         self.ending.set()
 
-    async def run(self, cards: Sequence[ModelCard]) -> None:
+    async def run(self, cards: Sequence[ModelSpec]) -> None:
         queue = self._scheduler.queue
         await queue.hello(WORKER, cards)
         async with asyncio.TaskGroup() as tasks:
@@ -108,10 +108,10 @@ class Worker:
     async def _work(self, lease: Lease) -> None:
         params, claim = lease.task.params, lease.claim
         if params["prompt"] == BROKEN:
-            await self._scheduler.fail(Failed(claim, "permanent", "the circle is broken"), WORKER.id)
+            await self._scheduler.fail(TaskFailed(claim, "permanent", "the circle is broken"), WORKER.id)
             return
         if params["prompt"] == POISON:
-            await self._scheduler.fail(Failed(claim, "crash", "the compute process died", EVIDENCE), WORKER.id)
+            await self._scheduler.fail(TaskFailed(claim, "crash", "the compute process died", EVIDENCE), WORKER.id)
             return
         if lease.task.planned.kind == "denoise":
             await self._scheduler.queue.progress(claim, list(self._steps(lease)))
@@ -119,7 +119,7 @@ class Worker:
         files = tuple(self._draw(lease)) if lease.task.planned.final else ()
         timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0, share_s=0.15)
         output = None if lease.task.planned.final else msgspec.structs.replace(object_for(claim), owner=WORKER.id)
-        await self._scheduler.complete(Done(claim, output, files, timings), WORKER.id)
+        await self._scheduler.complete(TaskCompleted(claim, output, files, timings), WORKER.id)
 
     def _steps(self, lease: Lease) -> Iterator[Event]:
         claim, params = lease.claim, lease.task.params
@@ -238,7 +238,7 @@ def serve(
     keys: Sequence[str] | Path = (),
     names: Mapping[str, str] | None = None,
     idle: bool = True,
-    cards: Sequence[ModelCard] = (PICTURES,),
+    cards: Sequence[ModelSpec] = (PICTURES,),
     limits: QueueLimits | None = None,
     queue: str = "memory",
     works: bool = True,

@@ -15,7 +15,7 @@ import pytest
 from tests.server.composed import composed
 from tests.server.served import IDLE
 from unfuse import queues
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import create_app

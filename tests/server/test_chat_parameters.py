@@ -13,8 +13,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 
 from tests.server.composed import call, composed
 from tools.tiny_language import make_language_model
-from unfuse.core.media import TEXT
-from unfuse.core.words import IGNORED, REFUSED
+from unfuse.core.modalities import TEXT
+from unfuse.core.text_parameters import IGNORED, REFUSED
 from unfuse.server.multimodal_messages import DETAILS
 
 ASKED = [{"role": "user", "content": "what is the capital of France"}]

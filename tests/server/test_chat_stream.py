@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from unfuse.core.derived import Derived
-from unfuse.core.text import Answer, Reading
+from unfuse.core.derived_facts import DerivedFacts
+from unfuse.core.text import Answer, AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.chat_stream import GrowingMessage, whole
 
@@ -18,8 +18,8 @@ BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
 
 
 def context(**about: Any) -> Any:
-    reading = Reading(CALL_FORMATS["hermes"], {"f": {}}, reasoning=REASONING_FORMATS["qwen3"], **about)
-    return SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=Derived(reading=reading)))
+    reading = AnswerParsing(CALL_FORMATS["hermes"], {"f": {}}, reasoning=REASONING_FORMATS["qwen3"], **about)
+    return SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts(reading=reading)))
 
 
 def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_a_call_that_was_cut_ends_for_its_length() -> None:
 
 
 def test_plain_text_is_content() -> None:
-    plain: Any = SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=Derived()))
+    plain: Any = SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts()))
     assert whole(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
     assert not GrowingMessage(plain, 0).looks_back
 

@@ -12,8 +12,8 @@ from openai.types.chat import chat_completion_content_part_image_param as image_
 
 from tests.server.served import serve
 from tools.cards import MOVING, PICTURES, card
-from unfuse.core.media import IMAGE, VIDEO
-from unfuse.core.parameters import Medium
+from unfuse.core.modalities import IMAGE, VIDEO
+from unfuse.core.parameters import Modality
 from unfuse.server.multimodal_messages import DETAILS
 
 FILMS = card("test/films")
@@ -56,7 +56,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
 
 @pytest.mark.row("P33", "K13", "N3")
 @pytest.mark.parametrize(("params", "medium"), [(GENERATE, IMAGE), (EDIT, IMAGE), (CREATE, VIDEO)])
-def test_every_field_of_the_client_is_known(params: type, medium: Medium) -> None:
+def test_every_field_of_the_client_is_known(params: type, medium: Modality) -> None:
     known = {one.name for one in medium.parameters}
     assert fields(params).keys() - known - {*FILES} == set()
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.disks import fill, small_disk
 from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve, until
-from unfuse.core.messages import Beat, Failed, Hello, Places, WorkerStatus
+from unfuse.core.messages import Heartbeat, Register, StorageLocations, TaskFailed, WorkerStatus
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.service import service
 from unfuse.testing.queue_samples import wanted
@@ -60,14 +60,14 @@ def test_a_full_disk_is_503_for_probes_and_for_uploads(tmp_path: Path) -> None:
 def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> None:
     """Given a worker that cannot keep what it made, which the gateway cannot know by itself, then its word counts."""
     with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
-        dispatcher = Dispatcher(served.scheduler, [], Places(""))
-        served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
+        dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
+        served.run(dispatcher.answer(b"w", Register(replace(WORKER, room=4096), (PICTURES,))))
         assert http.get("/ready").status_code == 200
-        served.run(dispatcher.answer(b"w", Beat(status=WorkerStatus(waiting_for_results=3))))
+        served.run(dispatcher.answer(b"w", Heartbeat(status=WorkerStatus(waiting_for_results=3))))
         assert http.get("/ready").status_code == 503
         assert gauges(http) == {"writable": 0.0, "waiting": 3.0}
         assert http.get("/v1/workers").json()["data"][0]["unwritten"] == 3
-        served.run(dispatcher.answer(b"w", Beat()))
+        served.run(dispatcher.answer(b"w", Heartbeat()))
         assert http.get("/ready").status_code == 200
 
 
@@ -84,7 +84,7 @@ def test_what_a_worker_says_of_a_failure_names_no_path(
         evidence = 'Traceback\n  File "/opt/venv/lib/x.py", line 3, in run\n/srv/models/wan is gone'
         while http.get(f"/v1/requests/{id}").json()["status"] != "failed":
             for lease in served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 60.0, wait=5.0)):
-                failed = Failed(lease.claim, kind, said, evidence)  # type: ignore[arg-type]
+                failed = TaskFailed(lease.claim, kind, said, evidence)  # type: ignore[arg-type]
                 served.run(served.scheduler.fail(failed, WORKER.id))
         paths = (f"/v1/requests/{id}", "/v1/requests", "/v1/dead", f"/v1/requests/{id}/events")
         answers = "".join(http.get(path).text for path in paths)

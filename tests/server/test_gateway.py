@@ -22,7 +22,16 @@ from tools.asking import asking
 from tools.cards import MOVING
 from unfuse import __version__, queues
 from unfuse.core.errors import Overloaded
-from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent, WorkerStatus
+from unfuse.core.messages import (
+    Heartbeat,
+    RankTimes,
+    Register,
+    RequestTasks,
+    StorageLocations,
+    TaskCompleted,
+    TransferStats,
+    WorkerStatus,
+)
 from unfuse.core.request import Timings
 from unfuse.edge.access import Refusal
 from unfuse.queues.base import Limits
@@ -366,8 +375,8 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
 
 def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        dispatcher = Dispatcher(served.scheduler, [], Places(""))
-        served.run(dispatcher.answer(b"w", Hello(WORKER, (PICTURES,))))
+        dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
+        served.run(dispatcher.answer(b"w", Register(WORKER, (PICTURES,))))
         encode, denoise = (PICTURES.pools()[name] for name in ("text_encode", "denoise"))
         ids = [http.post(URL, json=ASKED, headers=ASYNC).json()["id"] for _ in range(2)]
         plan = served.run(served.queue.load(ids[0])).context.plan
@@ -377,9 +386,9 @@ def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_pat
         )
         assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') is None
 
-        (lease,) = served.run(dispatcher.answer(b"w", Ask(1, None, 1.0))).leases
+        (lease,) = served.run(dispatcher.answer(b"w", RequestTasks(1, None, 1.0))).leases
         made = replace(object_for(lease.claim), owner=WORKER.id)
-        done = Done(lease.claim, made, (), Timings(run_s=1.0))
+        done = TaskCompleted(lease.claim, made, (), Timings(run_s=1.0))
         served.run(dispatcher.answer(b"w", done))
 
         assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') == 1
@@ -416,13 +425,16 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
 def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Path) -> None:
     """Given beats of a worker, when metrics are read, then what it pulled is summed by engine."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        dispatcher = Dispatcher(served.scheduler, [], Places(""))
-        served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
-        for moved in (Moved(1000, 0.5), Moved(24, 0.25, 1)):
+        dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
+        served.run(dispatcher.answer(b"w", Register(replace(WORKER, room=4096), (PICTURES,))))
+        for moved in (TransferStats(1000, 0.5), TransferStats(24, 0.25, 1)):
             status = WorkerStatus(
-                arena_used=1024, arena_high_water=3072, arena_fragmentation=0.125, ranks=(Spent(3.0, 0.25), Spent(1.0))
+                arena_used=1024,
+                arena_high_water=3072,
+                arena_fragmentation=0.125,
+                ranks=(RankTimes(3.0, 0.25), RankTimes(1.0)),
             )
-            served.run(dispatcher.answer(b"w", Beat(status=status, moved={"tcp": moved})))
+            served.run(dispatcher.answer(b"w", Heartbeat(status=status, moved={"tcp": moved})))
         told = {
             name: sample(http, f'unfuse_transfer_{name}_total{{engine="tcp"}}')
             for name in ("bytes", "seconds", "failures")
@@ -443,14 +455,14 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
 def test_memory_that_workers_leak_is_summed_by_role(tmp_path: Path) -> None:
     """Given beats of two workers of a role, then bytes are summed by what memory they are of, and 0 before any."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
         name = 'unfuse_leaked_bytes_total{memory="%s",role="' + WORKER.role + '"}'
         for worker in (b"v", b"w"):
-            served.run(dispatcher.answer(worker, Hello(replace(WORKER, id=worker.decode()), (PICTURES,))))
+            served.run(dispatcher.answer(worker, Register(replace(WORKER, id=worker.decode()), (PICTURES,))))
         assert [sample(http, name % memory) for memory in ("kv", "arena")] == [0, 0]
-        served.run(dispatcher.answer(b"v", Beat(leaked={"kv": 1 << 40})))
-        served.run(dispatcher.answer(b"w", Beat(leaked={"kv": 512, "arena": 4096})))
-        served.run(dispatcher.answer(b"w", Beat()))
+        served.run(dispatcher.answer(b"v", Heartbeat(leaked={"kv": 1 << 40})))
+        served.run(dispatcher.answer(b"w", Heartbeat(leaked={"kv": 512, "arena": 4096})))
+        served.run(dispatcher.answer(b"w", Heartbeat()))
         assert [sample(http, name % memory) for memory in ("kv", "arena")] == [(1 << 40) + 512, 4096]
 
 

@@ -25,7 +25,7 @@ from tests.core.graphs import object_for
 from tests.examples import examples
 from tests.server.served import WORKER, Served, serve
 from tools.cards import PICTURES
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.request import Event, RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
 from unfuse.edge.access import BrokenOff
@@ -81,7 +81,9 @@ class Decoder:
             said = Event("progress", 0.0, lease.claim.stage, 9, WORKER.id, 9, 9)
             self._served.run(queue.progress(lease.claim, [said]))
             output = msgspec.structs.replace(object_for(lease.claim), owner=WORKER.id)
-            self._served.run(self._served.scheduler.complete(Done(lease.claim, output, (), Timings()), WORKER.id))
+            self._served.run(
+                self._served.scheduler.complete(TaskCompleted(lease.claim, output, (), Timings()), WORKER.id)
+            )
 
     def makes(self, step: int, part: bytes, tells: bool = True) -> None:
         claim = self.lease.claim
@@ -92,15 +94,17 @@ class Decoder:
 
     def dies(self) -> None:
         """Its compute process does, and it takes the task again."""
-        self._served.run(self._served.scheduler.fail(Failed(self.lease.claim, "crash", "killed"), WORKER.id))
+        self._served.run(self._served.scheduler.fail(TaskFailed(self.lease.claim, "crash", "killed"), WORKER.id))
         self.lease = self._next()
 
     def fails(self) -> None:
-        self._served.run(self._served.scheduler.fail(Failed(self.lease.claim, "permanent", "torn"), WORKER.id))
+        self._served.run(self._served.scheduler.fail(TaskFailed(self.lease.claim, "permanent", "torn"), WORKER.id))
 
     def finishes(self, file: bytes = FILE) -> None:
         result = self._served.results.put(self.id, 0, "video/mp4", file)
-        self._served.run(self._served.scheduler.complete(Done(self.lease.claim, None, (result,), Timings()), WORKER.id))
+        self._served.run(
+            self._served.scheduler.complete(TaskCompleted(self.lease.claim, None, (result,), Timings()), WORKER.id)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +305,7 @@ def test_a_file_that_was_written_too_late_is_not_sent(served: Served, http: http
 def test_a_dead_letter_keeps_no_parts(served: Served, http: httpx2.Client, decoder: Decoder) -> None:
     for _ in range(2):
         decoder.makes(1, PARTS[0])
-        failed = Failed(decoder.lease.claim, "crash", "killed")
+        failed = TaskFailed(decoder.lease.claim, "crash", "killed")
         served.run(served.scheduler.fail(failed, WORKER.id))
         if http.get(f"/v1/requests/{decoder.id}").json()["status"] == "failed":
             break

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from unfuse.core.clock import SystemClock
-from unfuse.core.messages import Moved
-from unfuse.core.request import Record
+from unfuse.core.messages import TransferStats
+from unfuse.core.request import RequestRecord
 from unfuse.queues.base import Limits, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.metrics import REMEMBERED, Metrics
@@ -27,7 +27,7 @@ async def test_a_page_has_the_metrics_of_the_table_in_its_order() -> None:
 async def test_engines_that_nobody_knows_are_counted_together() -> None:
     metrics = Metrics("memory")
     for engine in ("tcp", *(f"made-up-{number}" for number in range(1000))):
-        metrics.moved(engine, Moved(3))
+        metrics.moved(engine, TransferStats(3))
     page = (await metrics.page(MemoryQueue(SystemClock()), [], [])).decode()
     assert 'unfuse_transfer_bytes_total{engine="tcp"} 3.0' in page
     assert 'unfuse_transfer_bytes_total{engine="other"} 3000.0' in page
@@ -38,10 +38,10 @@ async def test_a_scrape_loads_no_request() -> None:
     """Given more in progress than anybody would look through, then all are counted, and no record is asked for."""
 
     class Unread(MemoryQueue):
-        async def load(self, request: str) -> Record:
+        async def load(self, request: str) -> RequestRecord:
             raise AssertionError("a record was loaded")
 
-        async def list(self, *args: Any, **more: Any) -> list[Record]:
+        async def list(self, *args: Any, **more: Any) -> list[RequestRecord]:
             raise AssertionError("records were listed")
 
     queue, many = Unread(SystemClock()), Limits(max_active=2000, max_queue=2000)

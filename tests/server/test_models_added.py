@@ -20,8 +20,8 @@ from tests.server.composed import composed
 from tools.cards import card
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.messages import Places, Welcome, WorkerInfo
-from unfuse.core.plan import Choice
+from unfuse.core.messages import Registered, StorageLocations, WorkerInfo
+from unfuse.core.plan import StageSelector
 from unfuse.models import resolve_source
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
@@ -380,7 +380,9 @@ def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(n
         {},
     )
     asked = worker_options(settings.settings)
-    served = decide_served(Welcome(offered, Places("disk:/tmp"), 15.0, 1.0), asked, Choice(frozenset({"denoiser"})))
+    served = decide_served(
+        Registered(offered, StorageLocations("disk:/tmp"), 15.0, 1.0), asked, StageSelector(frozenset({"denoiser"}))
+    )
     assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.cards] == [name]
 
 
@@ -392,8 +394,8 @@ def test_a_worker_does_not_take_a_folder_that_has_the_name_of_an_offered_model(
     monkeypatch.chdir(tmp_path)
     own = {"worker.model": ("flux",), "worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True}
     asked = worker_options(load(own, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
-    welcome = Welcome((("flux", str(SHAPES), "float32"),), Places("disk:/tmp"), 15.0, 1.0)
-    served = decide_served(welcome, asked, Choice(frozenset({"denoiser"})))
+    welcome = Registered((("flux", str(SHAPES), "float32"),), StorageLocations("disk:/tmp"), 15.0, 1.0)
+    served = decide_served(welcome, asked, StageSelector(frozenset({"denoiser"})))
     assert served.models == (("flux", str(SHAPES), "float32"),)
     assert _source_here("flux", "owner/model@1") == "owner/model@1", "one of a hub that is not here either"
     assert _source_here("flux", "/elsewhere/flux") == "flux", "a copy of what another machine has"
@@ -421,8 +423,8 @@ def test_a_worker_has_components_from_where_it_or_its_scheduler_says(
     """Its own word goes first; a model that is here by that name does not hide what the scheduler says of it."""
     own = {"worker.role": "decoder", "worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True}
     asked = worker_options(load(own | flags, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
-    welcome = Welcome(((OFFERED, offered, "float32"),), Places("disk:/tmp"), 15.0, 1.0)
-    served = decide_served(welcome, asked, Choice(frozenset({"decoder"})))
+    welcome = Registered(((OFFERED, offered, "float32"),), StorageLocations("disk:/tmp"), 15.0, 1.0)
+    served = decide_served(welcome, asked, StageSelector(frozenset({"decoder"})))
     assert served.models == ((OFFERED, str(resolve_source(source)), "float32"),)
     assert [card.name for card in served.cards] == [OFFERED]
 
@@ -430,6 +432,8 @@ def test_a_worker_has_components_from_where_it_or_its_scheduler_says(
 def test_a_component_of_several_models_is_refused(tmp_path: Path) -> None:
     own = {"worker.scheduler": ("tcp://127.0.0.1:9",), "insecure_listen": True, "serve.component_source": ("vae=a/b",)}
     asked = worker_options(load(own, None, {"UNFUSE_DATA_DIR": str(tmp_path)}).settings)
-    welcome = Welcome(((OFFERED, OFFERED, "float32"), ("b", "b", "float32")), Places("disk:/tmp"), 15.0, 1.0)
+    welcome = Registered(
+        ((OFFERED, OFFERED, "float32"), ("b", "b", "float32")), StorageLocations("disk:/tmp"), 15.0, 1.0
+    )
     with pytest.raises(UsageError, match="is for one model: name it by --model"):
-        decide_served(welcome, asked, Choice())
+        decide_served(welcome, asked, StageSelector())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.text import Reading
+from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.tools import Tools, read_tools
 from unfuse.server.chat_formats import Parsers, reading_of
@@ -32,14 +32,16 @@ def test_plain_text_is_not_read() -> None:
 
 
 def test_what_is_read_follows_from_tools_and_reasoning() -> None:
-    assert reading_of(tools(), HERMES, None, str) == Reading(HERMES, {"f": {"a": "integer"}})
+    assert reading_of(tools(), HERMES, None, str) == AnswerParsing(HERMES, {"f": {"a": "integer"}})
     forced = reading_of(tools(tool_choice="required", parallel_tool_calls=False), MISTRAL, None, str)
     assert (
         forced and forced.calls and (forced.calls.name, forced.forced, forced.several) == ("llama3_json", True, False)
     )
-    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n") == Reading(reasoning=QWEN3, opened=True)
-    assert reading_of(None, HERMES, QWEN3, lambda: "assistant\n") == Reading(reasoning=QWEN3)
-    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n\n</think>\n\n") == Reading(reasoning=QWEN3, reasoned=True)
+    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n") == AnswerParsing(reasoning=QWEN3, opened=True)
+    assert reading_of(None, HERMES, QWEN3, lambda: "assistant\n") == AnswerParsing(reasoning=QWEN3)
+    assert reading_of(None, HERMES, QWEN3, lambda: "<think>\n\n</think>\n\n") == AnswerParsing(
+        reasoning=QWEN3, reasoned=True
+    )
 
 
 @pytest.mark.row("C5:continue_final_message", "C5:reasoning_content")
@@ -49,5 +51,5 @@ def test_what_is_read_follows_from_tools_and_reasoning() -> None:
 def test_an_answer_that_continues_a_text_reasons_only_where_that_does(text: str, opened: bool) -> None:
     """Given a model that always begins with reasoning, then what follows a beginning of its answer is content."""
     always = REASONING_FORMATS["deepseek_r1"]
-    reading = Reading(reasoning=always, opened=opened, reasoned="</think>" in text)
+    reading = AnswerParsing(reasoning=always, opened=opened, reasoned="</think>" in text)
     assert reading_of(None, HERMES, always, lambda: text, continues=True) == reading

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from tests.server.served import Served, picture, serve
 from tools.cards import IDLE, MOVING, card
-from unfuse.core.card import START_PICTURE, AcceptedInput
+from unfuse.core.model_spec import START_PICTURE, AcceptedInput
 from unfuse.queues.base import Filter
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"

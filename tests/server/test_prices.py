@@ -15,7 +15,7 @@ from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import (
     GenerationRequest,
     RequestContext,
-    Running,
+    RunningStage,
     StageState,
     Timings,
     billed_seconds,
@@ -50,8 +50,8 @@ def test_who_shares_a_forward_has_a_part_and_who_is_spread_has_all_devices() -> 
 def test_what_runs_is_on_the_bill_for_no_longer_than_it_has_run() -> None:
     asked = context(first=Timings(device="cpu", share_s=2.0))
     running = [
-        Running("second", 1, "w", 100.0, timings=Timings(device="cpu", share_s=0.5)),
-        Running("third", 1, "w", 100.0, timings=Timings(device=H100, devices=2, share_s=1e8)),
+        RunningStage("second", 1, "w", 100.0, timings=Timings(device="cpu", share_s=0.5)),
+        RunningStage("third", 1, "w", 100.0, timings=Timings(device=H100, devices=2, share_s=1e8)),
     ]
     assert billed_seconds(asked, running, wall=104.0) == {"cpu": 2.5, H100: 8.0}
     assert billed_seconds(asked, running[:1], wall=90.0) == {"cpu": 2.5}, "the clock was set back"

@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.server.served import IDLE, PICTURES, Served, picture, serve
-from unfuse.core.card import Vocabulary
 from unfuse.core.errors import TransientError
+from unfuse.core.model_spec import PromptVocabulary
 from unfuse.core.request import Event
 from unfuse.queues.base import Declaration
 from unfuse.scheduler.lifecycle import USUAL_WAKING_S
@@ -54,7 +54,7 @@ def test_a_finished_request_tells_what_every_stage_did(served: Served, http: htt
 
 
 def test_words_that_a_model_does_not_know_are_a_hint_in_every_answer(tmp_path: Path) -> None:
-    knowing = replace(PICTURES, vocabulary=Vocabulary(("a", "red", "circle"), "circles"))
+    knowing = replace(PICTURES, vocabulary=PromptVocabulary(("a", "red", "circle"), "circles"))
     hint = "art does not know spaceship: it makes circles"
     asked = {"model": "art", "prompt": "a spaceship"}
     with (

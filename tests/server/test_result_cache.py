@@ -18,7 +18,7 @@ from tests.server.served import MOVING, PICTURES, Served, picture, serve
 from tools.cards import STILL
 from tools.redis_server import RedisServer
 from unfuse.core import checking
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import NotFound, ResultsUnavailable
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import Pipeline, manned
@@ -350,7 +350,7 @@ def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
     ids=str,
 )  # fmt: skip
 def test_results_depend_on_all_that_a_card_says_of_who_makes_them(change: dict[str, Any]) -> None:
-    none, other = Derived(), Derived(pictures={"image": "hash"})
+    none, other = DerivedFacts(), DerivedFacts(pictures={"image": "hash"})
     made = result_key(PICTURES, ASKED, {"seed": 5, "prompt": "a"}, none, 1, Delivery())
     assert result_key(PICTURES, ASKED, {"prompt": "a", "seed": 5}, none, 1, Delivery()) == made != ""
     assert (

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.server.served import PICTURES, serve
 from unfuse.core.checking import check
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, VIDEO, Medium
+from unfuse.core.modalities import IMAGE, VIDEO, Modality
 from unfuse.core.parameters import Parameter
 from unfuse.server.openapi_schemas import schema_of
 
@@ -73,7 +73,7 @@ def test_a_line_in_a_mediums_table_is_documented_and_held_to_its_bounds() -> Non
 
 
 @pytest.mark.parametrize(("path", "medium"), [("/v1/images/generations", IMAGE), ("/v1/videos", VIDEO)])
-def test_every_parameter_is_documented(document: dict[str, Any], path: str, medium: Medium) -> None:
+def test_every_parameter_is_documented(document: dict[str, Any], path: str, medium: Modality) -> None:
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     documented = {one.name for one in medium.parameters if one.use != "refused"}
     assert documented <= body["properties"].keys()

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from tests.server.served import WORKER, serve
 from tests.server.test_gateway import as_, sample
 from tools.cards import PICTURES
-from unfuse.core.messages import Beat, Hello, Places, WorkerStatus
-from unfuse.core.text import TextLoad
+from unfuse.core.messages import Heartbeat, Register, StorageLocations, WorkerStatus
+from unfuse.core.text import TextStats
 from unfuse.scheduler.dispatcher import Dispatcher
 
 
@@ -18,14 +18,16 @@ def test_blocks_prompts_and_retractions_of_all_workers_are_told_as_they_are_now(
     """Given two workers of one role and what their heartbeats say, then blocks and prompts are those of the last, added
     up, and retractions those of all; who serves no language model has none."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        dispatcher = Dispatcher(served.scheduler, [], Places(""))
-        loads = (TextLoad(1, 9, 5, 9), 0, 2), (TextLoad(4, 6, 2, 3), 3, 1), (TextLoad(7, 3, 1, 4), 1, 0)
+        dispatcher = Dispatcher(served.scheduler, [], StorageLocations(""))
+        loads = (TextStats(1, 9, 5, 9), 0, 2), (TextStats(4, 6, 2, 3), 3, 1), (TextStats(7, 3, 1, 4), 1, 0)
         for name, (load, arriving, retracted) in zip("aba", loads, strict=True):
-            beat = Beat(status=WorkerStatus(texts=load, waiting_for_inputs=arriving), retracted=retracted)
-            served.run(dispatcher.answer(name.encode(), Hello(replace(WORKER, id=name, role="language"), (PICTURES,))))
+            beat = Heartbeat(status=WorkerStatus(texts=load, waiting_for_inputs=arriving), retracted=retracted)
+            served.run(
+                dispatcher.answer(name.encode(), Register(replace(WORKER, id=name, role="language"), (PICTURES,)))
+            )
             served.run(dispatcher.answer(name.encode(), beat))
-        served.run(dispatcher.answer(b"c", Hello(WORKER, (PICTURES,))))
-        served.run(dispatcher.answer(b"c", Beat()))
+        served.run(dispatcher.answer(b"c", Register(WORKER, (PICTURES,))))
+        served.run(dispatcher.answer(b"c", Heartbeat()))
         assert sample(http, 'unfuse_kv_blocks{role="language",state="used"}') == 11
         assert sample(http, 'unfuse_kv_blocks{role="language",state="free"}') == 9
         assert sample(http, "unfuse_prefill_queue") == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.core.text import Answer, Piece, Reading
+from unfuse.core.text import Answer, AnswerParsing, TokenDelta
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.server.chat import reasoning_tokens
 
@@ -15,17 +15,17 @@ QWEN3, SEED = REASONING_FORMATS["qwen3"], REASONING_FORMATS["seed_oss"]
 @pytest.mark.parametrize(
     ("reading", "tokens", "count"),
     [
-        (Reading(reasoning=QWEN3), ["<think>", "a", "</think>", "b"], 3),
-        (Reading(reasoning=QWEN3), ["\n", "<think>", "a", "</", "think>b", "c"], 5),
-        (Reading(reasoning=QWEN3, opened=True), ["a", "</think>", "b"], 2),
-        (Reading(reasoning=QWEN3, opened=True), ["a", "b"], 2),
-        (Reading(reasoning=SEED), ["<seed:think>", "a", "</seed:think>", "b"], 3),
-        (Reading(reasoning=QWEN3), ["say ", "</think>", " once"], 0),
-        (Reading(reasoning=QWEN3), ["", ""], 0),
-        (Reading(CALL_FORMATS["hermes"]), ["a", "</think>"], 0),
-        (Reading(), ["<think>", "a", "</think>", "b"], 3),
+        (AnswerParsing(reasoning=QWEN3), ["<think>", "a", "</think>", "b"], 3),
+        (AnswerParsing(reasoning=QWEN3), ["\n", "<think>", "a", "</", "think>b", "c"], 5),
+        (AnswerParsing(reasoning=QWEN3, opened=True), ["a", "</think>", "b"], 2),
+        (AnswerParsing(reasoning=QWEN3, opened=True), ["a", "b"], 2),
+        (AnswerParsing(reasoning=SEED), ["<seed:think>", "a", "</seed:think>", "b"], 3),
+        (AnswerParsing(reasoning=QWEN3), ["say ", "</think>", " once"], 0),
+        (AnswerParsing(reasoning=QWEN3), ["", ""], 0),
+        (AnswerParsing(CALL_FORMATS["hermes"]), ["a", "</think>"], 0),
+        (AnswerParsing(), ["<think>", "a", "</think>", "b"], 3),
     ],
 )
-def test_the_tokens_of_reasoning_are_counted(reading: Reading, tokens: list[str], count: int) -> None:
-    pieces = [Piece(id, text) for id, text in enumerate(tokens)]
+def test_the_tokens_of_reasoning_are_counted(reading: AnswerParsing, tokens: list[str], count: int) -> None:
+    pieces = [TokenDelta(id, text) for id, text in enumerate(tokens)]
     assert reasoning_tokens(Answer("".join(tokens), "stop", pieces), reading) == count

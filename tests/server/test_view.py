@@ -12,7 +12,7 @@ from tests.scheduler.model import CARD, params
 from tests.scheduler.test_costs import complete_one
 from tests.scheduler.test_scheduler import WORKER, done, scheduling, take
 from tools.asking import asking
-from unfuse.core.messages import Failed
+from unfuse.core.messages import TaskFailed
 from unfuse.core.request import Event, Timings
 from unfuse.core.task import Lease
 from unfuse.scheduler.scheduler import Scheduler
@@ -73,7 +73,7 @@ async def test_it_does_not_fall_when_a_stage_is_tried_again() -> None:
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
         await step(scheduler, denoise, 10)
-        await scheduler.fail(Failed(denoise.claim, "transient", "bang"), WORKER)
+        await scheduler.fail(TaskFailed(denoise.claim, "transient", "bang"), WORKER)
         assert await shown(scheduler, request) == 100 * 5 // 12
         clock.advance(1)
         (denoise,) = await take(scheduler)
@@ -97,7 +97,7 @@ async def test_it_does_not_fall_when_an_input_is_made_again() -> None:
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
         lost = denoise.task.inputs[0].id
-        await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=lost), WORKER)
+        await scheduler.fail(TaskFailed(denoise.claim, "object_lost", "it is gone", object_id=lost), WORKER)
         assert await shown(scheduler, request) == 100 * 1 // 12
 
 
@@ -135,7 +135,7 @@ async def test_a_request_shows_its_steps_and_its_bill_while_it_runs_and_after() 
         assert (shown["step"], shown["steps"], shown["attempts"]) == (3, 20, 1)
         assert shown["cost"] == {"predicted_s": ANY, "device_s": {"cpu": 34.0}, "money": 34.0}
 
-        await scheduler.fail(Failed(denoise.claim, "hand_back", "leaves", reason="drain"), WORKER)
+        await scheduler.fail(TaskFailed(denoise.claim, "hand_back", "leaves", reason="drain"), WORKER)
         waiting = await now()
         assert waiting["cost"]["device_s"] == {"cpu": 4.0}, "the attempt is lost"
         assert (waiting["started_at"], waiting["step"], waiting["attempts"]) == (pytest.approx(began), 3, 1)

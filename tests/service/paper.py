@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tests.models.conftest import SHAPES
 from tools.asking import asking
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import SystemClock
-from unfuse.core.messages import Places
+from unfuse.core.messages import StorageLocations
+from unfuse.core.model_spec import ModelSpec
 from unfuse.launch.base import Launcher
 from unfuse.planning.placement import PROCESS
 from unfuse.queues.base import QueueBackend
@@ -56,7 +56,7 @@ class Machine:
         self, mib: int, queue: QueueBackend | None = None, server: str = "here:8000", workers: str = "auto"
     ) -> None:
         self.scheduler = Scheduler(queue or MemoryQueue(SystemClock()))
-        dispatcher = Dispatcher(self.scheduler, [], Places("memory:"))
+        dispatcher = Dispatcher(self.scheduler, [], StorageLocations("memory:"))
         room = f"cpu={PROCESS + (mib << 20)}"
         given = {"serve.device_memory": (room,), "arena.bytes": 64 << 20, "compute.device": "cpu"}
         options = options_of(load({**given, "serve.workers": workers}, None, {}))
@@ -96,7 +96,7 @@ class Machine:
         """The id of a request for a model, which waits."""
         return await self.ask_card((await self.scheduler.registry.cards())[model])
 
-    async def ask_card(self, card: ModelCard) -> str:
+    async def ask_card(self, card: ModelSpec) -> str:
         """The same of the model of a card, whether or not it is served."""
         params = card.defaults | {"prompt": "a red circle", "seed": 1, "num_frames": 1}
         return (await self.scheduler.submit(*asking(card, params))).context.id

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.planning.placement import Device, Part, Wanted, place
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.report import batches_of, gains, verdict

@@ -13,7 +13,7 @@ from typing_extensions import override
 from tools.cards import IDLE, PICTURES, STILL
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Places, WorkerInfo
+from unfuse.core.messages import StorageLocations, WorkerInfo
 from unfuse.launch.base import Launcher
 from unfuse.planning.placement import Placed, Wanted
 from unfuse.queues.memory import MemoryQueue
@@ -55,7 +55,7 @@ class House:
     def __init__(self, room: int) -> None:
         self.queue, self.room, self.crews = MemoryQueue(SystemClock()), room, list[Staff]()
         self.scheduler = Scheduler(self.queue, cards=[*CARDS.values()])
-        dispatcher = Dispatcher(self.scheduler, [], Places(""))
+        dispatcher = Dispatcher(self.scheduler, [], StorageLocations(""))
         self._all = Crews(self.scheduler, dispatcher, self._plan, self._start, lambda plans: None, 0.0)
 
     async def begin(self, *models: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.messages import Places
+from unfuse.core.messages import StorageLocations
 from unfuse.edge.keys import Key
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
@@ -57,8 +57,8 @@ def test_settings_become_what_is_composed() -> None:
     composed = options(load({"serve.max_active": 7}, None, environment))
 
     kinds = ("denoise", "text_encode")
-    assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
-    assert decode(encode(composed.places), Places) == composed.places, "workers are told"
+    assert composed.places == StorageLocations("disk:/d", durable="disk:/d/copies", saved=kinds)
+    assert decode(encode(composed.places), StorageLocations) == composed.places, "workers are told"
     assert load({}, None, environment_of(composed.settings)).settings.transfer == Transfer(
         engine=("zmq", "tcp"), trusted_network=True
     )

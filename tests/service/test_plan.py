@@ -16,7 +16,7 @@ import pytest
 from tests.models.hub import serve
 from tests.worker import outside
 from tools.tiny_vision import make_vision_model
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source

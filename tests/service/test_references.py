@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tools.references import ADVICE, DOCS, NOT_USED, PAGES, refusals
-from unfuse.core.media import MEDIA
+from unfuse.core.modalities import MEDIA
 
 
 @pytest.mark.parametrize(("name", "page"), PAGES.items(), ids=PAGES)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
-from unfuse.core.card import START_PICTURE, ModelCard
+from unfuse.core.model_spec import START_PICTURE, ModelSpec
 from unfuse.planning.placement import CPU, Device, Part, Placed, Wanted
 from unfuse.service.plan import Model, Plan
 from unfuse.service.report import StartScreen
@@ -23,13 +23,13 @@ TALKING = replace(PICTURES, name="test/talking", limits={"max_tokens": 2048})
 FILMING = replace(MOVING, accepts=(), limits=MOVING.limits | {"max_size": 0})
 
 
-def planned(*cards: ModelCard, workers: tuple[Placed, ...] = (), wanted: Wanted | None = None) -> Plan:
+def planned(*cards: ModelSpec, workers: tuple[Placed, ...] = (), wanted: Wanted | None = None) -> Plan:
     models = tuple(Model(card, Path("/nowhere"), "", {}) for card in cards)
     devices = Device(CPU, 8 << 30), Device("cuda:0", 24 << 30)
     return Plan(models, {}, wanted or Wanted(), devices, workers)
 
 
-def example(card: ModelCard, *more: ModelCard, names: dict[str, str] | None = None, keyed: bool = False) -> list[str]:
+def example(card: ModelSpec, *more: ModelSpec, names: dict[str, str] | None = None, keyed: bool = False) -> list[str]:
     """The words of the command that the screen proposes."""
     return shlex.split(StartScreen(planned(card, *more), names or {}, keyed=keyed).example(URL))
 
@@ -42,7 +42,7 @@ def example(card: ModelCard, *more: ModelCard, names: dict[str, str] | None = No
         (TALKING, "/v1/chat/completions", {"messages"}),
     ],
 )
-def test_the_command_asks_for_what_the_model_makes(card: ModelCard, path: str, fields: set[str]) -> None:
+def test_the_command_asks_for_what_the_model_makes(card: ModelSpec, path: str, fields: set[str]) -> None:
     curl, address, *_, body = example(card)
     assert (curl, address) == ("curl", URL + path)
     assert json.loads(body).keys() == fields
@@ -55,7 +55,7 @@ def test_the_command_asks_for_what_the_model_makes(card: ModelCard, path: str, f
         (MOVING, "/v1/videos", "input_reference=@FILE"),
     ],
 )
-def test_a_model_that_needs_a_picture_gets_a_form(card: ModelCard, path: str, field: str) -> None:
+def test_a_model_that_needs_a_picture_gets_a_form(card: ModelSpec, path: str, field: str) -> None:
     words = example(card)
     assert words[1] == URL + path
     assert {"prompt=a red circle on white", field} <= {*words}

@@ -19,7 +19,7 @@ from tests.cli.conftest import Run
 from tests.launch.test_keys import UNFUSE, first_warning
 from tools.cards import PICTURES
 from unfuse import __version__
-from unfuse.core.messages import Places, Refused, ToScheduler, ToWorker, Welcome
+from unfuse.core.messages import Registered, Rejected, StorageLocations, ToScheduler, ToWorker
 from unfuse.core.plan import Pipeline
 from unfuse.stages.specs import WHOLE
 from unfuse.stores.results import MARK, mark_of
@@ -29,9 +29,9 @@ from unfuse.wire.router import Router
 SHAPES = ("unfuse/shapes", "unfuse/shapes", "float32")
 
 
-def offer(**about: object) -> Welcome:
-    found: dict[str, object] = {"models": (SHAPES,), "places": Places(""), "lease_ttl": 15.0, "beat": 1.0}
-    return Welcome(**{**found, "version": __version__, "now": time.time(), **about})  # type: ignore[arg-type]
+def offer(**about: object) -> Registered:
+    found: dict[str, object] = {"models": (SHAPES,), "places": StorageLocations(""), "lease_ttl": 15.0, "beat": 1.0}
+    return Registered(**{**found, "version": __version__, "now": time.time(), **about})  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def only_failing(found: dict[str, tuple[bool, str]], what: str) -> str:
 
 def test_nothing_is_in_the_way(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     results = f"disk:{tmp_path / 'results'}"
-    with scheduler(keys, offer(places=Places(results, mark=mark_of(results)))) as address:
+    with scheduler(keys, offer(places=StorageLocations(results, mark=mark_of(results)))) as address:
         code, found = checked(unfuse, address, keys)
         lines = unfuse("doctor", "--scheduler", address, "--keys", str(keys))[1].splitlines()
     assert code == 0 and all(ok for ok, _ in found.values())
@@ -148,7 +148,9 @@ def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     with scheduler(keys, offer(version="9.9.9")) as address:
         newer = checked(unfuse, address, keys)[1]
     assert "pip install 'unfuse[serve]==9.9.9'" in only_failing(newer, "version")
-    with scheduler(tmp_path / "foreign", Refused("message of version 1, where this unfuse reads version 9")) as address:
+    with scheduler(
+        tmp_path / "foreign", Rejected("message of version 1, where this unfuse reads version 9")
+    ) as address:
         foreign = checked(unfuse, address, tmp_path / "foreign")[1]
     assert "install the same one on both machines" in only_failing(foreign, "version")
 
@@ -170,11 +172,11 @@ def test_a_model_is_not_here(unfuse: Run, keys: Path, tmp_path: Path, monkeypatc
     assert "the scheduler serves no model yet" in only_failing(nothing, "models")
 
 
-def elsewhere(folder: Path) -> Places:
+def elsewhere(folder: Path) -> StorageLocations:
     """Results in a folder that the scheduler's machine has, and this one does not."""
     mark = mark_of(results := f"disk:{folder}")
     (folder / MARK).write_text("of another folder")
-    return Places(results, mark=mark)
+    return StorageLocations(results, mark=mark)
 
 
 def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: Path, tmp_path: Path) -> None:

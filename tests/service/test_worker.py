@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tests.cli.conftest import Run
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Places, Welcome
+from unfuse.core.messages import Registered, StorageLocations
 from unfuse.planning.placement import Device
 from unfuse.service.plan import environment_of
 from unfuse.service.settings import load
@@ -98,11 +98,11 @@ def test_probes_ask_one_worker(unfuse: Run, composed: Any, monkeypatch: pytest.M
     assert settings.worker.health and environment_of(settings)["UNFUSE_WORKER__HEALTH"] == ""
 
 
-def offered(results: str, mark: str = "", model: str = "unfuse/shapes") -> Welcome:
-    return Welcome(((model, model, "float32"),), Places(results, mark=mark), 15.0, 1.0)
+def offered(results: str, mark: str = "", model: str = "unfuse/shapes") -> Registered:
+    return Registered(((model, model, "float32"),), StorageLocations(results, mark=mark), 15.0, 1.0)
 
 
-def planned(welcome: Welcome, workers: str) -> list[str]:
+def planned(welcome: Registered, workers: str) -> list[str]:
     """The roles of the workers that are started for that offer."""
     loaded = load({"worker.workers": workers, "compute.device": "cpu", "arena.bytes": 1 << 20})
     return [worker.role for worker in plan_here(loaded.settings, welcome).workers]

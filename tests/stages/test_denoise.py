@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, guidance_scale, need, next_states

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from PIL import Image
 
 from unfuse.core.codec import encode
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
-from unfuse.core.vision import Grid, Shown
+from unfuse.core.vision import Grid, MediaItem
 from unfuse.stages.base import StageInput
 from unfuse.stages.media import Video, read_frames
 from unfuse.stages.vision_encode import Seen, View, VisionEncode
@@ -45,8 +45,8 @@ def film(*levels: int) -> bytes:
 
 
 def task(data: bytes, **video: Any) -> StageInput:
-    shown = replace(Shown("abc", "shown-abc", frames=1, rows=2, columns=4, tokens=2), **video)
-    return StageInput({}, {}, {"shown-abc": data}, derived=Derived(shown=(shown,)))
+    shown = replace(MediaItem("abc", "shown-abc", frames=1, rows=2, columns=4, tokens=2), **video)
+    return StageInput({}, {}, {"shown-abc": data}, derived=DerivedFacts(shown=(shown,)))
 
 
 def seen(*tasks: StageInput) -> list[list[float]]:

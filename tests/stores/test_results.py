@@ -18,7 +18,7 @@ from tests.disks import fill, small_disk
 from tests.stores.servers import S3Server
 from tools.redis_server import RedisServer
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
-from unfuse.core.media import VIDEO
+from unfuse.core.modalities import VIDEO
 from unfuse.core.request import new_request_id
 from unfuse.stores.results import REQUEST_ID, ResultStore, mark_of, open_results, sees
 

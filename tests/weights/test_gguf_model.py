@@ -16,7 +16,7 @@ from tests.models.gguf_files import QUANTISED, write_gguf
 from tools.tiny_language import KINDS, make_language_model
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import ChangedFile
-from unfuse.core.plan import Choice
+from unfuse.core.plan import StageSelector
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.weights.gguf import QUANTISED as TYPES
@@ -157,7 +157,7 @@ def test_a_worker_notices_that_the_file_it_has_loaded_is_replaced(
 ) -> None:
     copy = Path(shutil.copy(file, tmp_path / "copy.gguf"))
     card, states = card_of("m", copy), states_of(copy)
-    files = WeightFiles([("m", str(copy), "auto")], [card], Choice(), states)
+    files = WeightFiles([("m", str(copy), "auto")], [card], StageSelector(), states)
     assert not files.look()
 
     data = bytearray(file.read_bytes())

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
 from tools.tiny import adapter
-from unfuse.core.compute import ComputeOptions, Offload
+from unfuse.core.compute_options import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source

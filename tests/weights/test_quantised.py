@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.models import conftest as c
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Runtime

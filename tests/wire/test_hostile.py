@@ -23,22 +23,22 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.codec import MAX_BYTES, VERSION, decode, encode
 from unfuse.core.messages import (
     Accepted,
-    Ask,
-    Beat,
-    Bye,
-    Done,
-    Failed,
-    Granted,
-    Hello,
-    Moved,
-    Places,
-    Progress,
-    Pulse,
-    Refused,
-    Steps,
-    Stranger,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Register,
+    Registered,
+    Rejected,
+    ReportProgress,
+    RequestTasks,
+    StepProgress,
+    StorageLocations,
+    TaskCompleted,
+    TaskFailed,
     ToWorker,
-    Welcome,
+    TransferStats,
+    UnknownWorker,
+    Unregister,
     WorkerStatus,
 )
 from unfuse.core.task import Lease
@@ -53,7 +53,7 @@ from unfuse.wire.router import Router
 
 ANSWER_S = 60.0
 SECRET = b"h" * 16
-HELLO = Hello(info("honest", ENCODE, DENOISE, DECODE), (CARD,), SECRET)
+HELLO = Register(info("honest", ENCODE, DENOISE, DECODE), (CARD,), SECRET)
 
 
 class Site:
@@ -68,8 +68,8 @@ class Site:
     async def lease(self) -> Lease:
         """A task that the honest worker holds."""
         await self.scheduler.submit(*asking(CARD, params()))
-        granted = await self.say(Ask(1, None, ANSWER_S))
-        assert isinstance(granted, Granted)
+        granted = await self.say(RequestTasks(1, None, ANSWER_S))
+        assert isinstance(granted, LeasesGranted)
         (lease,) = granted.leases
         return lease
 
@@ -77,7 +77,7 @@ class Site:
         """The honest worker goes on completing tasks."""
         for _ in range(count):
             assert await self.say(done(await self.lease())) == Accepted()
-            assert isinstance(await self.say(Beat()), Pulse)
+            assert isinstance(await self.say(Heartbeat()), HeartbeatReply)
 
     @asynccontextmanager
     async def stranger(self) -> AsyncIterator[zmq.asyncio.Socket]:
@@ -94,8 +94,8 @@ class Site:
     async def member(self, identity: str, secret: bytes = b"") -> AsyncIterator[Dealer]:
         """Another worker, properly registered."""
         dealer = Dealer(self.router.address)
-        hello = Hello(info(identity, ENCODE, DENOISE, DECODE), (CARD,), secret or secrets.token_bytes(16))
-        assert isinstance(await self.say(hello, dealer), Welcome)
+        hello = Register(info(identity, ENCODE, DENOISE, DECODE), (CARD,), secret or secrets.token_bytes(16))
+        assert isinstance(await self.say(hello, dealer), Registered)
         try:
             yield dealer
         finally:
@@ -105,13 +105,13 @@ class Site:
 @asynccontextmanager
 async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIterator[Site]:
     scheduler = Scheduler(MemoryQueue(SystemClock()), limits=Limits(100_000, 100_000), cards=[CARD])
-    dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, offered)], Places("disk:/results"))
+    dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, offered)], StorageLocations("disk:/results"))
     folder, address = str(keys or ""), "tcp://127.0.0.1:0" if keys else unix_address()
     router = Router(address, dispatcher.answer, dispatcher.undelivered, read(folder, "scheduler"))
     await scheduler.start()
     honest = Dealer(router.address, read(folder, "worker"))
     try:
-        assert isinstance(await honest.call(HELLO, ANSWER_S), Welcome)
+        assert isinstance(await honest.call(HELLO, ANSWER_S), Registered)
         yield Site(scheduler, router, honest)
     finally:
         await honest.close()
@@ -135,8 +135,8 @@ def said(message: object) -> bytes:
     return body(msgspec.msgpack.encode(message))
 
 
-def hello(status: WorkerStatus) -> Hello:
-    return Hello(msgspec.structs.replace(HELLO.worker, status=status))
+def hello(status: WorkerStatus) -> Register:
+    return Register(msgspec.structs.replace(HELLO.worker, status=status))
 
 
 UNCOUNTABLE: list[tuple[str, float]] = [
@@ -150,10 +150,10 @@ BAD = {
     "nothing": b"",
     "a version alone": body(b""),
     "noise": secrets.token_bytes(1000),
-    "another version": bytes([VERSION + 1]) + encode(Beat())[1:],
-    "version zero": b"\0" + encode(Beat())[1:],
+    "another version": bytes([VERSION + 1]) + encode(Heartbeat())[1:],
+    "version zero": b"\0" + encode(Heartbeat())[1:],
     "unknown tag": body(b"\x81\xa4type\xa6Launch"),
-    "an answer": encode(Welcome((), Places("disk:/x"), 1.0, 1.0)),
+    "an answer": encode(Registered((), StorageLocations("disk:/x"), 1.0, 1.0)),
     "no tag": body(b"\x80"),
     "a number": body(b"\x01"),
     "a list of four thousand million claims": BEAT + b"\xa6claims\xdd\xff\xff\xff\xff",
@@ -162,13 +162,13 @@ BAD = {
     "lists in lists": BEAT + b"\xa5extra" + b"\x91" * 1_000_000,
     "maps in maps": BEAT + b"\xa5extra" + b"\x81\xa1a" * 1_000_000,
     "text that is none": body(b"\x82\xa4type\xa4Beat\xa7holding\x91\xa2\xff\xfe"),
-    "a negative number of slots": encode(Ask(-5, None, 0.0))[:-1],
-    **{f"a heartbeat with {name} of {number}": said(Beat(status=status)) for name, number, status in STATUSES},
+    "a negative number of slots": encode(RequestTasks(-5, None, 0.0))[:-1],
+    **{f"a heartbeat with {name} of {number}": said(Heartbeat(status=status)) for name, number, status in STATUSES},
     **{f"a hello with {name} of {number}": said(hello(status)) for name, number, status in STATUSES},
-    "a heartbeat that waits for no number": said(Beat(wait=math.nan)),
-    "a heartbeat that waits for less than nothing": said(Beat(wait=-math.inf)),
-    "seconds that are none": said(Beat(moved={"tcp": Moved(1, math.nan)})),
-    "endless seconds": said(Beat(moved={"tcp": Moved(1, math.inf)})),
+    "a heartbeat that waits for no number": said(Heartbeat(wait=math.nan)),
+    "a heartbeat that waits for less than nothing": said(Heartbeat(wait=-math.inf)),
+    "seconds that are none": said(Heartbeat(moved={"tcp": TransferStats(1, math.nan)})),
+    "endless seconds": said(Heartbeat(moved={"tcp": TransferStats(1, math.inf)})),
 }
 
 
@@ -178,19 +178,19 @@ async def test_what_is_no_message_is_refused_with_a_sentence(site: Site, message
         await peer.send_multipart([b"1", message])
         number, reply = await peer.recv_multipart()
         assert number == b"1"
-        assert isinstance(decode(reply, ToWorker), Refused)
+        assert isinstance(decode(reply, ToWorker), Rejected)
         await site.complete()
 
 
 @pytest.mark.parametrize(
     "frames",
-    [[b"1"], [b""], [b"1", b"", b""], [b"1" * 100_000, encode(Beat())]],
+    [[b"1"], [b""], [b"1", b"", b""], [b"1" * 100_000, encode(Heartbeat())]],
     ids=["one", "empty", "three", "long"],
 )
 async def test_frames_that_make_no_message_are_ignored(site: Site, frames: list[bytes]) -> None:
     async with site.stranger() as peer:
         await peer.send_multipart(frames)
-        await peer.send_multipart([b"2", encode(Beat())])
+        await peer.send_multipart([b"2", encode(Heartbeat())])
         assert (await peer.recv_multipart())[0] == b"2"  # the first thing that it is answered
         await site.complete()
 
@@ -217,14 +217,14 @@ async def test_who_has_not_introduced_itself_is_a_stranger_whatever_it_knows(sit
     lease = await site.lease()
     async with site.stranger() as peer:
         for message in (
-            Ask(1, None, 0.0),
-            Beat((lease.claim,)),
+            RequestTasks(1, None, 0.0),
+            Heartbeat((lease.claim,)),
             done(lease),
-            Failed(lease.claim, "permanent", "x"),
-            Bye(),
+            TaskFailed(lease.claim, "permanent", "x"),
+            Unregister(),
         ):
             await peer.send_multipart([b"1", encode(message)])
-            assert decode((await peer.recv_multipart())[1], ToWorker) == Stranger()
+            assert decode((await peer.recv_multipart())[1], ToWorker) == UnknownWorker()
     assert await site.say(done(lease)) == Accepted()
     await site.complete()
 
@@ -235,9 +235,9 @@ async def test_a_forged_token_has_no_effect(site: Site) -> None:
     async with site.member("forger") as forger:
         for message in reports(forged):
             answer = await site.say(message, forger)
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, Rejected)
             assert answer.lease_lost
-        assert await site.say(Beat((forged.claim,)), forger) == Pulse((forged.claim,), ())
+        assert await site.say(Heartbeat((forged.claim,)), forger) == HeartbeatReply((forged.claim,), ())
     await unharmed(site, lease)
 
 
@@ -246,10 +246,12 @@ async def test_another_worker_s_task_is_not_ended_even_by_who_knows_its_token(si
     async with site.member("thief") as thief:
         for message in reports(lease):
             answer = await site.say(message, thief)
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, Rejected)
             assert answer.lease_lost
-        assert await site.say(Steps((Progress(lease.claim, 1, 2, 1),)), thief) == Pulse((lease.claim,), ())
-        assert await site.say(Beat((lease.claim,)), thief) == Pulse((lease.claim,), ())
+        assert await site.say(ReportProgress((StepProgress(lease.claim, 1, 2, 1),)), thief) == HeartbeatReply(
+            (lease.claim,), ()
+        )
+        assert await site.say(Heartbeat((lease.claim,)), thief) == HeartbeatReply((lease.claim,), ())
     await unharmed(site, lease)
 
 
@@ -257,9 +259,9 @@ async def test_who_claims_a_worker_s_id_without_its_secret_is_refused_and_stays_
     lease = await site.lease()
     for secret in (b"", b"x" * 16, SECRET[:-1]):
         impostor = Dealer(site.router.address)
-        answer = await site.say(Hello(HELLO.worker, HELLO.cards, secret), impostor)
-        assert isinstance(answer, Refused)
-        assert await site.say(done(lease), impostor) == Stranger()
+        answer = await site.say(Register(HELLO.worker, HELLO.cards, secret), impostor)
+        assert isinstance(answer, Rejected)
+        assert await site.say(done(lease), impostor) == UnknownWorker()
         await impostor.close()
     await unharmed(site, lease)
 
@@ -267,7 +269,7 @@ async def test_who_claims_a_worker_s_id_without_its_secret_is_refused_and_stays_
 async def test_a_worker_that_knows_its_secret_may_come_back_on_another_connection(site: Site) -> None:
     lease = await site.lease()
     again = Dealer(site.router.address)
-    assert isinstance(await site.say(HELLO, again), Welcome)
+    assert isinstance(await site.say(HELLO, again), Registered)
     assert await site.say(done(lease), again) == Accepted()
     await again.close()
 
@@ -275,10 +277,10 @@ async def test_a_worker_that_knows_its_secret_may_come_back_on_another_connectio
 async def test_who_leaves_thousands_of_messages_unread_or_unanswered_is_dropped(site: Site) -> None:
     async with site.stranger() as peer:
         events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        await peer.send_multipart([b"hello", encode(Hello(info("greedy", ENCODE), (CARD,), b"g" * 16))])
+        await peer.send_multipart([b"hello", encode(Register(info("greedy", ENCODE), (CARD,), b"g" * 16))])
         await peer.recv_multipart()
         for number in range(200_000):  # how many are unanswered at a time depends on how busy the machine is
-            await peer.send_multipart([str(number).encode(), encode(Beat(wait=60.0))])
+            await peer.send_multipart([str(number).encode(), encode(Heartbeat(wait=60.0))])
             if number % 1000 == 0 and await events.poll(0):
                 break
         else:
@@ -297,7 +299,7 @@ async def test_one_that_never_reads_keeps_nobody_waiting() -> None:
         peer.deaf()
         while not peer.ended:
             for _ in range(20):
-                peer.say(message(b"1", encode(Hello(info("reader-of-nothing")))))
+                peer.say(message(b"1", encode(Register(info("reader-of-nothing")))))
             await site.complete(1)
         await site.complete()
 
@@ -313,25 +315,25 @@ async def test_without_the_key_nothing_is_heard(tmp_path: Path) -> None:
         for keys in (None, other, Keys(other.secret, own.peer)):
             intruder = Dealer(site.router.address, keys or INSECURE)
             with pytest.raises(ConnectionError):
-                await site.say(Hello(info("intruder", ENCODE), (CARD,), b"i" * 16), intruder)
+                await site.say(Register(info("intruder", ENCODE), (CARD,), b"i" * 16), intruder)
             await intruder.close()
             await site.complete()
         assert [member.info.id for member in await site.scheduler.registry.workers()] == ["honest"]
 
 
-def reports(lease: Lease) -> list[Done | Failed]:
+def reports(lease: Lease) -> list[TaskCompleted | TaskFailed]:
     """All that can be said of a task's end."""
     kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
     return [
         done(lease),
-        *(Failed(lease.claim, kind, "said by another", object_id="x") for kind in kinds),  # type: ignore[arg-type]
+        *(TaskFailed(lease.claim, kind, "said by another", object_id="x") for kind in kinds),  # type: ignore[arg-type]
     ]
 
 
 async def unharmed(site: Site, lease: Lease) -> None:
     """The task is still the honest worker's, who completes it."""
-    assert await site.say(Beat((lease.claim,))) == Pulse((), ())
-    assert await site.say(Steps((Progress(lease.claim, 1, 2, 1),))) == Pulse((), ())
+    assert await site.say(Heartbeat((lease.claim,))) == HeartbeatReply((), ())
+    assert await site.say(ReportProgress((StepProgress(lease.claim, 1, 2, 1),))) == HeartbeatReply((), ())
     state = (await site.scheduler.queue.load(lease.task.request)).context.stages[lease.task.stage]
     assert (state.attempt, state.failures, state.crashes) == (1, 0, 0)
     assert await site.say(done(lease)) == Accepted()

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Beat, Pulse, ToScheduler, ToWorker
+from unfuse.core.messages import Heartbeat, HeartbeatReply, ToScheduler, ToWorker
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import SIDES, Keys, make, read
@@ -39,7 +39,7 @@ async def listening(keys: Trust, host: str = "127.0.0.1") -> AsyncIterator[tuple
 
     async def answer(_: bytes, message: ToScheduler) -> ToWorker:
         seen.append(message)
-        return Pulse((), ())
+        return HeartbeatReply((), ())
 
     async def undelivered(_: bytes, __: ToWorker) -> None:
         """Nothing was granted."""
@@ -110,8 +110,8 @@ def test_a_shared_secret_that_others_can_read_is_refused(tmp_path: Path) -> None
 async def test_who_shares_the_secret_is_heard(tmp_path: Path) -> None:
     async with listening(keys(shared(tmp_path, "s" * 40), "scheduler")) as (address, seen):
         dealer = Dealer(address, keys(tmp_path, "worker"))
-        assert await dealer.call(Beat(), 60) == Pulse((), ())
-        assert seen == [Beat()]
+        assert await dealer.call(Heartbeat(), 60) == HeartbeatReply((), ())
+        assert seen == [Heartbeat()]
         await dealer.close()
 
 
@@ -132,8 +132,8 @@ def test_a_missing_key_says_how_to_get_it_and_no_folder_means_none(tmp_path: Pat
 async def test_with_keys_both_sides_understand_each_other_also_beyond_loopback(folder: Path, host: str) -> None:
     async with listening(keys(folder, "scheduler"), host) as (address, seen):
         dealer = Dealer(address, keys(folder, "worker"))
-        assert await dealer.call(Beat(), 60) == Pulse((), ())
-        assert seen == [Beat()]
+        assert await dealer.call(Heartbeat(), 60) == HeartbeatReply((), ())
+        assert seen == [Heartbeat()]
         await dealer.close()
 
 
@@ -147,10 +147,10 @@ async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path
         for stranger in strangers:
             dealer = Dealer(address, stranger or INSECURE)
             with pytest.raises(ConnectionError):
-                await dealer.call(Beat(retracted=666), 60)
+                await dealer.call(Heartbeat(retracted=666), 60)
             await dealer.close()
-            assert await honest.call(Beat(), 60) == Pulse((), ())
-        assert seen == [Beat()] * len(strangers)
+            assert await honest.call(Heartbeat(), 60) == HeartbeatReply((), ())
+        assert seen == [Heartbeat()] * len(strangers)
         await honest.close()
 
 
@@ -158,7 +158,7 @@ async def test_one_with_keys_says_nothing_to_a_scheduler_without(folder: Path) -
     async with listening(INSECURE) as (address, seen):
         dealer = Dealer(address, keys(folder, "worker"))
         with pytest.raises(ConnectionError):
-            await dealer.call(Beat(), 60)
+            await dealer.call(Heartbeat(), 60)
         await dealer.close()
         assert not seen
 
@@ -187,7 +187,7 @@ async def test_what_is_sent_cannot_be_read_on_the_way(folder: Path) -> None:
             server = await asyncio.start_server(relay, "127.0.0.1", 0)
             between = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             dealer = Dealer(between, keys(folder, "worker") if used else INSECURE)
-            message = Beat(holding=("req_a-request-nobody-else-should-hear-of",))
+            message = Heartbeat(holding=("req_a-request-nobody-else-should-hear-of",))
             await dealer.call(message, 60)
             assert seen == [message]
             await dealer.close()

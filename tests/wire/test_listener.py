@@ -19,7 +19,7 @@ from tests.wire.zmtp import COMMAND, GREETING, MORE, PING, PONG, SIGNATURE, Peer
 from tools.addresses import unix_address
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Ask, Beat, Granted, Pulse, ToWorker
+from unfuse.core.messages import Heartbeat, HeartbeatReply, LeasesGranted, RequestTasks, ToWorker
 from unfuse.wire.address import INSECURE, UNIX
 from unfuse.wire.bounded_connection import OVERHEAD, Bounds
 from unfuse.wire.dealer import Dealer
@@ -27,7 +27,7 @@ from unfuse.wire.keys import make, read
 from unfuse.wire.listener import BoundedListener, listen
 from unfuse.wire.router import Router
 
-BEAT = encode(Beat())
+BEAT = encode(Heartbeat())
 
 
 @asynccontextmanager
@@ -36,13 +36,13 @@ async def routed(keys: str = "") -> AsyncIterator[tuple[Router, Answers, Dealer]
     answers = Answers()
     router = Router("tcp://127.0.0.1:0", answers.answer, answers.undeliverable, read(keys, "scheduler") or INSECURE)
     honest = Dealer(router.address, read(keys, "worker") or INSECURE)
-    waiting = asyncio.create_task(honest.call(Ask(1, None, 60.0), 100))
+    waiting = asyncio.create_task(honest.call(RequestTasks(1, None, 60.0), 100))
     await answers.waiting.wait()
     try:
         yield router, answers, honest
-        assert isinstance(await honest.call(Beat(), 60), Pulse)
+        assert isinstance(await honest.call(Heartbeat(), 60), HeartbeatReply)
         answers.released.set()
-        assert await waiting == Granted((), {})
+        assert await waiting == LeasesGranted((), {})
     finally:
         await honest.close()
         await router.close()
@@ -133,7 +133,7 @@ async def test_a_declared_length_takes_room_before_its_bytes_come(tmp_path: Path
 async def test_a_worker_may_ask_for_ever_while_one_question_waits() -> None:
     async with routed() as (_, answers, honest):
         for _ in range(2000):
-            assert isinstance(await honest.call(Beat(), 60), Pulse)
+            assert isinstance(await honest.call(Heartbeat(), 60), HeartbeatReply)
         assert len(answers.seen) == 2001
 
 
@@ -218,8 +218,8 @@ async def test_a_thousand_connections_that_never_speak_keep_no_worker_out() -> N
     async with routed() as (router, _, honest):
         silent = [await Peer.at(router.address) for _ in range(1000)]
         late = Dealer(router.address, INSECURE)
-        assert isinstance(await late.call(Beat(), 60), Pulse)
-        assert isinstance(await honest.call(Beat(), 60), Pulse)
+        assert isinstance(await late.call(Heartbeat(), 60), HeartbeatReply)
+        assert isinstance(await honest.call(Heartbeat(), 60), HeartbeatReply)
         await late.close()
         for peer in silent:
             peer.close()
@@ -308,7 +308,7 @@ async def test_behind_the_door_only_this_user_gets_in_and_nothing_is_left(tmp_pa
     router = Router("tcp://127.0.0.1:0", answers.answer, answers.undeliverable, INSECURE, folder)
     assert len(list(folder.iterdir())) == 1
     dealer = Dealer(router.address, INSECURE)
-    assert isinstance(await dealer.call(Beat(), 60), Pulse)
+    assert isinstance(await dealer.call(Heartbeat(), 60), HeartbeatReply)
     await dealer.close()
     await router.close()
     assert list(folder.iterdir()) == []
@@ -317,10 +317,10 @@ async def test_behind_the_door_only_this_user_gets_in_and_nothing_is_left(tmp_pa
 async def test_a_message_in_many_pieces_is_one(tmp_path: Path) -> None:
     async with routed() as (router, _, __):
         peer = await Peer.at(router.address, introduced=True)
-        body = encode(Beat(holding=tuple(secrets.token_hex(16) for _ in range(50))))
+        body = encode(Heartbeat(holding=tuple(secrets.token_hex(16) for _ in range(50))))
         for byte in message(b"1", body):
             peer.say(bytes([byte]))
             await asyncio.sleep(0)
         assert await peer.hear() == b"1"
-        assert isinstance(decode(await peer.hear(), ToWorker), Pulse)
+        assert isinstance(decode(await peer.hear(), ToWorker), HeartbeatReply)
         peer.close()

@@ -16,7 +16,7 @@ import pytest
 
 from tests import stranger
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Beat, Pulse, ToScheduler, ToWorker
+from unfuse.core.messages import Heartbeat, HeartbeatReply, ToScheduler, ToWorker
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.router import Router
 from unfuse.wire.unix_socket import answers, listening, private_socket, server_socket, servers
@@ -38,7 +38,7 @@ def dead(path: Path) -> Path:
 
 
 async def answer(_: bytes, __: ToScheduler) -> ToWorker:
-    return Pulse((), ())
+    return HeartbeatReply((), ())
 
 
 async def undelivered(_: bytes, __: ToWorker) -> None:
@@ -117,7 +117,7 @@ async def test_a_router_takes_its_socket_with_it_and_its_place_is_free_at_once(f
         with pytest.raises(ConfigError, match="it is taken"):
             Router(address, answer, undelivered)
         dealer = Dealer(address)
-        assert await dealer.call(Beat(), 60) == Pulse((), ())
+        assert await dealer.call(Heartbeat(), 60) == HeartbeatReply((), ())
         await dealer.close()
         await router.close()
         assert list(folder.iterdir()) == []
@@ -158,7 +158,7 @@ async def test_another_user_is_not_heard_even_where_somebody_opened_the_folder(f
 
     async def hear(_: bytes, message: ToScheduler) -> ToWorker:
         heard.append(message)
-        return Pulse((), ())
+        return HeartbeatReply((), ())
 
     path = server_socket(folder, 8000)
     router = Router(f"unix:{path}", hear, undelivered)

@@ -13,7 +13,17 @@ import zmq.asyncio
 from tools.addresses import unix_address
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Accepted, Ask, Beat, Bye, Granted, Pulse, Refused, ToScheduler, ToWorker
+from unfuse.core.messages import (
+    Accepted,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Rejected,
+    RequestTasks,
+    ToScheduler,
+    ToWorker,
+    Unregister,
+)
 from unfuse.wire.address import INSECURE, endpoint, is_loopback, keys_for
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys
@@ -32,13 +42,13 @@ class Answers:
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         self.seen.append((peer, message))
         match message:
-            case Ask():
+            case RequestTasks():
                 self.waiting.set()
                 await self.released.wait()
-                return Granted((), {})
-            case Beat():
-                return Pulse((), ("req_" + str(message.holding),))
-            case Bye():
+                return LeasesGranted((), {})
+            case Heartbeat():
+                return HeartbeatReply((), ("req_" + str(message.holding),))
+            case Unregister():
                 raise RuntimeError("the service must survive this")
             case _:
                 return Accepted()
@@ -67,13 +77,15 @@ async def raw(address: str) -> zmq.asyncio.Socket:
 async def test_each_call_gets_its_own_answer_though_an_earlier_one_still_waits() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
-        waiting = asyncio.create_task(dealer.call(Ask(1, None, 9.0), 10))
+        waiting = asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10))
         await answers.waiting.wait()
-        replies = await asyncio.gather(*(dealer.call(Beat(holding=(str(n),)), 10) for n in range(30)))
-        assert [reply.over for reply in replies if isinstance(reply, Pulse)] == [(f"req_('{n}',)",) for n in range(30)]
+        replies = await asyncio.gather(*(dealer.call(Heartbeat(holding=(str(n),)), 10) for n in range(30)))
+        assert [reply.over for reply in replies if isinstance(reply, HeartbeatReply)] == [
+            (f"req_('{n}',)",) for n in range(30)
+        ]
         assert not waiting.done()
         answers.released.set()
-        assert await waiting == Granted((), {})
+        assert await waiting == LeasesGranted((), {})
         await dealer.close()
 
 
@@ -81,9 +93,9 @@ async def test_an_answer_that_does_not_come_is_a_timeout_and_the_late_one_harms_
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
         with pytest.raises(TimeoutError):
-            await dealer.call(Ask(1, None, 9.0), 0.05)
+            await dealer.call(RequestTasks(1, None, 9.0), 0.05)
         answers.released.set()
-        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        assert isinstance(await dealer.call(Heartbeat(), 10), HeartbeatReply)
         await dealer.close()
 
 
@@ -94,10 +106,10 @@ async def test_garbage_is_refused_with_a_sentence_and_others_are_served_on(body:
         await stranger.send_multipart([b"12345678", body])
         number, reply = await stranger.recv_multipart()
         assert number == b"12345678"
-        assert isinstance(decode(reply, ToWorker), Refused)
+        assert isinstance(decode(reply, ToWorker), Rejected)
         assert not answers.seen
         dealer = Dealer(router.address)
-        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        assert isinstance(await dealer.call(Heartbeat(), 10), HeartbeatReply)
         await dealer.close()
         stranger.close()
 
@@ -107,7 +119,7 @@ async def test_an_oversized_frame_ends_only_its_own_connection() -> None:
         stranger = await raw(router.address)
         await stranger.send_multipart([b"1", b"\x01" + bytes(MAX_BYTES + 1)])
         dealer = Dealer(router.address)
-        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        assert isinstance(await dealer.call(Heartbeat(), 10), HeartbeatReply)
         assert len(answers.seen) == 1
         await dealer.close()
         stranger.close()
@@ -116,9 +128,9 @@ async def test_an_oversized_frame_ends_only_its_own_connection() -> None:
 async def test_a_message_with_too_few_or_many_frames_is_ignored() -> None:
     async with wire() as (router, answers):
         stranger = await raw(router.address)
-        await stranger.send_multipart([encode(Beat())])
-        await stranger.send_multipart([b"1", encode(Beat()), b"more"])
-        await stranger.send_multipart([b"2", encode(Beat())])
+        await stranger.send_multipart([encode(Heartbeat())])
+        await stranger.send_multipart([b"1", encode(Heartbeat()), b"more"])
+        await stranger.send_multipart([b"2", encode(Heartbeat())])
         assert (await stranger.recv_multipart())[0] == b"2"
         assert len(answers.seen) == 1
         stranger.close()
@@ -127,37 +139,37 @@ async def test_a_message_with_too_few_or_many_frames_is_ignored() -> None:
 async def test_a_failure_in_one_answer_is_refused_and_survived() -> None:
     async with wire() as (router, _):
         dealer = Dealer(router.address)
-        reply = await dealer.call(Bye(), 10)
-        assert isinstance(reply, Refused)
+        reply = await dealer.call(Unregister(), 10)
+        assert isinstance(reply, Rejected)
         assert "must survive" in reply.message
-        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        assert isinstance(await dealer.call(Heartbeat(), 10), HeartbeatReply)
         await dealer.close()
 
 
 async def test_a_flood_of_one_worker_is_refused_beyond_a_bound() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
-        asks = [asyncio.create_task(dealer.call(Ask(1, None, 9.0), 10)) for _ in range(MAX_PENDING + 5)]
+        asks = [asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10)) for _ in range(MAX_PENDING + 5)]
         done, _ = await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
-        assert all(isinstance(task.result(), Refused) for task in done)
+        assert all(isinstance(task.result(), Rejected) for task in done)
         answers.released.set()
         replies = await asyncio.gather(*asks)
-        assert sum(isinstance(reply, Granted) for reply in replies) == MAX_PENDING
+        assert sum(isinstance(reply, LeasesGranted) for reply in replies) == MAX_PENDING
         await dealer.close()
 
 
 async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() -> None:
     async with wire() as (router, answers):
         dealer = Dealer(router.address)
-        ask = asyncio.create_task(dealer.call(Ask(1, None, 9.0), 10))
+        ask = asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 10))
         await answers.waiting.wait()
         ask.cancel()
         await dealer.close()
         other = Dealer(router.address)
         for _ in range(100):  # until the router has seen the disconnection
-            await other.call(Beat(), 10)
+            await other.call(Heartbeat(), 10)
         answers.released.set()
-        assert await asyncio.wait_for(answers.undelivered.get(), 10) == Granted((), {})
+        assert await asyncio.wait_for(answers.undelivered.get(), 10) == LeasesGranted((), {})
         await other.close()
 
 
@@ -165,18 +177,18 @@ async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() ->
 async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_nobody_is_there(address: str) -> None:
     async with wire(address) as (router, answers):
         dealer = Dealer(router.address, INSECURE)
-        waiting = [asyncio.create_task(dealer.call(Ask(1, None, 9.0), 600)) for _ in range(3)]
+        waiting = [asyncio.create_task(dealer.call(RequestTasks(1, None, 9.0), 600)) for _ in range(3)]
         await answers.waiting.wait()
     for task in waiting:
         with pytest.raises(ConnectionError, match="closed"):
             await task
     with pytest.raises(ConnectionError):  # and it stays lost
-        await dealer.call(Beat(), 600)
+        await dealer.call(Heartbeat(), 600)
     await dealer.close()
 
     nobody = Dealer(router.address, INSECURE)
     with pytest.raises(ConnectionError, match="nobody listens"):
-        await nobody.call(Beat(), 600)
+        await nobody.call(Heartbeat(), 600)
     await nobody.close()
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from unfuse.core.compute import compute_environment
+from unfuse.core.compute_options import compute_environment
 
 PAIR = socket.AF_UNIX, socket.SOCK_SEQPACKET
 

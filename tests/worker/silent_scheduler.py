@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from unfuse.core.clock import SystemClock
-from unfuse.core.messages import Places
+from unfuse.core.messages import StorageLocations
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -15,7 +15,7 @@ from unfuse.wire.router import Router
 
 async def main() -> None:
     scheduler = Scheduler(MemoryQueue(SystemClock()))
-    dispatcher = Dispatcher(scheduler, [("none", "none", "auto")], Places(""))
+    dispatcher = Dispatcher(scheduler, [("none", "none", "auto")], StorageLocations(""))
     router = Router(sys.argv[1], dispatcher.answer, dispatcher.undelivered)
     await scheduler.start()
     sys.stdout.write(router.address + "\n")

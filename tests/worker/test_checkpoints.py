@@ -18,7 +18,16 @@ from tests.core.graphs import object_for
 from tests.worker.test_step_loop import Bench, Count
 from tools.addresses import a_worker, unix_address
 from unfuse.core.errors import ArenaFull, ConfigError, PermanentError
-from unfuse.core.messages import Accepted, Done, Failed, Keep, Progress, Refused, Saved, Stopped
+from unfuse.core.messages import (
+    Accepted,
+    CachePrefix,
+    CheckpointSaved,
+    Rejected,
+    StepProgress,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
+)
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
@@ -115,7 +124,7 @@ def loop(folder: Path, policy: str, stage: Count | None = None) -> tuple[Bench, 
 
 
 def kept(bench: Bench) -> list[int]:
-    return [message.step for message in bench.sent if isinstance(message, Saved)]
+    return [message.step for message in bench.sent if isinstance(message, CheckpointSaved)]
 
 
 def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
@@ -128,11 +137,11 @@ def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
 
 
 def last_kept(bench: Bench) -> ObjectRef:
-    return [message.checkpoint for message in bench.sent if isinstance(message, Saved)][-1]
+    return [message.checkpoint for message in bench.sent if isinstance(message, CheckpointSaved)][-1]
 
 
 def counted(bench: Bench, done: object) -> float:
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskCompleted)
     assert done.output is not None
     with bench.store.get(done.output) as held:
         return float(held["x"][0])
@@ -157,10 +166,10 @@ def test_the_next_attempt_goes_on_where_the_last_one_was_saved(tmp_path: Path) -
     second = again(bench, lease, last_kept(bench))
     done = bench.outcome(second)
 
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskCompleted)
     assert (len(count.batches), done.timings.steps, done.timings.resumed) == (2, 2, 8)
     assert counted(bench, done) == 10.0
-    steps = [message for message in bench.sent if isinstance(message, Progress) and message.step]
+    steps = [message for message in bench.sent if isinstance(message, StepProgress) and message.step]
     assert [step for message in steps for step in range(message.first, message.step + 1)] == [9, 10]
     assert kept(bench) == []
 
@@ -189,10 +198,10 @@ def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
     bench.turn()
     urgent = bench.run(steps=3, priority=1)
     bench.outcome(urgent)
-    assert [(message.claim, message.step) for message in bench.sent if isinstance(message, Saved)] == [
+    assert [(message.claim, message.step) for message in bench.sent if isinstance(message, CheckpointSaved)] == [
         (patient.claim, 1)
     ]
-    assert isinstance(bench.outcome(patient), Done)
+    assert isinstance(bench.outcome(patient), TaskCompleted)
 
 
 def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> None:
@@ -201,9 +210,9 @@ def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> No
     bench.turn()
     bench.turn()
     bench.inbox.put(Cancel(lease.claim, save=True))
-    assert isinstance(stopped := bench.outcome(lease), Stopped)
+    assert isinstance(stopped := bench.outcome(lease), TaskStopped)
     assert stopped.timings.steps == 2
-    assert [type(message) for message in bench.sent[-2:]] == [Saved, Stopped]
+    assert [type(message) for message in bench.sent[-2:]] == [CheckpointSaved, TaskStopped]
     assert kept(bench) == [2]
 
 
@@ -231,7 +240,7 @@ def test_what_cannot_be_saved_runs_on(tmp_path: Path, why: str) -> None:
     if why == "no room":
         bench.loop._store = Full(bench.store)  # type: ignore[assignment]
     lease = bench.run(steps=4)
-    while not any(isinstance(message, Done) for message in bench.sent):
+    while not any(isinstance(message, TaskCompleted) for message in bench.sent):
         bench.turn()
     assert kept(bench) == []
     assert bench.outcome(lease)
@@ -262,7 +271,7 @@ def test_what_can_be_saved_is_dropped_at_its_next_step(tmp_path: Path) -> None:
     waits = bench.run(steps=5, tag=1)
     for lease in (runs, waits):
         bench.inbox.put(Cancel(lease.claim, save=True, if_saved=True))
-    assert all(isinstance(bench.outcome(lease), Stopped) for lease in (runs, waits))
+    assert all(isinstance(bench.outcome(lease), TaskStopped) for lease in (runs, waits))
     assert (kept(bench), len(count.batches)) == ([1], 1)
     assert counted(bench, bench.outcome(again(bench, runs, last_kept(bench)))) == 5.0
 
@@ -282,7 +291,7 @@ def test_what_cannot_be_saved_goes_on(tmp_path: Path, lacks: str) -> None:
         bench.inbox.put(Cancel(one.claim, save=True, if_saved=True))
     bench.turn()
     bench.inbox.put(Cancel(other.claim, save=True))
-    assert isinstance(bench.outcome(other), Stopped)
+    assert isinstance(bench.outcome(other), TaskStopped)
     assert counted(bench, bench.outcome(lease)) == 5.0
 
 
@@ -293,7 +302,7 @@ def test_a_task_that_is_unknown_is_not_waited_for(tmp_path: Path) -> None:
     bench.outcome(ended)
     lease = bench.run(steps=3)
     bench.inbox.put(Cancel(ended.claim, save=True, if_saved=True))
-    assert isinstance(bench.outcome(lease), Done)
+    assert isinstance(bench.outcome(lease), TaskCompleted)
 
 
 CLAIM = Claim("req_1", "denoise.0", 1, b"token")
@@ -327,18 +336,18 @@ class Scheduler:
     """Answers with what it is told to; portions wait until `takes` is set."""
 
     def __init__(self) -> None:
-        self.answer: Accepted | Refused = Accepted()
+        self.answer: Accepted | Rejected = Accepted()
         self.saved: list[int] = []
         self.failed_after: list[list[int]] = []
-        self.kept, self.done_after = list[Keep](), list[int]()
+        self.kept, self.done_after = list[CachePrefix](), list[int]()
         self.takes = asyncio.Event()
 
-    async def call(self, message: Saved | Failed | Keep | Done) -> Accepted | Refused:
-        if isinstance(message, Failed):
+    async def call(self, message: CheckpointSaved | TaskFailed | CachePrefix | TaskCompleted) -> Accepted | Rejected:
+        if isinstance(message, TaskFailed):
             self.failed_after.append(list(self.saved))
-        elif isinstance(message, Done):
+        elif isinstance(message, TaskCompleted):
             self.done_after.append(len(self.kept))
-        elif isinstance(message, Keep):
+        elif isinstance(message, CachePrefix):
             await self.takes.wait()
             self.kept.append(message)
         else:
@@ -355,8 +364,8 @@ def saving(before: str = "") -> tuple[SavedStates, Place, Scheduler]:
     return made, place, scheduler
 
 
-def saved(step: int) -> Saved:
-    return Saved(CLAIM, object_for(CLAIM, f"at {step}"), step)
+def saved(step: int) -> CheckpointSaved:
+    return CheckpointSaved(CLAIM, object_for(CLAIM, f"at {step}"), step)
 
 
 async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
@@ -380,7 +389,7 @@ async def test_one_that_cannot_be_copied_replaces_none_that_is(
 async def test_what_is_not_recorded_is_given_up_itself() -> None:
     made, place, scheduler = saving()
     await made.save(saved(10))
-    scheduler.answer = Refused("not yours any more", lease_lost=True)
+    scheduler.answer = Rejected("not yours any more", lease_lost=True)
     await made.save(saved(20))
     assert place.gone == ["at 20"]
 
@@ -429,7 +438,7 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
     await worker._link.close()
     join(worker, made, scheduler)
     await worker._hear(saved(10))
-    await worker._hear(Failed(CLAIM, "crash", "gone"))
+    await worker._hear(TaskFailed(CLAIM, "crash", "gone"))
     for _ in range(5):
         await asyncio.sleep(0)
     assert scheduler.failed_after == []
@@ -438,8 +447,8 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
     assert scheduler.failed_after == [[10]]
 
 
-@pytest.mark.parametrize("answer", [Accepted(), Refused("not yours any more", lease_lost=True)])
-async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answer: Accepted | Refused) -> None:
+@pytest.mark.parametrize("answer", [Accepted(), Rejected("not yours any more", lease_lost=True)])
+async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answer: Accepted | Rejected) -> None:
     """Given portions of an answer, when its task ends while the scheduler takes its time with them, then that waits for
     them, since none would be taken any more; what is not recorded is not held."""
     made, place, scheduler = saving()
@@ -451,8 +460,8 @@ async def test_the_end_of_a_text_is_reported_once_its_portions_are_recorded(answ
     task = task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}, final=True, extends="space")
     worker._holding.take(Lease(task, "w", b"token", 0.0))
     for key in ("a", "b"):
-        await worker._hear(Keep(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
-    await worker._hear(Done(CLAIM, None, (), Timings()))
+        await worker._hear(CachePrefix(CLAIM, key, object_for(CLAIM, key), f"digest of {key}"))
+    await worker._hear(TaskCompleted(CLAIM, None, (), Timings()))
     for _ in range(5):
         await asyncio.sleep(0)
     assert scheduler.done_after == []

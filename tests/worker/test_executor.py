@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from tests.worker import outside
 from tests.worker.forking import forking
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed, Places, Progress, Stopped
+from unfuse.core.messages import StepProgress, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice, Value, roles_of
+from unfuse.core.plan import StageSelector, Value, roles_of
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease
 from unfuse.models import find, resolve_source
@@ -33,9 +33,20 @@ SHAPES = "unfuse/shapes"
 
 
 def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder", threads: int = 1) -> Load:
-    models, choice, compute = ((model, model, "auto"),), Choice(roles_of(role)), ComputeOptions("cpu", threads=threads)
+    models, choice, compute = (
+        ((model, model, "auto"),),
+        StageSelector(roles_of(role)),
+        ComputeOptions("cpu", threads=threads),
+    )
     return Load(
-        models, choice, compute, store.owner, store.node, store.address, store.write_token, Places(f"disk:{folder}")
+        models,
+        choice,
+        compute,
+        store.owner,
+        store.node,
+        store.address,
+        store.write_token,
+        StorageLocations(f"disk:{folder}"),
     )
 
 
@@ -76,7 +87,7 @@ async def executing(
 
 
 async def outcome(heard: asyncio.Queue[object]) -> object:
-    while isinstance(message := await heard.get(), Progress):
+    while isinstance(message := await heard.get(), StepProgress):
         pass
     return message
 
@@ -87,7 +98,7 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
     async with executing(tmp_path, forks) as (executor, store, heard):
         await executor.run(first := lease(), {})
         done = await outcome(heard)
-        assert isinstance(done, Done)
+        assert isinstance(done, TaskCompleted)
         assert (done.claim, done.output is not None) == (first.claim, True)
 
         # what waits in a process that dies is handed back, and its objects live on with the parent
@@ -97,7 +108,7 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
         await executor.run(waiting := lease(), {})
         process.kill()
         failed = await outcome(heard)
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, TaskFailed)
         assert (failed.claim, failed.kind) == (waiting.claim, "hand_back")
         assert "SIGKILL" in failed.message
         assert isinstance(await outcome(heard), Ready)
@@ -108,7 +119,7 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
 
         await executor.run(third := lease(), {})
         again = await outcome(heard)
-        assert isinstance(again, Done)
+        assert isinstance(again, TaskCompleted)
         assert again.claim == third.claim
         assert again.output is not None
         assert again.output.checksums == done.output.checksums
@@ -123,7 +134,7 @@ async def test_a_task_whose_input_went_with_a_process_is_handed_back(tmp_path: P
         for _ in range(2):
             await executor.run(waiting, {})
         failed = heard.get_nowait()
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, TaskFailed)
         assert (failed.claim, failed.kind, failed.reason) == (waiting.claim, "hand_back", "compute")
         assert heard.empty() and [*executor._waiting] == [waiting.claim]
         await executor.close()
@@ -145,7 +156,7 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_serv
     async with executing(tmp_path, fork_server, "all") as (executor, store, heard):
         await executor.run(text := lease(), {})
         encoded = await outcome(heard)
-        assert isinstance(encoded, Done)
+        assert isinstance(encoded, TaskCompleted)
         assert (encoded.claim, encoded.output is not None) == (text.claim, True)
         assert encoded.output is not None
 
@@ -154,13 +165,13 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_serv
         step = 0
         while step < 3:
             stepped = await heard.get()
-            assert isinstance(stepped, Progress)
+            assert isinstance(stepped, StepProgress)
             step = stepped.step
         await executor.cancel(slow.claim)
 
-        while isinstance(message := await heard.get(), Progress):
+        while isinstance(message := await heard.get(), StepProgress):
             step = message.step
-        assert isinstance(message, Stopped) and message.claim == slow.claim
+        assert isinstance(message, TaskStopped) and message.claim == slow.claim
         assert step < stepped.steps
         # of steps that ended after the Cancel was sent, only the timings tell
         assert step <= message.timings.steps <= stepped.steps and message.timings.share_s >= stepped.share_s > 0
@@ -175,10 +186,10 @@ async def test_what_is_forked_makes_the_bytes_of_what_is_not(
     for forks in (None, fork_server):
         async with executing(tmp_path, forks, "all", threads) as (executor, _, heard):
             await executor.run(lease(), {})
-            assert isinstance(encoded := await outcome(heard), Done)
+            assert isinstance(encoded := await outcome(heard), TaskCompleted)
             assert encoded.output is not None
             await executor.run(lease("denoise", encoded.output, num_inference_steps=2), {})
-            assert isinstance(denoised := await outcome(heard), Done)
+            assert isinstance(denoised := await outcome(heard), TaskCompleted)
             assert denoised.output is not None
             made.append((encoded.output.checksums, denoised.output.checksums))
     assert made[0] == made[1]
@@ -196,7 +207,7 @@ async def test_weights_of_pools_that_the_worker_has_not_registered_are_not_loade
 
 
 async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.socket | None) -> None:
-    async def ignore(_: Ready | Progress | Stopped | Done | Failed) -> None:
+    async def ignore(_: Ready | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
         """Nothing is expected."""
 
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:

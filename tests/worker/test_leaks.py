@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.worker.test_objects import PIECE, far, folders, freed, granted, made, near, reading
 from tests.worker.test_step_loop import Bench, Count
-from unfuse.core.messages import Failed, Stopped
+from unfuse.core.messages import TaskFailed, TaskStopped
 from unfuse.core.request import Timings
 from unfuse.core.task import Lease
 from unfuse.language.paged_kv import PagedKv
@@ -151,7 +151,7 @@ def test_a_state_is_given_up_where_its_stage_fails_behind_it(tmp_path: Path) -> 
 
     given_up = list[Any]()
     bench = Bench(tmp_path, {"count": Lost()}, 1)
-    assert isinstance(bench.outcome(bench.run()), Failed)
+    assert isinstance(bench.outcome(bench.run()), TaskFailed)
     assert len(given_up) == 1
 
 
@@ -218,13 +218,13 @@ async def test_a_copy_of_a_task_that_is_over_is_freed(near: Objects, far: Object
 async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: Objects, far: Objects) -> None:
     leaks, lease = WorkerLeakCheck(), reading(made(far))
     await brought(near, far, lease)
-    near.end_task(lease, Failed(lease.claim, "crash", "it died"), read_here=False)
+    near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), read_here=False)
     assert not looked(leaks, near)
     assert near.usage().used == PIECE
 
     other = reading(made(far, request="req_b"), request="req_b")
     await brought(near, far, other)
-    near.end_task(other, Stopped(other.claim, Timings()), read_here=False)
+    near.end_task(other, TaskStopped(other.claim, Timings()), read_here=False)
     assert not looked(leaks, near)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.worker.refs import ref
 from tests.worker.test_objects import opened
-from unfuse.core.messages import Done, Places
+from unfuse.core.messages import StorageLocations, TaskCompleted
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
@@ -144,10 +144,10 @@ async def test_what_runs_finishes_first(alone: Alone) -> None:
 async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -> None:
     """Given an object with a durable copy that somebody reads, when all is given up, then nobody new gets it from
     here, the reader reads on, its room is free after, and the copy is there."""
-    places = Places("", durable=f"disk:{tmp_path}")
+    places = StorageLocations("", durable=f"disk:{tmp_path}")
     objects = Objects(opened("w", places), places, {}, TransferOptions())
     ref = objects.store.put({"x": np.arange(9.0)}, request="req_1", stage="denoise", attempt=1)
-    objects.made(Done(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
+    objects.made(TaskCompleted(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
     await objects.wait_until_copied()
     held = objects.store.get(ref)
     await objects.abandon()

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 from tests.integration.pictures import SHAPES
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from tests.worker.test_executor import load
-from unfuse.core.card import ModelCard
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError
-from unfuse.core.messages import Borrow, ChangedFile, Lent, Refused, Stranger
-from unfuse.core.plan import Choice, roles_of
+from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Rejected, UnknownWorker
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import card_of
 from unfuse.service.service import Lending
@@ -45,14 +45,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def card(folder: Path) -> ModelCard:
+def card(folder: Path) -> ModelSpec:
     return card_of("model", folder)
 
 
 @pytest.fixture
-def files(folder: Path, card: ModelCard) -> WeightFiles:
+def files(folder: Path, card: ModelSpec) -> WeightFiles:
     """Those of a worker of all stages."""
-    return WeightFiles([("model", str(folder), "auto")], [card], Choice(), states_of(folder))
+    return WeightFiles([("model", str(folder), "auto")], [card], StageSelector(), states_of(folder))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_files_that_nobody_touches_are_what_was_loaded(files: WeightFiles) -> No
 @pytest.mark.usefixtures("written")
 @pytest.mark.parametrize("change", [overwrite, rename_over, Path.unlink])
 def test_a_changed_file_spoils_the_pools_that_are_loaded_from_it(
-    change: object, folder: Path, card: ModelCard, files: WeightFiles
+    change: object, folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     assert callable(change)
     change(folder / VAE)
@@ -172,7 +172,7 @@ def test_a_clock_that_was_set_back_delays_no_comparison(
 
 @pytest.mark.usefixtures("written")
 def test_a_pool_that_compute_left_out_is_not_served_even_if_its_bytes_are_put_back(
-    folder: Path, card: ModelCard, files: WeightFiles
+    folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     pool, content = card.pools()["vae_decode"], (folder / VAE).read_bytes()
     overwrite(folder / VAE)
@@ -191,26 +191,26 @@ def test_a_change_between_card_and_loading_is_seen(folder: Path) -> None:
     card = card_of("model", folder)
     overwrite(folder / VAE)
 
-    files = WeightFiles([("model", str(folder), "auto")], [card], Choice(), before)
+    files = WeightFiles([("model", str(folder), "auto")], [card], StageSelector(), before)
     assert files.look()
 
 
-def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: ModelCard) -> None:
+def test_files_of_stages_that_run_elsewhere_do_not_count(folder: Path, card: ModelSpec) -> None:
     files = WeightFiles(
-        [("model", str(folder), "auto")], [card], Choice(roles=frozenset({"denoiser"})), states_of(folder)
+        [("model", str(folder), "auto")], [card], StageSelector(roles=frozenset({"denoiser"})), states_of(folder)
     )
     overwrite(folder / VAE)
     assert not files.look()
 
 
 @pytest.mark.usefixtures("written")
-def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card: ModelCard, tmp_path: Path) -> None:
+def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card: ModelSpec, tmp_path: Path) -> None:
     twin = Path(shutil.copytree(folder, tmp_path / "twin"))
     models = [("model", str(folder), "auto"), ("twin", str(twin), "auto")]
     cards = [card, card_of("twin", twin)]
     states = states_of(folder) | states_of(twin)
-    together = WeightFiles(models, cards, Choice(), states)
-    in_turns = WeightFiles(models, cards, Choice(), states, in_turns=True)
+    together = WeightFiles(models, cards, StageSelector(), states)
+    in_turns = WeightFiles(models, cards, StageSelector(), states, in_turns=True)
 
     overwrite(twin / VAE)
 
@@ -219,7 +219,7 @@ def test_of_equal_components_the_ones_that_were_loaded_count(folder: Path, card:
 
 
 def test_only_what_is_written_to_in_place_changes_mapped_weights(
-    folder: Path, card: ModelCard, files: WeightFiles
+    folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     pool = card.pools()["vae_decode"]
     rename_over(folder / VAE)
@@ -229,7 +229,7 @@ def test_only_what_is_written_to_in_place_changes_mapped_weights(
 
 @pytest.mark.usefixtures("written")
 def test_what_was_overwritten_is_known_before_and_after_it_is_compared(
-    folder: Path, card: ModelCard, files: WeightFiles
+    folder: Path, card: ModelSpec, files: WeightFiles
 ) -> None:
     pool = card.pools()["vae_decode"]
     overwrite(folder / VAE)
@@ -302,7 +302,7 @@ def lease(pool: str) -> Lease:
 def shapes(*roles: str, folder: Path = SHAPES) -> Swapping:
     """A worker of the built-in model that has one of these roles at a time."""
     card = card_of("shapes", SHAPES, "auto")
-    found = {role: frozenset(card.pools(Choice(roles_of(role))).values()) for role in roles}
+    found = {role: frozenset(card.pools(StageSelector(roles_of(role))).values()) for role in roles}
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         loads = [replace(load(store, "/results"), models=(("shapes", str(folder), "auto"),))]  # type: ignore[arg-type]
     return Swapping(found, loads, [card])
@@ -394,25 +394,25 @@ DATA = os.urandom(2 * CHUNK + 7)
 ID = xxhash.xxh3_128_hexdigest(DATA)
 
 
-Change = Callable[[Lent], Any]
+Change = Callable[[AdapterBytes], Any]
 
 
 class Lender:
     """What a worker's link is to one whose folder is `folder`; `change` says what becomes of each answer."""
 
     def __init__(self, folder: Path, change: Change = lambda lent: lent) -> None:
-        self.asked, self._change = list[Borrow](), change
+        self.asked, self._change = list[FetchAdapter](), change
         self._lending = Lending(None, str(folder))  # type: ignore[arg-type]
 
-    async def call(self, message: Borrow) -> Any:
+    async def call(self, message: FetchAdapter) -> Any:
         self.asked.append(message)
         answer = await self._lending.answer(b"", message)
-        return self._change(answer) if isinstance(answer, Lent) else answer
+        return self._change(answer) if isinstance(answer, AdapterBytes) else answer
 
 
 def adapted(kind: str = "denoise", lora: str = "ink:0.5", ids: str = ID) -> Lease:
     params: dict[str, Any] = {"lora": lora} if lora else {}
-    task = task_of("r", "denoise", 1, "p", kind, "m", params, derived=Derived(lora_id=ids if lora else ""))
+    task = task_of("r", "denoise", 1, "p", kind, "m", params, derived=DerivedFacts(lora_id=ids if lora else ""))
     return Lease(task, "worker", b"token", 0.0)
 
 
@@ -471,13 +471,13 @@ def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path
 
 
 @pytest.mark.parametrize(("change", "error", "says"), [
-    (lambda lent: Lent(lent.size, bytes(len(lent.data))), PermanentError, "what came has another content"),
-    (lambda lent: Lent(lent.size - 1, lent.data), TransientError, "was changed while"),
-    (lambda lent: Lent(lent.size, b""), TransientError, "was changed while"),
-    (lambda lent: Lent(5 << 30, lent.data), PermanentError, "no more than"),
-    (lambda _: Lent(0, b""), PermanentError, "no more than"),
-    (lambda _: Refused("no lora 'ink' is there"), NotFound, "no lora 'ink' is there"),
-    (lambda _: Stranger(), NotFound, "is not lent"),
+    (lambda lent: AdapterBytes(lent.size, bytes(len(lent.data))), PermanentError, "what came has another content"),
+    (lambda lent: AdapterBytes(lent.size - 1, lent.data), TransientError, "was changed while"),
+    (lambda lent: AdapterBytes(lent.size, b""), TransientError, "was changed while"),
+    (lambda lent: AdapterBytes(5 << 30, lent.data), PermanentError, "no more than"),
+    (lambda _: AdapterBytes(0, b""), PermanentError, "no more than"),
+    (lambda _: Rejected("no lora 'ink' is there"), NotFound, "no lora 'ink' is there"),
+    (lambda _: UnknownWorker(), NotFound, "is not lent"),
 ])  # fmt: skip
 def test_what_cannot_be_it_is_not_kept(
     change: Change, error: type[UnfuseError], says: str, places: tuple[Path, Path, Path]
@@ -496,10 +496,10 @@ def test_an_id_is_no_path(places: tuple[Path, Path, Path]) -> None:
 
 def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path, Path, Path]) -> None:
     async def ask(loras: str, name: str, id: str = ID) -> Any:
-        return await Lending(None, loras).answer(b"", Borrow(name, id))  # type: ignore[arg-type]
+        return await Lending(None, loras).answer(b"", FetchAdapter(name, id))  # type: ignore[arg-type]
 
     said = [asyncio.run(ask(str(places[0]), name)) for name in ("../there/ink", "fog")]
-    assert all(isinstance(answer, Refused) and "no lora" in answer.message for answer in said)
+    assert all(isinstance(answer, Rejected) and "no lora" in answer.message for answer in said)
     assert "another content" in asyncio.run(ask(str(places[0]), "ink", "0" * 32)).message
     assert "--loras FOLDER" in asyncio.run(ask("", "ink")).message
 

@@ -17,7 +17,15 @@ from structlog.testing import capture_logs
 from tests.disks import small_disk
 from tests.transfer.conftest import SECRET
 from unfuse.core.errors import ArenaFull, ObjectLost
-from unfuse.core.messages import Done, Failed, FailureKind, Granted, Moved, Places, Stopped
+from unfuse.core.messages import (
+    FailureKind,
+    LeasesGranted,
+    StorageLocations,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
+    TransferStats,
+)
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease
@@ -43,7 +51,7 @@ def folders() -> Iterator[Callable[[], str]]:
         yield lambda: stack.enter_context(TemporaryDirectory(prefix="run-"))
 
 
-def opened(name: str, places: Places, **own: str) -> TensorStore:
+def opened(name: str, places: StorageLocations, **own: str) -> TensorStore:
     """The store of a worker."""
     copies, options = copies_here(places), {"node": name, "durable": places.durable} | own
     return TensorStore.create(places.store, owner=name, capacity=CAPACITY, copies=copies, **options)  # type: ignore[arg-type]
@@ -51,10 +59,10 @@ def opened(name: str, places: Places, **own: str) -> TensorStore:
 
 @asynccontextmanager
 async def node(
-    name: str, run_dir: str, places: Places | None = None, called: str = "", keys: bool = True
+    name: str, run_dir: str, places: StorageLocations | None = None, called: str = "", keys: bool = True
 ) -> AsyncIterator[Objects]:
     engines = {"tcp": open_engine("tcp", OPTIONS)} if keys else {}
-    places = places or Places("")
+    places = places or StorageLocations("")
     store = opened(name, places, run_dir=run_dir, node=called or name)
     objects = Objects(store, places, engines, OPTIONS)
     try:
@@ -84,10 +92,12 @@ def reading(*refs: ObjectRef, request: str = "req_a", stage: str = "next") -> Le
     return Lease(task_of(request, stage, 1, "pool", "kind", "model", {}, refs), "near", stage.encode(), 0.0)
 
 
-def granted(*owners: Objects) -> Granted:
+def granted(*owners: Objects) -> LeasesGranted:
     names = [owner.store.owner for owner in owners]
     peers = {owner.store.owner: (owner.store.node, owner.store.address) for owner in owners}
-    return Granted((), peers, {name: dict(owner.copies.served_at) for name, owner in zip(names, owners, strict=True)})
+    return LeasesGranted(
+        (), peers, {name: dict(owner.copies.served_at) for name, owner in zip(names, owners, strict=True)}
+    )
 
 
 def read(objects: Objects, ref: ObjectRef) -> set[int]:
@@ -104,7 +114,7 @@ async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Objec
     copies = {lease.task.inputs[0].id for lease in brought if lease}
     assert len(copies) == 1 and ref.id not in copies
     assert brought[0] and read(near, brought[0].task.inputs[0]) == {7}
-    assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
+    assert near.copies.counters.take() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
     near.copies.let_go(first.claim)
     assert near.usage().used == PIECE
     near.copies.let_go(second.claim)
@@ -224,14 +234,16 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near
 
 async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanwhile(far: Objects) -> None:
     patient = msgspec.structs.replace(OPTIONS, heartbeat_s=15.0, max_missed=4)
-    near = Objects(opened("near", Places("")), Places(""), {"tcp": open_engine("tcp", patient)}, patient)
+    near = Objects(
+        opened("near", StorageLocations("")), StorageLocations(""), {"tcp": open_engine("tcp", patient)}, patient
+    )
     with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
         address = {"tcp": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
         waiting = []
         for number in range(100):
             name = f"silent-{number}"
             lost = msgspec.structs.replace(made(far, request=name, nbytes=8), owner=name)
-            told = Granted((), {name: (name, "unix:@nowhere")}, {name: address})
+            told = LeasesGranted((), {name: (name, "unix:@nowhere")}, {name: address})
             waiting.append(asyncio.create_task(near.copies.bring(reading(lost, request=name), told)))
         while len(near.copies._copies) < len(waiting):
             await asyncio.sleep(0)
@@ -267,17 +279,17 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
     first = reading(made(far))
     again, last = (msgspec.structs.replace(first, token=token) for token in (b"again", b"last"))
     assert await near.copies.bring(first, granted(far))
-    near.end_task(first, Failed(first.claim, kind, "it died", reason=reason), False)
+    near.end_task(first, TaskFailed(first.claim, kind, "it died", reason=reason), False)
     brought = await near.copies.bring(again, granted(far))
     assert brought and read(near, brought.task.inputs[0]) == {7}
-    assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
+    assert near.copies.counters.take() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
     near.copies.let_go(first.claim)
-    near.end_task(again, Failed(again.claim, "transient", "it failed"), False)
+    near.end_task(again, TaskFailed(again.claim, "transient", "it failed"), False)
     await freed(near)
 
     monkeypatch.setattr(remote_inputs, "KEPT_S", 0.0)
     assert await near.copies.bring(last, granted(far))
-    near.end_task(last, Failed(last.claim, kind, "it died", reason=reason), False)
+    near.end_task(last, TaskFailed(last.claim, kind, "it died", reason=reason), False)
     await freed(near)
 
 
@@ -292,15 +304,15 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
     announced = msgspec.structs.replace(there, id="announced", checksums=())
     first, lost, last = (msgspec.structs.replace(reading(there), token=token) for token in (b"1", b"2", b"3"))
     assert await near.copies.bring(first, granted(far))
-    near.end_task(first, Done(first.claim, None, (), Timings()), True)
+    near.end_task(first, TaskCompleted(first.claim, None, (), Timings()), True)
     assert await near.copies.bring(lost, granted(far))
     near.copies.let_go(first.claim)
     task = msgspec.structs.replace(lost.task, inputs=(*lost.task.inputs, announced))
-    near.end_task(msgspec.structs.replace(lost, task=task), Stopped(lost.claim), False)
+    near.end_task(msgspec.structs.replace(lost, task=task), TaskStopped(lost.claim), False)
     brought = await near.copies.bring(last, granted())
     assert brought and read(near, brought.task.inputs[0]) == {7}
-    assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
-    near.end_task(last, Done(last.claim, None, (), Timings()), False)
+    assert near.copies.counters.take() == {"tcp": TransferStats(PIECE, pytest.approx(0, abs=60))}
+    near.end_task(last, TaskCompleted(last.claim, None, (), Timings()), False)
     near.copies.let_go(lost.claim)
     await freed(near)
 
@@ -308,7 +320,7 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
 async def test_what_is_kept_for_a_task_goes_with_its_request(far: Objects, near: Objects) -> None:
     lease = reading(made(far))
     assert await near.copies.bring(lease, granted(far))
-    near.end_task(lease, Failed(lease.claim, "crash", "it died"), False)
+    near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), False)
     await near.release(["req_a"])
     assert near.usage().used == 0
 
@@ -325,9 +337,9 @@ async def test_without_room_for_long_the_task_is_told(far: Objects, near: Object
 async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
     kind: str, tmp_path: Path, folders: Callable[[], str]
 ) -> None:
-    async with node("near", folders(), Places("", durable=f"disk:{tmp_path}")) as near:
+    async with node("near", folders(), StorageLocations("", durable=f"disk:{tmp_path}")) as near:
         ref = made(near)
-        near.made(Done(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
+        near.made(TaskCompleted(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
         await near.wait_until_copied()
         assert len(list(files(tmp_path))) == (kind == "denoise")
         near.store.delete(ref)
@@ -346,8 +358,8 @@ async def stopped(objects: Objects, *inputs: tuple[str, ObjectRef]) -> None:
     await objects.close()
 
 
-def report(ref: ObjectRef) -> Done:
-    return Done(Claim(ref.request, ref.stage, 1, b""), ref, (), Timings())
+def report(ref: ObjectRef) -> TaskCompleted:
+    return TaskCompleted(Claim(ref.request, ref.stage, 1, b""), ref, (), Timings())
 
 
 async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
@@ -355,7 +367,7 @@ async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
 ) -> None:
     """Given results on a disk and nothing else that lasts, when a worker stops, then the outputs and checkpoints of
     requests that are not over can be read, and of a request that reads another one's object that, too."""
-    places = Places(f"disk:{tmp_path}")
+    places = StorageLocations(f"disk:{tmp_path}")
     objects = Objects(opened("w", places, run_dir=folders()), places, {}, OPTIONS)
     output, checkpoint = made(objects, 1), made(objects, 2)
     over, cached = made(objects, 3, request="req_b"), made(objects, 4, request="req_c")
@@ -386,7 +398,7 @@ async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Calla
     """Given a checkpoint that is larger than the disk, then there is no copy, nothing half-written, and the worker has
     it still; what fits is copied all the same."""
     with small_disk(tmp_path, 4 * PIECE >> 10) as disk:
-        places = Places(f"disk:{disk}", durable=f"disk:{disk}" if durable == "disk" else "none")
+        places = StorageLocations(f"disk:{disk}", durable=f"disk:{disk}" if durable == "disk" else "none")
         async with node("w", folders(), places) as objects:
             small, large = made(objects, 1, nbytes=PIECE // 4), made(objects, 2, nbytes=5 * PIECE)
             with capture_logs() as logs:
@@ -400,7 +412,7 @@ async def test_a_full_disk_costs_a_copy_and_says_so(durable: str, folders: Calla
 
 async def test_who_cannot_see_the_results_copies_nothing(folders: Callable[[], str], tmp_path: Path) -> None:
     """Given the folder of another machine, then no folder of that name is made here."""
-    places = Places(f"disk:{tmp_path / 'theirs'}", mark="another")
+    places = StorageLocations(f"disk:{tmp_path / 'theirs'}", mark="another")
     async with node("w", folders(), places) as objects:
         assert not objects.outlasts
         await objects.save_copy(made(objects), now=True)

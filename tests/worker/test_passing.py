@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tests.worker.refs import ref
 from unfuse.arena.arena import Arena
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease
@@ -23,7 +23,7 @@ from unfuse.worker.remote_inputs import Passing
 
 KV = replace(ref(8 * CHUNK_BYTES), stage="prefill")
 TASK = task_of(
-    "req_a", "decode.0", 1, "decode:abc:float32@12", "decode", "m", {}, (KV,), derived=Derived(prompt_tokens=100)
+    "req_a", "decode.0", 1, "decode:abc:float32@12", "decode", "m", {}, (KV,), derived=DerivedFacts(prompt_tokens=100)
 )
 WANTED: Any = SimpleNamespace(cancelled=False)  # the session of a transfer that goes on
 ARRIVED = Arrived(Lease(TASK, "w", b"t", 0.0), KV, 0, 0, 10)
@@ -44,10 +44,10 @@ async def test_what_a_prompt_reads_that_is_longer_than_the_buffer_comes_in_piece
     window."""
     passing = Passing(50, Process().send)
     assert passing.window(TASK, KV) == 4 * CHUNK_BYTES
-    assert passing.window(replace(TASK, derived=Derived(prompt_tokens=5000)), KV) == CHUNK_BYTES
-    assert passing.window(replace(TASK, derived=Derived(prompt_tokens=50)), KV) == 0
+    assert passing.window(replace(TASK, derived=DerivedFacts(prompt_tokens=5000)), KV) == CHUNK_BYTES
+    assert passing.window(replace(TASK, derived=DerivedFacts(prompt_tokens=50)), KV) == 0
     assert passing.window(TASK, replace(ref(1000), stage="vision_encode.0")) == 1000
-    assert passing.window(replace(TASK, derived=Derived()), KV) == 0
+    assert passing.window(replace(TASK, derived=DerivedFacts()), KV) == 0
     endless = Passing(0, Process().send)
     assert endless.window(TASK, KV) == 0
     for one in (passing, endless):

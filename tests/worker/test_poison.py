@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from tests.worker import outside
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed, Places, Progress, Stopped
+from unfuse.core.messages import StepProgress, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice
+from unfuse.core.plan import StageSelector
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find
@@ -48,7 +48,7 @@ class Compute:
         self.heard: list[object] = []
         self.news = asyncio.Condition()
 
-    async def hear(self, message: Ready | Progress | Stopped | Done | Failed) -> None:
+    async def hear(self, message: Ready | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
         async with self.news:
             self.heard.append(message)
             self.news.notify_all()
@@ -70,9 +70,9 @@ class Compute:
                         return message
                 await self.news.wait()
 
-    async def failure(self, claim: Claim) -> Failed:
-        failed = await self.until(Failed, claim)
-        assert isinstance(failed, Failed)
+    async def failure(self, claim: Claim) -> TaskFailed:
+        failed = await self.until(TaskFailed, claim)
+        assert isinstance(failed, TaskFailed)
         return failed
 
     async def ready_again(self) -> None:
@@ -80,7 +80,7 @@ class Compute:
         self.heard = [message for message in self.heard if not isinstance(message, Ready)]
 
     def ended(self, claim: Claim) -> bool:
-        return any(isinstance(m, Done | Failed | Stopped) and m.claim == claim for m in self.heard)
+        return any(isinstance(m, TaskCompleted | TaskFailed | TaskStopped) and m.claim == claim for m in self.heard)
 
 
 @asynccontextmanager
@@ -88,8 +88,8 @@ async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) ->
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         options = ComputeOptions(threads=1)
         load = Load(
-            (("outside", str(folder), "auto"),), Choice(), options, "w", "n", store.address, store.write_token,
-            Places(f"disk:{folder}/results"),
+            (("outside", str(folder), "auto"),), StageSelector(), options, "w", "n", store.address, store.write_token,
+            StorageLocations(f"disk:{folder}/results"),
         )  # fmt: skip
         executor = Executor([load] * processes, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
         compute = Compute(executor, store, folder)
@@ -106,19 +106,19 @@ async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) ->
 @pytest.mark.slow
 async def test_an_outside_family_runs_from_stage_to_stage_in_numpy_without_torch(folder: Path) -> None:
     async with computing(folder) as compute:
-        encoded = await compute.until(Done, await compute.run("hello"))
-        assert isinstance(encoded, Done)
+        encoded = await compute.until(TaskCompleted, await compute.run("hello"))
+        assert isinstance(encoded, TaskCompleted)
         assert encoded.output
-        turned = await compute.until(Done, await compute.run("hello", encoded.output, stage="denoise"))
-        assert isinstance(turned, Done)
+        turned = await compute.until(TaskCompleted, await compute.run("hello", encoded.output, stage="denoise"))
+        assert isinstance(turned, TaskCompleted)
         assert turned.output
         with compute.store.get(turned.output) as held:
             assert held["turned"].tobytes() == b"olleh"
         # an ordinary failure needs no torch either: the stages raise if it is there
         failed = await compute.failure(await compute.run("fail"))
         assert (failed.kind, failed.message) == ("transient", "it was asked to fail")
-        again = await compute.until(Done, await compute.run("hello"))
-        assert isinstance(again, Done)
+        again = await compute.until(TaskCompleted, await compute.run("hello"))
+        assert isinstance(again, TaskCompleted)
 
 
 def test_a_class_that_no_package_brings_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signa
 async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: Path) -> None:
     async with computing(folder) as compute:
         mate = await compute.run("later nothing", stage="denoise", steps=10_000)
-        await compute.until(Progress, mate)
+        await compute.until(StepProgress, mate)
         poison = await compute.run("kill", priority=1)
         crashed = [await compute.failure(claim) for claim in (mate, poison)]
         assert [(failed.kind, failed.company) for failed in crashed] == [("crash", True)] * 2
@@ -165,8 +165,8 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
         behind = await compute.run("later nothing", stage="denoise", priority=9)
         cancelled = await compute.run("later nothing", stage="denoise")
         await compute.executor.cancel(cancelled)
-        await compute.until(Stopped, cancelled)  # though it was never in the process
-        await compute.until(Progress, alone)
+        await compute.until(TaskStopped, cancelled)  # though it was never in the process
+        await compute.until(StepProgress, alone)
         assert compute.ended(first)
 
         # it crashes by itself: charged, and what came after it was not begun
@@ -174,7 +174,7 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
         assert (failed.kind, failed.company) == ("crash", False)
         held_back = await compute.failure(behind)
         assert (held_back.kind, held_back.company) == ("hand_back", False)
-        order = [message.claim for message in compute.heard if isinstance(message, Progress) and message.step == 0]
+        order = [message.claim for message in compute.heard if isinstance(message, StepProgress) and message.step == 0]
         assert order == [first, alone]
 
 
@@ -184,8 +184,12 @@ async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
         alone = await compute.run("later nothing", stage="denoise", alone=True)
         behind = [await compute.run("later nothing", stage="denoise", alone=number == 1) for number in range(3)]
         for claim in behind:
-            await compute.until(Done, claim)
-        told = [(type(m).__name__, m.claim) for m in compute.heard if isinstance(m, Done) or getattr(m, "step", 1) == 0]
+            await compute.until(TaskCompleted, claim)
+        told = [
+            (type(m).__name__, m.claim)
+            for m in compute.heard
+            if isinstance(m, TaskCompleted) or getattr(m, "step", 1) == 0
+        ]
         apart = [alone, behind[0], behind[1], behind[2]]
         assert told == [(kind, claim) for claim in apart for kind in ("Progress", "Done")]
 
@@ -197,7 +201,7 @@ async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Pa
     async with computing(folder, processes=2) as compute:
         before = compute.executor.pids
         hanging = await compute.run("hang")
-        await compute.until(Progress, hanging)
+        await compute.until(StepProgress, hanging)
         os.kill(before[1], signal.SIGKILL)
         failed = await compute.failure(hanging)
         assert (failed.kind, failed.message) == ("crash", "the compute process died: killed by SIGKILL")
@@ -211,8 +215,8 @@ async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Pa
 async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         # steps are progress: this one takes longer than the limit, and lives
-        steady = await compute.until(Done, await compute.run("later nothing", stage="denoise", steps=100))
-        assert isinstance(steady, Done)
+        steady = await compute.until(TaskCompleted, await compute.run("later nothing", stage="denoise", steps=100))
+        assert isinstance(steady, TaskCompleted)
         failed = await compute.failure(await compute.run("hang"))
         assert failed.kind == "crash"
         assert "made no progress for 1 s" in failed.message
@@ -228,13 +232,13 @@ async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Pa
 async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         claim = await compute.run("later nothing", stage="denoise", steps=50)
-        await compute.until(Progress, claim)
+        await compute.until(StepProgress, claim)
         os.kill(compute.executor.pids[0], signal.SIGSTOP)
         time.sleep(3.0)  # the parent with it, as when a machine is suspended
         os.kill(compute.executor.pids[0], signal.SIGCONT)
         while not compute.ended(claim):
             await asyncio.sleep(0.01)
-        assert not any(isinstance(message, Failed) for message in compute.heard)
+        assert not any(isinstance(message, TaskFailed) for message in compute.heard)
 
 
 @pytest.mark.slow
@@ -244,7 +248,7 @@ async def test_a_process_that_eats_memory_is_killed_with_the_figures(folder: Pat
         assert failed.kind == "crash"
         assert "and --memory-limit allows 512.0 MiB" in failed.message
         # tensors of others that it maps are not its own: arenas do not count
-        assert isinstance(await compute.until(Done, await _after(compute)), Done)
+        assert isinstance(await compute.until(TaskCompleted, await _after(compute)), TaskCompleted)
 
 
 async def _after(compute: Compute) -> Claim:

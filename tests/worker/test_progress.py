@@ -8,9 +8,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from unfuse.core.messages import Accepted, Append, Pulse, Recall, Recorded, Refused, ToScheduler, ToWorker
+from unfuse.core.messages import (
+    Accepted,
+    AppendOutput,
+    HeartbeatReply,
+    ReadOutput,
+    RecordedOutput,
+    Rejected,
+    ToScheduler,
+    ToWorker,
+)
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Claim, Grown, Lease
+from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
@@ -35,19 +44,19 @@ class Scheduler:
         self.lost: list[Claim] = []
         self.ended: list[Claim] = []
 
-    async def call(self, message: Append | Recall) -> ToWorker:
+    async def call(self, message: AppendOutput | ReadOutput) -> ToWorker:
         self.said.append(message)
         await asyncio.sleep(0.01)
         if self.refusals:
             return self.refusals.pop(0)
-        if isinstance(message, Recall):
-            return Recorded(tuple(self.kept[message.claim.request][message.after :][:3]))
+        if isinstance(message, ReadOutput):
+            return RecordedOutput(tuple(self.kept[message.claim.request][message.after :][:3]))
         for one in message.grown:
             if one.claim not in self.lost:
                 kept = self.kept.setdefault(one.claim.request, [])
                 assert one.offset == len(kept)
                 kept += one.pieces
-        return Pulse(tuple(one.claim for one in message.grown if one.claim in self.lost), ())
+        return HeartbeatReply(tuple(one.claim for one in message.grown if one.claim in self.lost), ())
 
     async def end(self, claim: Claim) -> None:
         self.ended.append(claim)
@@ -59,7 +68,7 @@ def growing() -> tuple[OutputRecorder, Scheduler]:
 
 
 def grow(growing: OutputRecorder, name: str, offset: int, pieces: Sequence[bytes]) -> None:
-    growing.add(Grown(claim(name), offset, tuple(pieces)))
+    growing.add(OutputDeltas(claim(name), offset, tuple(pieces)))
 
 
 @in_virtual_time
@@ -74,7 +83,7 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
     assert scheduler.kept == {name: [b"%d" % step for step in range(100)] for name in "abc"}
     assert 0.5 / (APPEND_S + 0.01) - 1 <= len(scheduler.said) <= 0.5 / APPEND_S + 2
     first = scheduler.said[0]
-    assert isinstance(first, Append) and len(first.grown) == 3 and len(first.grown[0].pieces) <= 3
+    assert isinstance(first, AppendOutput) and len(first.grown) == 3 and len(first.grown[0].pieces) <= 3
 
 
 @in_virtual_time
@@ -101,14 +110,14 @@ async def test_more_than_a_message_takes_goes_in_several_and_nobody_waits_for_al
     assert 0 < len(scheduler.kept["long"]) < 3 * PIECES_AT_ONCE
     await made.wait_until_recorded(claim("long"))
     assert scheduler.kept["long"] == [b"%d" % number for number in range(4 * PIECES_AT_ONCE)]
-    sizes = [sum(len(one.pieces) for one in said.grown) for said in scheduler.said if isinstance(said, Append)]
+    sizes = [sum(len(one.pieces) for one in said.grown) for said in scheduler.said if isinstance(said, AppendOutput)]
     assert max(sizes) == PIECES_AT_ONCE
 
 
 @in_virtual_time
 async def test_what_is_not_recorded_is_said_again_with_all_that_came_meanwhile() -> None:
     made, scheduler = growing()
-    scheduler.refusals = [Refused("the disk is full"), Refused("it still is"), Accepted()]
+    scheduler.refusals = [Rejected("the disk is full"), Rejected("it still is"), Accepted()]
     grow(made, "a", 0, [b"0"])
     settled = asyncio.create_task(made.wait_until_recorded(claim("a")))
     await asyncio.sleep(0.5)
@@ -139,10 +148,10 @@ async def test_the_next_attempt_gets_what_is_recorded() -> None:
     assert await made.read(lease(0)) == ()
     assert scheduler.said == []
     scheduler.kept["a"] = [b"%d" % number for number in range(8)]
-    scheduler.refusals = [Refused("not now")]
+    scheduler.refusals = [Rejected("not now")]
     assert await made.read(lease(8)) == tuple(scheduler.kept["a"])
-    assert scheduler.said[1:] == [Recall(claim("a"), after) for after in (0, 3, 6)]
-    scheduler.refusals = [Refused("it is not yours", lease_lost=True)]
+    assert scheduler.said[1:] == [ReadOutput(claim("a"), after) for after in (0, 3, 6)]
+    scheduler.refusals = [Rejected("it is not yours", lease_lost=True)]
     assert await made.read(lease(8)) is None
     assert await made.read(lease(9)) is None  # the queue has lost some
 

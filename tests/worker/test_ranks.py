@@ -18,7 +18,7 @@ from tests.worker.test_step_loop import Bench, Count, Large, Shared
 from tools.server import until
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
-from unfuse.core.messages import Done, Failed, Stopped
+from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
 from unfuse.worker.batches import TRUSTED, Exactness
@@ -131,9 +131,13 @@ class Group:
             assert self.changed.wait_for(condition, WAIT_S), what
         return condition()
 
-    def outcome(self, run: Run) -> Done | Failed | Stopped:
+    def outcome(self, run: Run) -> TaskCompleted | TaskFailed | TaskStopped:
         def ends() -> list[Any]:
-            return [m for m in self.sent[0] if isinstance(m, Done | Failed | Stopped) and m.claim == run.lease.claim]
+            return [
+                m
+                for m in self.sent[0]
+                if isinstance(m, TaskCompleted | TaskFailed | TaskStopped) and m.claim == run.lease.claim
+            ]
 
         (end,) = self.until(ends, "the task to end")
         return end
@@ -165,7 +169,7 @@ def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_rep
     runs = [ranks.begin(tag=tag, steps=5 + tag, priority=tag % 2) for tag in range(4)]
     for run in runs:
         done = ranks.outcome(run)
-        assert isinstance(done, Done)
+        assert isinstance(done, TaskCompleted)
         assert done.output
         assert done.timings.exchange_s == done.timings.steps, "one exchange a step"
         with ranks.bench.store.get(done.output) as held:
@@ -188,9 +192,9 @@ def test_what_one_rank_cannot_begin_ends_everywhere_with_its_error(group: Make) 
     ranks = group(*stages)
     good, bad = ranks.begin(tag=0, steps=3), ranks.begin(tag=1, steps=3)
     failed = ranks.outcome(bad)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert "not here" in failed.message
-    assert isinstance(ranks.outcome(good), Done)
+    assert isinstance(ranks.outcome(good), TaskCompleted)
     assert stages[0].order == stages[1].order == [0, 0, 0]
 
 
@@ -198,9 +202,9 @@ def test_a_step_that_one_rank_cannot_make_fails_for_all_and_later_tasks_go_on(gr
     stages = Count(), Count(raises=lambda size: TransientError("full"), fail_at=2)
     ranks = group(*stages)
     failed = ranks.outcome(ranks.begin(tag=0, steps=3))
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert "full" in failed.message
-    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), Done)
+    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), TaskCompleted)
 
 
 def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
@@ -209,8 +213,8 @@ def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
     long = ranks.begin(tag=0, steps=10**9)
     ranks.until(lambda: len(stages[0].batches) > 3, "it to run")
     ranks.inboxes[0].put(Cancel(long.lease.claim))
-    assert isinstance(ranks.outcome(long), Stopped)
-    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), Done)
+    assert isinstance(ranks.outcome(long), TaskStopped)
+    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), TaskCompleted)
     assert stages[0].batches == stages[1].batches
 
 
@@ -230,8 +234,8 @@ def test_a_cancel_amid_a_step_ends_a_task_behind_that_step_on_all(group: Make) -
     amid.wait(WAIT_S)
     ranks.inboxes[0].put(Cancel(long.lease.claim))
     go_on.set()
-    assert isinstance(ranks.outcome(long), Stopped)
-    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), Done)
+    assert isinstance(ranks.outcome(long), TaskStopped)
+    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), TaskCompleted)
     assert stages[0].batches == stages[1].batches == [[0], [0], [0], [1]]
 
 
@@ -251,7 +255,7 @@ def test_a_saved_state_that_one_rank_cannot_read_is_made_anew_by_all(group: Make
     saved = ranks.bench.store.put({"x": np.zeros(1)}, request=lease.task.request, stage="stage", attempt=0)
     run = Run(replace(lease, checkpoint=saved), {})
     ranks.give(run)
-    assert isinstance(ranks.outcome(run), Done)
+    assert isinstance(ranks.outcome(run), TaskCompleted)
     assert len(stages[0].batches) == len(stages[1].batches) == 9
 
 
@@ -273,7 +277,7 @@ def test_a_task_waits_on_all_ranks_while_one_cannot_have_its_upload(
 
     monkeypatch.setattr(ranks.bench.results, "attached", attached)
     run = ranks.begin(tag=0, steps=3)
-    assert isinstance(ranks.outcome(run), Done)
+    assert isinstance(ranks.outcome(run), TaskCompleted)
     assert any(isinstance(message, Waits) for message in ranks.sent[0])
     assert len(asked) == 4
     assert stages[0].batches == stages[1].batches
@@ -286,13 +290,13 @@ def test_where_a_batch_differs_on_one_rank_no_rank_shares_it(group: Make, sloppy
     ranks = group(*stages, exact=True)
     runs = [ranks.begin(tag=tag, steps=TRUSTED + 3) for tag in (1, 2, 3, 4)]
     for run in runs:
-        assert isinstance(ranks.outcome(run), Done)
+        assert isinstance(ranks.outcome(run), TaskCompleted)
     assert stages[0].batches == stages[1].batches
     assert sum(len(batch) > 1 for batch in stages[0].batches) <= 2
 
 
 claims = st.builds(Claim, st.sampled_from("ab"), st.just("denoise.0"), st.just(1), st.just(b""))
-failed = st.builds(Failed, claims, st.sampled_from(("transient", "permanent")), st.text(max_size=3))
+failed = st.builds(TaskFailed, claims, st.sampled_from(("transient", "permanent")), st.text(max_size=3))
 verdicts = st.one_of(st.integers(0, 3), st.builds(Waits, claims), failed)
 
 
@@ -317,7 +321,7 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
             assert all(isinstance(one, int) for one in own)
         else:
             assert found in own
-            assert isinstance(found, Failed) or not any(isinstance(one, Failed) for one in own)
+            assert isinstance(found, TaskFailed) or not any(isinstance(one, TaskFailed) for one in own)
 
 
 @pytest.mark.parametrize(("outcome", "pools"), [
@@ -410,9 +414,9 @@ def test_all_ranks_take_pieces_of_an_input_between_the_same_steps(group: Make, m
     for start in (0, 10, 20):
         pieces.arrive(start)
     ranks.give(pieces.run)
-    assert isinstance(ranks.outcome(pieces.run), Done)
+    assert isinstance(ranks.outcome(pieces.run), TaskCompleted)
     ranks.inboxes[0].put(Cancel(long.lease.claim))
-    assert isinstance(ranks.outcome(long), Stopped)
+    assert isinstance(ranks.outcome(long), TaskStopped)
     until(lambda: stages[0].log == stages[1].log, "both to have done the same")
     told = [line for line in stages[0].log if "step" not in line]
     assert told == ["start without what came", "receive ['x']", "take 0", "take 10", "take 20", "start with what came"]
@@ -431,7 +435,7 @@ def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkey
     assert "drop" not in stages[0].log + stages[1].log
     ranks.inboxes[0].put(Cancel(pieces.claim))
     until(lambda: all("drop" in stage.log for stage in stages), "both to have dropped it")
-    assert isinstance(ranks.outcome(ranks.begin(steps=1)), Done)
+    assert isinstance(ranks.outcome(ranks.begin(steps=1)), TaskCompleted)
     until(lambda: stages[0].log == stages[1].log, "both to have done the same")
     assert stages[0].log[3:] == ["drop", "start without what came", "step of 1"]
 
@@ -446,7 +450,7 @@ def test_where_a_rank_waits_for_the_results_all_drop_what_they_took(
     pieces = Pieces(ranks, monkeypatch)
     pieces.arrive(0)
     ranks.give(pieces.run)
-    assert isinstance(ranks.outcome(pieces.run), Done)
+    assert isinstance(ranks.outcome(pieces.run), TaskCompleted)
     for stage in stages:
         until(lambda stage=stage: stage.log[-1] == "step of 1" == stage.log[-2], "both to have made two steps")
         assert stage.log[-4:] == ["drop", "start without what came", "step of 1", "step of 1"]

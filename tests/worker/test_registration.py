@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
-from unfuse.core.compute import parse_parallel
+from unfuse.core.compute_options import parse_parallel
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Room
-from unfuse.core.messages import Places
-from unfuse.core.plan import Choice, Pipeline, roles_of
+from unfuse.core.messages import StorageLocations
+from unfuse.core.modalities import OutputSize
+from unfuse.core.plan import Pipeline, StageSelector, roles_of
 from unfuse.stores.results import MARK, mark_of
 from unfuse.worker.registration import choose_ranks, pools_of, refuse_unseen
 
@@ -23,37 +23,39 @@ from unfuse.worker.registration import choose_ranks, pools_of, refuse_unseen
     [("all", (ENCODE, DENOISE, DECODE)), ("denoiser", (DENOISE,)), ("decoder+encoder", (ENCODE, DECODE))],
 )
 def test_it_serves_the_pools_of_its_roles(role: str, pools: tuple[str, ...]) -> None:
-    assert pools_of([CARD, CARD], Choice(roles_of(role))) == pools
+    assert pools_of([CARD, CARD], StageSelector(roles_of(role))) == pools
 
 
 def test_a_role_that_no_stage_has_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="no stage has the role sculptor: roles are decoder, denoiser, encoder"):
-        pools_of([CARD], Choice(roles_of("encoder+sculptor")))
+        pools_of([CARD], StageSelector(roles_of("encoder+sculptor")))
 
 
 def test_a_component_that_no_stage_of_the_role_has_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="no stage is both --role decoder and --component: components are text_enc"):
-        pools_of([CARD], Choice(roles_of("decoder"), ("transformer",)))
+        pools_of([CARD], StageSelector(roles_of("decoder"), ("transformer",)))
 
 
 def test_a_resource_that_it_has_not_is_named_with_what_would_give_it() -> None:
-    stages = tuple(replace(stage, needs={"kv": Room(1)}) for stage in CARD.pipeline.stages if stage.kind == "denoise")
+    stages = tuple(
+        replace(stage, needs={"kv": OutputSize(1)}) for stage in CARD.pipeline.stages if stage.kind == "denoise"
+    )
     card = replace(CARD, pipeline=Pipeline((CARD.pipeline.stages[0], *stages)))
-    assert pools_of([card], Choice(), {"kv": 1}) == (ENCODE, DENOISE)
-    assert pools_of([card], Choice(roles_of("encoder"))) == (ENCODE,)
+    assert pools_of([card], StageSelector(), {"kv": 1}) == (ENCODE, DENOISE)
+    assert pools_of([card], StageSelector(roles_of("encoder"))) == (ENCODE,)
     with pytest.raises(ConfigError, match="stage denoise needs the resource kv, .*: start it with --resources kv=N"):
-        pools_of([card], Choice())
+        pools_of([card], StageSelector())
 
 
 def test_what_needs_results_that_are_on_another_machine_is_refused_with_ways_out(tmp_path: Path) -> None:
     url = f"disk:{tmp_path / 'results'}"
-    places, stages = Places(url, mark=mark_of(url)), CARD.pipeline.stages
+    places, stages = StorageLocations(url, mark=mark_of(url)), CARD.pipeline.stages
     refuse_unseen(stages, places)
     (tmp_path / "results" / MARK).unlink()
     refuse_unseen([stage for stage in stages if stage.kind == "denoise"], places)
     with pytest.raises(ConfigError, match="the role decoder needs them: share that folder at the same path, .* s3://"):
         refuse_unseen(stages, places)
-    refuse_unseen(stages, Places(url))
+    refuse_unseen(stages, StorageLocations(url))
 
 
 DENOISES = tuple(replace(stage, spreads={"ulysses": 4}) for stage in CARD.pipeline.stages if stage.kind == "denoise")

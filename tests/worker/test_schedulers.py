@@ -16,24 +16,24 @@ from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
 from unfuse.core.clock import SystemClock
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Accepted,
-    Ask,
-    Beat,
-    Done,
-    Failed,
-    Granted,
-    Hello,
-    Moved,
-    Places,
-    Pulse,
-    Refused,
-    Steps,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    Register,
+    Registered,
+    Rejected,
+    ReportProgress,
+    RequestTasks,
+    StorageLocations,
+    TaskCompleted,
+    TaskFailed,
     ToScheduler,
     ToWorker,
-    Welcome,
+    TransferStats,
     WorkerInfo,
 )
 from unfuse.models import find
@@ -71,22 +71,22 @@ class Town:
         self.workers: dict[asyncio.Task[None], Worker] = {}
         self.refuse_first: type | None = None
         self.heard: list[tuple[int, ToScheduler]] = []
-        self.granted: dict[type, list[str]] = {Ask: [], Done: []}
+        self.granted: dict[type, list[str]] = {RequestTasks: [], TaskCompleted: []}
         """The stages that workers were given, by what they had said."""
 
     async def open(self, address: str = "") -> Router:
         number = len(self.routers)
         scheduler = Scheduler(self.queue, cards=[self.card])
-        dispatcher = Dispatcher(scheduler, self.offered, Places(self.results))
+        dispatcher = Dispatcher(scheduler, self.offered, StorageLocations(self.results))
 
         async def answer(peer: bytes, message: ToScheduler) -> ToWorker | None:
             self.heard.append((number, message))
             if self.refuse_first and isinstance(message, self.refuse_first):
                 self.refuse_first = None
-                return Refused("the scheduler failed on this message")
+                return Rejected("the scheduler failed on this message")
             try:
                 reply = await dispatcher.answer(peer, message)
-                if isinstance(reply, Granted):
+                if isinstance(reply, LeasesGranted):
                     self.granted[type(message)] += [lease.task.stage for lease in reply.leases]
                 return reply
             except asyncio.CancelledError:  # with its process ends what it asked of the queue
@@ -118,7 +118,7 @@ class Town:
         self, prompt: str = "hello", steps: int = STEPS, priority: int = 0, lora_id: str = "", **given: str | int
     ) -> str:
         params = {**self.card.defaults, "prompt": prompt, "seed": 1, "num_inference_steps": steps, **given}
-        asked = asking(self.card, params, priority=priority, derived=Derived(lora_id=lora_id))
+        asked = asking(self.card, params, priority=priority, derived=DerivedFacts(lora_id=lora_id))
         return (await self.schedulers[-1].submit(*asked)).context.id
 
     async def until(self, request: str, *kinds: str) -> None:
@@ -140,7 +140,7 @@ class Town:
     async def asked_for(self) -> str:
         """What a worker that has nothing to do would rather have."""
         while True:
-            asks = [message for _, message in self.heard if isinstance(message, Ask)]
+            asks = [message for _, message in self.heard if isinstance(message, RequestTasks)]
             if asks[-1].slots == max(ask.slots for ask in asks):
                 return asks[-1].affinity
             await asyncio.sleep(0.01)
@@ -185,7 +185,7 @@ async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) 
         await found.until_steps(request)
         await found.kill(0)
         untouched(await found.over(request))
-        assert found.said(1, Done)
+        assert found.said(1, TaskCompleted)
         untouched(await found.over(await found.submit(steps=2)))  # and it works on there
         await found.drained()
 
@@ -195,18 +195,18 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, missing: type[OSError], times: int
 ) -> None:
     """Given a heartbeat without an answer, then what it brought is told again if the connection broke: else it came."""
-    once, told = Link.once, list[dict[str, Moved]]()
+    once, told = Link.once, list[dict[str, TransferStats]]()
 
     async def first_is_lost(self: Link, message: ToScheduler, *timeout: float) -> ToWorker:
         answer = await once(self, message, *timeout)
-        if isinstance(message, Beat) and (message.moved or told):
+        if isinstance(message, Heartbeat) and (message.moved or told):
             told.append(message.moved)
             if len(told) == 1:
                 raise missing
         return answer
 
     counters = TransferCounters()
-    counters.add("tcp", Moved(7))
+    counters.add("tcp", TransferStats(7))
     monkeypatch.setattr(Copies, "counters", counters)
     monkeypatch.setattr(Link, "once", first_is_lost)
     async with town(model, 1) as found:
@@ -214,7 +214,7 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
         while len(told) < 3:
             await asyncio.sleep(0.01)
         await found.drained()
-    assert told[:3] == [*[{"tcp": Moved(7)}] * times, *[{}] * (3 - times)]
+    assert told[:3] == [*[{"tcp": TransferStats(7)}] * times, *[{}] * (3 - times)]
 
 
 async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ async def test_steps_of_one_moment_are_told_in_one_message(model: Path, monkeypa
             assert kinds.index("stage_completed") > max(n for n, kind in enumerate(kinds) if kind == "progress")
         await found.schedulers[0].cancel(cancelled)
         await found.drained()
-        together = [message for _, message in found.heard if isinstance(message, Steps)]
+        together = [message for _, message in found.heard if isinstance(message, ReportProgress)]
         assert any(len({step.claim for step in message.progress}) > 1 for message in together)
 
 
@@ -270,7 +270,7 @@ async def test_a_worker_of_all_stages_is_given_the_next_one_with_the_answer_to_t
         found.work()
         record = await found.over(await found.submit(steps=2))
         first, *others = [stage.name for stage in record.context.plan.stages]
-        assert found.granted == {Ask: [first], Done: others}
+        assert found.granted == {RequestTasks: [first], TaskCompleted: others}
         assert len({state.worker for state in record.context.stages.values()}) == 1
 
 
@@ -299,7 +299,7 @@ async def test_one_scheduler_that_is_started_again_finds_its_worker_and_what_it_
         await asyncio.sleep(0.5)  # it ends while nobody listens
         await found.open(address)
         untouched(await found.over(request))
-        assert found.said(1, Hello)
+        assert found.said(1, Register)
         await found.drained()
 
 
@@ -319,7 +319,7 @@ async def test_an_outcome_that_is_refused_for_another_reason_than_its_lease_is_t
 ) -> None:
     monkeypatch.setattr("unfuse.worker.worker.PAUSE_S", 0.05)
     async with town(model, 1) as found:
-        found.refuse_first = Done
+        found.refuse_first = TaskCompleted
         found.work()
         untouched(await found.over(await found.submit(steps=2)))
         assert found.refuse_first is None
@@ -336,7 +336,7 @@ async def test_poison_ends_dead_by_itself_and_its_company_is_not_charged(model: 
         assert (ended.status, ended.dead) == ("failed", True)
         state = ended.stages["denoise.0"]
         assert (state.alone, state.crashes) == (True, 2)
-        crashes = [m for _, m in found.heard if isinstance(m, Failed) and m.kind == "crash"]
+        crashes = [m for _, m in found.heard if isinstance(m, TaskFailed) and m.kind == "crash"]
         assert [m.company for m in crashes if m.claim.request == poison] == [True, False, False]
         assert all("the last words of a stage" in m.evidence for m in crashes)
         uncharged(await found.over(healthy))
@@ -368,7 +368,7 @@ async def test_what_cannot_be_finished_in_time_is_handed_back_uncharged_to_whoev
         worker.drain()
         await asyncio.gather(*found.workers)
         found.workers.clear()
-        assert any(isinstance(m, Failed) and m.kind == "hand_back" for place, m in found.heard if place == 1)
+        assert any(isinstance(m, TaskFailed) and m.kind == "hand_back" for place, m in found.heard if place == 1)
         found.work()
         uncharged(await found.over(request))
         await found.drained()
@@ -422,7 +422,7 @@ async def test_no_start_over_tcp_without_keys(model: Path) -> None:
 
 # -- the link alone
 
-HELLO = Hello(WorkerInfo("worker-1", "node", "all", ("pool",), 1, "unix:@x", 1 << 20), (), b"s" * 16)
+HELLO = Register(WorkerInfo("worker-1", "node", "all", ("pool",), 1, "unix:@x", 1 << 20), (), b"s" * 16)
 
 
 @asynccontextmanager
@@ -447,10 +447,10 @@ class Here:
     async def answer(self, _: bytes, message: ToScheduler) -> ToWorker:
         self.heard.append(message)
         match message:
-            case Hello():
-                return Welcome((), Places(""), 15.0, 1.0)
-            case Beat():
-                return Pulse((), ("here",))
+            case Register():
+                return Registered((), StorageLocations(""), 15.0, 1.0)
+            case Heartbeat():
+                return HeartbeatReply((), ("here",))
         return Accepted()
 
     async def undelivered(self, _: bytes, __: ToWorker) -> None:
@@ -471,12 +471,12 @@ async def linked(ahead: int) -> AsyncIterator[tuple[Link, list[asyncio.subproces
         yield link, [child for child, _ in others], here, renewed
 
 
-async def beat(link: Link) -> Pulse:
+async def beat(link: Link) -> HeartbeatReply:
     """A heartbeat as a worker has it: said anew until it is answered."""
     while True:
         with suppress(OSError):
-            answer = await link.once(Beat(), 3.0)
-            assert isinstance(answer, Pulse)
+            answer = await link.once(Heartbeat(), 3.0)
+            assert isinstance(answer, HeartbeatReply)
             return answer
 
 
@@ -485,10 +485,10 @@ async def test_a_killed_process_is_left_at_once_for_the_next_that_lives(monkeypa
     async with linked(2) as (link, (first, second), here, renewed):
         await link.hello(HELLO)
         renewed.clear()
-        assert await beat(link) == Pulse((), ())
+        assert await beat(link) == HeartbeatReply((), ())
         second.kill()
         first.kill()
-        assert await link.call(Beat()) == Pulse((), ("here",))
+        assert await link.call(Heartbeat()) == HeartbeatReply((), ("here",))
         assert here.heard[0] == HELLO
         assert renewed.is_set()
 
@@ -497,15 +497,15 @@ async def test_calls_in_flight_are_all_said_again_elsewhere() -> None:
     async with linked(1) as (link, (first,), here, _):
         await link.hello(HELLO)
         first.send_signal(signal.SIGSTOP)  # it hears, and answers no more
-        calls = [asyncio.create_task(link.call(Beat(holding=(str(number),)), 10_000.0)) for number in range(20)]
+        calls = [asyncio.create_task(link.call(Heartbeat(holding=(str(number),)), 10_000.0)) for number in range(20)]
         await asyncio.sleep(0.1)
         assert not any(call.done() for call in calls)
         first.kill()
-        assert await asyncio.gather(*calls) == [Pulse((), ("here",))] * 20
-        assert {message.holding[0] for message in here.heard if isinstance(message, Beat)} == {
+        assert await asyncio.gather(*calls) == [HeartbeatReply((), ("here",))] * 20
+        assert {message.holding[0] for message in here.heard if isinstance(message, Heartbeat)} == {
             str(number) for number in range(20)
         }
-        assert sum(isinstance(message, Hello) for message in here.heard) == 1
+        assert sum(isinstance(message, Register) for message in here.heard) == 1
 
 
 async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
@@ -513,11 +513,11 @@ async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
         await link.hello(HELLO)
         first.send_signal(signal.SIGSTOP)
         with pytest.raises(TimeoutError):
-            await link.once(Beat(), 0.2)
+            await link.once(Heartbeat(), 0.2)
         assert not here.heard  # one is no more than a pause
         with pytest.raises(TimeoutError):
-            await link.once(Beat(), 0.2)
-        assert await beat(link) == Pulse((), ("here",))
+            await link.once(Heartbeat(), 0.2)
+        assert await beat(link) == HeartbeatReply((), ("here",))
         first.send_signal(signal.SIGCONT)
 
 
@@ -527,7 +527,7 @@ async def test_a_miss_is_forgiven_with_the_next_answer() -> None:
         for _ in range(3):
             first.send_signal(signal.SIGSTOP)
             with pytest.raises(TimeoutError):
-                await link.once(Beat(), 0.1)
+                await link.once(Heartbeat(), 0.1)
             first.send_signal(signal.SIGCONT)
-            assert await link.once(Beat(), 60.0) == Pulse((), ())
+            assert await link.once(Heartbeat(), 60.0) == HeartbeatReply((), ())
         assert not here.heard

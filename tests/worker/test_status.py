@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Sharing
-from unfuse.core.text import TextLoad
+from unfuse.core.messages import ExactBatchStats
+from unfuse.core.text import TextStats
 from unfuse.worker.compute import _device, device_memory
 from unfuse.worker.compute_messages import RankStatus
 from unfuse.worker.executor import OVER_S, PAGE, BusyShare, resident
@@ -65,11 +65,11 @@ class Texts:
     def __init__(self, free: int) -> None:
         self.used, self.free, self.retracted = 0, free, 0
 
-    def load(self) -> TextLoad:
-        return TextLoad(self.used, self.free - self.used, 0)
+    def load(self) -> TextStats:
+        return TextStats(self.used, self.free - self.used, 0)
 
 
-def reporter(*texts: Texts | None, sharing: Mapping[str, Sharing] | None = None, memory: int = 0) -> Reported:
+def reporter(*texts: Texts | None, sharing: Mapping[str, ExactBatchStats] | None = None, memory: int = 0) -> Reported:
     """A reporter of stages that have these texts, and what it has sent."""
     sent, stages = list[RankStatus](), [SimpleNamespace(texts=one) for one in texts]
     made = StatusReporter(stages, sharing or {}, Ranks(), lambda: memory, sent.append)  # type: ignore[arg-type]
@@ -86,9 +86,9 @@ def test_what_stages_share_is_reported_once_and_several_models_are_summed() -> N
     other.retracted = 1
     status.report(busy=False)
     assert sent == [
-        RankStatus(texts=TextLoad(0, 15)),
-        RankStatus(texts=TextLoad(5, 10), retracted=3),
-        RankStatus(texts=TextLoad(5, 10), retracted=4),
+        RankStatus(texts=TextStats(0, 15)),
+        RankStatus(texts=TextStats(5, 10), retracted=3),
+        RankStatus(texts=TextStats(5, 10), retracted=4),
     ]
 
 
@@ -104,14 +104,14 @@ def test_a_busy_process_reports_now_and_then_and_the_rest_before_it_waits() -> N
 
 
 def test_a_process_reports_how_requests_share_forwards_and_the_memory_of_its_gpu() -> None:
-    sharing = {"pool": Sharing(4)}
+    sharing = {"pool": ExactBatchStats(4)}
     status, sent = reporter(sharing=sharing, memory=5)
     status.report(busy=False)
-    sharing["pool"] = Sharing(8)
+    sharing["pool"] = ExactBatchStats(8)
     status.report(busy=False)
     assert sent == [
-        RankStatus(device_memory=5, batch_invariance={"pool": Sharing(4)}),
-        RankStatus(device_memory=5, batch_invariance={"pool": Sharing(8)}),
+        RankStatus(device_memory=5, batch_invariance={"pool": ExactBatchStats(4)}),
+        RankStatus(device_memory=5, batch_invariance={"pool": ExactBatchStats(8)}),
     ]
 
 

@@ -19,14 +19,14 @@ import torch
 from msgspec.structs import replace
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError, Unsuitable
-from unfuse.core.messages import Done, Failed, Keep, Progress, Stopped
+from unfuse.core.messages import CachePrefix, StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import NOTHING_DERIVED, Params, Value, prefix_key
 from unfuse.core.request import new_request_id
-from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Grown, Lease
-from unfuse.core.text import TextLoad
+from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Lease, OutputDeltas
+from unfuse.core.text import TextStats
 from unfuse.stages.base import Media, PrefixBlock, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -154,8 +154,8 @@ class Texts:
 
     retracted = 0
 
-    def load(self) -> TextLoad:
-        return TextLoad()
+    def load(self) -> TextStats:
+        return TextStats()
 
     def leftovers(self) -> dict[str, int]:
         return {}
@@ -178,7 +178,7 @@ class Bench:
 
     def run(
         self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0,
-        prefixes: tuple[str, ...] = (), extends: str = "", derived: Derived = NOTHING_DERIVED, **more: Value,
+        prefixes: tuple[str, ...] = (), extends: str = "", derived: DerivedFacts = NOTHING_DERIVED, **more: Value,
     ) -> Lease:  # fmt: skip
         own: Params = {"steps": steps, "tag": tag, **more}
         task = task_of(
@@ -208,10 +208,14 @@ class Bench:
             if turn.step or not self.loop._jobs:
                 return
 
-    def outcome(self, lease: Lease) -> Done | Failed | Stopped:
+    def outcome(self, lease: Lease) -> TaskCompleted | TaskFailed | TaskStopped:
         """Turn until a task has ended."""
         for _ in range(1000):
-            ends = [m for m in self.sent if isinstance(m, Done | Failed | Stopped) and m.claim == lease.claim]
+            ends = [
+                m
+                for m in self.sent
+                if isinstance(m, TaskCompleted | TaskFailed | TaskStopped) and m.claim == lease.claim
+            ]
             if ends:
                 (end,) = ends
                 return end
@@ -248,9 +252,9 @@ def test_who_waits_lets_others_go_first_whatever_their_priority(tmp_path: Path) 
     count = Waiting()
     loop = Bench(tmp_path, {"count": count}, 1)
     urgent, other = loop.run(tag=1, priority=9), loop.run(tag=2)
-    assert isinstance(loop.outcome(other), Done)
+    assert isinstance(loop.outcome(other), TaskCompleted)
     assert count.order == [2, 2, 2]
-    assert isinstance(loop.outcome(urgent), Done)
+    assert isinstance(loop.outcome(urgent), TaskCompleted)
 
 
 @dataclass(frozen=True)
@@ -308,7 +312,7 @@ def exact(folder: Path, stage: Shared, batch: int = 4) -> Bench:
 
 def found(loop: Bench, lease: Lease) -> list[float]:
     done = loop.outcome(lease)
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskCompleted)
     assert done.output is not None
     with loop.store.get(done.output, as_torch=True) as held:
         return [float(one) for one in held["found"]]  # type: ignore[union-attr]
@@ -367,7 +371,7 @@ class Timed(Shared):
 
 def share_of(loop: Bench, lease: Lease) -> float:
     done = loop.outcome(lease)
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskCompleted)
     return done.timings.share_s
 
 
@@ -447,7 +451,7 @@ def test_a_comparison_that_fails_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     done = loop.outcome(loop.run(steps=5))
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskCompleted)
     assert done.output is not None
     with loop.store.get(done.output, as_torch=True) as held:
         assert torch.equal(held["x"], torch.full((3,), 5.0))
@@ -460,8 +464,8 @@ def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> 
     loop, _ = bench(tmp_path)
     lease = loop.run(steps=50)
     loop.outcome(lease)
-    reports = [message for message in loop.sent if isinstance(message, Progress)]
-    assert reports[0] == Progress(lease.claim, 0, 0, 0)
+    reports = [message for message in loop.sent if isinstance(message, StepProgress)]
+    assert reports[0] == StepProgress(lease.claim, 0, 0, 0)
     listed = [step for report in reports[1:] for step in range(report.first, report.step + 1)]
     assert listed == list(range(1, 51))
     assert len(reports) < 50  # quick steps share a message
@@ -471,7 +475,7 @@ def test_a_final_plain_stage_writes_its_results_before_it_says_done(tmp_path: Pa
     loop, _ = bench(tmp_path)
     lease = loop.run("print")
     done = loop.outcome(lease)
-    assert isinstance(done, Done)
+    assert isinstance(done, TaskCompleted)
     assert (done.output, [file.index for file in done.results]) == (None, [0])
     assert loop.results.read(lease.task.request, 0) == b"tensor([0., 0., 0.])"
 
@@ -480,7 +484,7 @@ def test_the_more_urgent_task_goes_first_and_equals_in_order_of_arrival(tmp_path
     loop, count = bench(tmp_path)
     leases = [loop.run(tag=1), loop.run(tag=2), loop.run(tag=3, priority=5)]
     for lease in leases:
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
     assert count.order == [3, 3, 3, 1, 1, 1, 2, 2, 2]
 
 
@@ -490,8 +494,8 @@ def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: P
     loop.turn()
     loop.inbox.put(Cancel(first.claim))
     stopped = loop.outcome(first)
-    assert isinstance(stopped, Stopped)
-    assert isinstance(loop.outcome(second), Done)
+    assert isinstance(stopped, TaskStopped)
+    assert isinstance(loop.outcome(second), TaskCompleted)
     assert count.order == [1, 2, 2]
     assert (stopped.timings.steps, stopped.timings.share_s) == (1, stopped.timings.run_s) != (1, 0.0)
 
@@ -501,8 +505,8 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
     lease = loop.run()
     loop.outcome(lease)
     loop.inbox.put(Cancel(lease.claim))
-    assert isinstance(loop.outcome(loop.run()), Done)
-    assert not any(isinstance(message, Stopped) for message in loop.sent)
+    assert isinstance(loop.outcome(loop.run()), TaskCompleted)
+    assert not any(isinstance(message, TaskStopped) for message in loop.sent)
 
 
 @pytest.mark.parametrize(
@@ -525,19 +529,19 @@ def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
 ) -> None:
     loop, count = bench(tmp_path, raises=lambda _: error, fail_at=2)
     failed = loop.outcome(loop.run())
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
     assert failed.reason == ("refused" if isinstance(error, Unsuitable) else "")
     encode(failed)
     count.fail_at = -1
-    assert isinstance(loop.outcome(loop.run()), Done)
+    assert isinstance(loop.outcome(loop.run()), TaskCompleted)
 
 
 def test_a_lost_input_is_named(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     loop.store.delete(loop.input)
     failed = loop.outcome(loop.run())
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert (failed.kind, failed.object_id) == ("object_lost", loop.input.id)
 
 
@@ -545,7 +549,7 @@ def test_wrong_inputs_fail_the_request_at_once(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     other = loop.store.put({"y": np.zeros(1)}, request=new_request_id(), stage="before", attempt=1)
     failed = loop.outcome(loop.run("count", other))
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert (failed.kind, failed.message) == ("permanent", "denoise needs x")
 
 
@@ -569,7 +573,7 @@ def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_
 
     for lease, steps in zip(leases, (2, 4, 2, 2), strict=True):
         done = loop.outcome(lease)
-        assert isinstance(done, Done)
+        assert isinstance(done, TaskCompleted)
         assert done.output is not None
         with loop.store.get(done.output, as_torch=True) as held:
             assert torch.equal(held["x"], torch.full((3,), float(steps)))
@@ -583,13 +587,13 @@ def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_p
     long = loop.run(tag=1, steps=9)
     loop.turn()
     short = loop.run("other", tag=2, steps=3)
-    assert isinstance(loop.outcome(short), Done)
+    assert isinstance(loop.outcome(short), TaskCompleted)
     assert (len(other.order), 3 <= len(count.order) <= 4) == (3, True)
     urgent = loop.run("other", tag=3, steps=3, priority=1)
     before = len(count.order)
-    assert isinstance(loop.outcome(urgent), Done)
+    assert isinstance(loop.outcome(urgent), TaskCompleted)
     assert len(count.order) == before
-    assert isinstance(loop.outcome(long), Done)
+    assert isinstance(loop.outcome(long), TaskCompleted)
 
 
 def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> None:
@@ -599,11 +603,13 @@ def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> Non
     loop.loop._intake._stages["once"] = Print()
     first, shown = loop.run("once"), [loop.run("print") for _ in range(2)]
     for lease in shown:
-        assert isinstance(loop.outcome(lease), Done)
-    assert not [m for m in loop.sent if isinstance(m, Failed | Done) and m.claim == first.claim]  # what ends requests
+        assert isinstance(loop.outcome(lease), TaskCompleted)
+    assert not [
+        m for m in loop.sent if isinstance(m, TaskFailed | TaskCompleted) and m.claim == first.claim
+    ]  # what ends requests
     loop.outcome(first)
     assert len(count.order) == 1
-    assert isinstance(loop.outcome(long), Done)
+    assert isinstance(loop.outcome(long), TaskCompleted)
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(0, {20}), (6, {6})])
@@ -616,7 +622,7 @@ def test_where_all_go_together_nobody_waits_to_see_whether_it_pays(tmp_path: Pat
         loop.turn()
     assert {len(batch) for batch in count.batches} == sizes
     for lease in leases:
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
 
 
 def test_all_go_together_as_far_as_there_is_memory(tmp_path: Path) -> None:
@@ -625,7 +631,7 @@ def test_all_go_together_as_far_as_there_is_memory(tmp_path: Path) -> None:
     )
     count.all_together = True
     for lease in [loop.run(tag=tag) for tag in range(20)]:
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
     assert len(count.batches[0]) == 20
     assert {len(batch) for batch in count.batches[1:]} == {5}
 
@@ -636,9 +642,9 @@ def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) ->
     loop.loop._intake._stages["print"].texts = loop.loop._intake._stages["count"].texts = Texts()
     text = loop.run("print", steps=9)
     loop.turn()
-    assert isinstance(loop.outcome(loop.run(steps=3)), Done)
-    assert not any(isinstance(message, Done) and message.claim == text.claim for message in loop.sent)
-    assert isinstance(loop.outcome(text), Done)
+    assert isinstance(loop.outcome(loop.run(steps=3)), TaskCompleted)
+    assert not any(isinstance(message, TaskCompleted) and message.claim == text.claim for message in loop.sent)
+    assert isinstance(loop.outcome(text), TaskCompleted)
 
 
 def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None:
@@ -654,10 +660,10 @@ def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None
     text = loop.run("print", steps=9)
 
     def ended() -> bool:
-        return any(isinstance(message, Done) and message.claim == text.claim for message in loop.sent)
+        return any(isinstance(message, TaskCompleted) and message.claim == text.claim for message in loop.sent)
 
     loop.turn()
-    assert isinstance(loop.outcome(loop.run(steps=1)), Done)
+    assert isinstance(loop.outcome(loop.run(steps=1)), TaskCompleted)
     assert ended()
 
 
@@ -674,7 +680,7 @@ def test_what_runs_steps_aside_for_what_is_more_urgent_and_then_goes_on(tmp_path
     loop.turn()
     urgent = loop.run(tag=9, steps=2, priority=1)
     for lease in (*patient, urgent):
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
     assert count.batches == [[1, 2], [9], [9], [1, 2], [1, 2]]
 
 
@@ -682,9 +688,9 @@ def test_a_task_that_cannot_go_on_leaves_its_mates_where_they_are(tmp_path: Path
     loop, count = grown(tmp_path, returns=PermanentError("not finite at step 2 of 3"), fail_at=2)
     bad, good = loop.run(tag=0), loop.run(tag=1)
     failed = loop.outcome(bad)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert (failed.kind, failed.message) == ("permanent", "not finite at step 2 of 3")
-    assert isinstance(loop.outcome(good), Done)
+    assert isinstance(loop.outcome(good), TaskCompleted)
     assert count.batches == [[0, 1], [0, 1], [1]]
 
 
@@ -692,7 +698,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_everyone_gets_through(tmp_path:
     loop, count = grown(tmp_path, raises=lambda size: torch.OutOfMemoryError() if size > 2 else None, fail_at=2)
     leases = [loop.run(tag=tag) for tag in range(1, 5)]
     for lease in leases:
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
     assert count.batches[0] == [1, 2, 3, 4]
     assert all(len(batch) <= 2 for batch in count.batches[1:])
 
@@ -700,15 +706,15 @@ def test_a_batch_that_does_not_fit_is_halved_and_everyone_gets_through(tmp_path:
 def test_when_a_batch_fails_each_is_tried_alone_and_the_innocent_are_not_charged(tmp_path: Path) -> None:
     loop, _ = grown(tmp_path, raises=lambda size: RuntimeError("bad mate") if size > 1 else None, fail_at=1)
     leases = [loop.run(tag=tag) for tag in (1, 2, 3)]
-    assert all(isinstance(loop.outcome(lease), Done) for lease in leases)
+    assert all(isinstance(loop.outcome(lease), TaskCompleted) for lease in leases)
 
 
 def test_previews_are_attached_every_so_many_steps_and_told_with_them(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path, fail_at=4)
     lease = loop.run(steps=7, preview_every=2)
-    assert isinstance(loop.outcome(lease), Done)
+    assert isinstance(loop.outcome(lease), TaskCompleted)
 
-    told = [step for message in loop.sent if isinstance(message, Progress) for step in message.previews]
+    told = [step for message in loop.sent if isinstance(message, StepProgress) for step in message.previews]
     assert told == [2, 6]
     assert loop.results.attached(lease.task.request, "preview-stage-6") == b"step 6"
 
@@ -717,7 +723,7 @@ def test_nobody_who_did_not_ask_gets_a_preview(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run(steps=4)
     loop.outcome(lease)
-    assert all(message.previews == () for message in loop.sent if isinstance(message, Progress))
+    assert all(message.previews == () for message in loop.sent if isinstance(message, StepProgress))
 
 
 def growing(folder: Path, fail_at: int = -1) -> tuple[Bench, Grow]:
@@ -738,14 +744,14 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     lease, told = loop.run("print", steps=4), list[int]()
 
     def send(message: FromCompute) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, StepProgress):
             told.append(message.step)
             for step in range(1, min(message.step, 3) + 1):
                 assert loop.results.attached(lease.task.request, f"part-1-{step}") == f"part {step};".encode()
         loop.sent.append(message)
 
     loop.loop._send = loop.loop._reporter._send = send
-    assert isinstance(loop.outcome(lease), Done)
+    assert isinstance(loop.outcome(lease), TaskCompleted)
     assert told == [0, 1, 2, 3, 4]
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-2", "attached-part-1-3", "0"}
     assert loop.results.read(lease.task.request, 0) == b"whole"
@@ -758,11 +764,11 @@ def test_what_a_stage_grows_by_is_told_behind_what_is_recorded_and_before_its_en
     loop = Bench(tmp_path, {"count": Speak()}, 1)
     lease = loop.run()
     loop.inbox.put(replace(loop.inbox.get(), recorded=recorded))
-    assert isinstance(loop.outcome(lease), Done)
+    assert isinstance(loop.outcome(lease), TaskCompleted)
     whole = [(0, (b"step 1",)), (1, (b"step 3", b"step 3"))]
-    assert [(m.offset, m.pieces) for m in loop.sent if isinstance(m, Grown)] == whole[len(recorded) :]
-    assert all(m.claim == lease.claim for m in loop.sent if isinstance(m, Grown))
-    assert isinstance(loop.sent[-1], Done)
+    assert [(m.offset, m.pieces) for m in loop.sent if isinstance(m, OutputDeltas)] == whole[len(recorded) :]
+    assert all(m.claim == lease.claim for m in loop.sent if isinstance(m, OutputDeltas))
+    assert isinstance(loop.sent[-1], TaskCompleted)
 
 
 @pytest.mark.parametrize("pieces", [[b"x"] * (PIECES_AT_ONCE + 1), [bytes(PIECE_BYTES + 1)]])
@@ -771,7 +777,7 @@ def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: 
     speak.grown = lambda state: pieces  # type: ignore[method-assign]
     loop = Bench(tmp_path, {"count": speak}, 1)
     failed = loop.outcome(loop.run())
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert (failed.kind, "cannot be recorded" in failed.message) == ("permanent", True)
 
 
@@ -781,8 +787,8 @@ def test_a_task_goes_on_whether_its_prefix_blocks_are_kept_or_not(
 ) -> None:
     loop = Bench(tmp_path, {"count": Blocks(missing)}, batch=1)
     lease = loop.run(prefixes=("a", "b"))
-    assert isinstance(loop.outcome(lease), Done)
-    assert [said.key for said in loop.sent if isinstance(said, Keep)] == kept
+    assert isinstance(loop.outcome(lease), TaskCompleted)
+    assert [said.key for said in loop.sent if isinstance(said, CachePrefix)] == kept
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -791,8 +797,8 @@ def test_prefix_blocks_are_stored_under_the_keys_that_a_task_has_or_adds(tmp_pat
     its space, and each is there when it is told of."""
     loop = Bench(tmp_path, {"count": Blocks()}, 1, overlapped)
     lease = loop.run(prefixes=("a",), extends="space")
-    assert isinstance(loop.outcome(lease), Done)
-    kept = [said for said in loop.sent if isinstance(said, Keep)]
+    assert isinstance(loop.outcome(lease), TaskCompleted)
+    kept = [said for said in loop.sent if isinstance(said, CachePrefix)]
     expected = [("a", ""), *((prefix_key("space", f"digest {number}"), f"digest {number}") for number in (1, 2))]
     assert [(said.key, said.digest) for said in kept] == expected
     assert [loop.store.get(said.output)["x"].item() for said in kept] == [0, 1, 2]
@@ -817,7 +823,7 @@ def test_a_task_knows_whether_what_it_adds_has_the_bytes_of_others(tmp_path: Pat
 
 def test_a_step_that_adds_nothing_leaves_no_part(tmp_path: Path) -> None:
     loop, _ = growing(tmp_path, fail_at=2)
-    assert isinstance(loop.outcome(loop.run("print", steps=4)), Done)
+    assert isinstance(loop.outcome(loop.run("print", steps=4)), TaskCompleted)
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-3", "0"}
 
 
@@ -834,7 +840,7 @@ def test_after_a_part_that_cannot_be_stored_none_follows_and_the_result_is_whole
 
     monkeypatch.setattr(loop.results, "attach", full)
     lease = loop.run("print", steps=4)
-    assert isinstance(loop.outcome(lease), Done)
+    assert isinstance(loop.outcome(lease), TaskCompleted)
     assert names(tmp_path) == {"attached-part-1-1", "0"}
     assert loop.results.read(lease.task.request, 0) == b"whole"
 
@@ -849,7 +855,7 @@ def test_a_task_that_is_dropped_takes_its_parts_along_and_no_other_s(tmp_path: P
 
     loop.inbox.put(Cancel(lease.claim))
 
-    assert isinstance(loop.outcome(lease), Stopped)
+    assert isinstance(loop.outcome(lease), TaskStopped)
     assert names(tmp_path) == {"attached-part-11-1"}
 
 
@@ -865,7 +871,7 @@ def test_a_task_is_dropped_also_when_its_parts_cannot_be_deleted(
 
     monkeypatch.setattr(loop.results, "detach", away)
     loop.inbox.put(Cancel(lease.claim))
-    assert isinstance(loop.outcome(lease), Stopped)
+    assert isinstance(loop.outcome(lease), TaskStopped)
 
 
 def test_who_ends_requests_in_many_steps_goes_before_the_others_and_behind_what_takes_one(tmp_path: Path) -> None:
@@ -886,7 +892,7 @@ def test_who_ends_requests_in_many_steps_goes_before_the_others_and_behind_what_
     loop.turn()
     short = loop.run("once", steps=1)
     for lease in (short, last, long):
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
     assert order == ["grow", "count", *["grow"] * 3, *["count"] * 3]
 
 
@@ -895,11 +901,11 @@ def test_a_stage_gets_the_uploads_it_names(tmp_path: Path) -> None:
     count.uploads = ("image",)
     lease = loop.run()
     loop.results.attach(lease.task.request, "image", b"a picture")
-    assert isinstance(loop.outcome(lease), Done)
+    assert isinstance(loop.outcome(lease), TaskCompleted)
     assert count.uploaded == [b"a picture"]
 
     failed = loop.outcome(loop.run())
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, TaskFailed)
     assert (failed.kind, "has no image" in failed.message) == ("permanent", True)
 
 
@@ -933,14 +939,14 @@ class TestAResultStoreWithoutRoom:
         waiting = [loop.run("print"), loop.run("print")]
         for lease in waiting:
             waits(loop, lease, tries=3)
-        assert isinstance(loop.outcome(loop.run(tag=7)), Done)
+        assert isinstance(loop.outcome(loop.run(tag=7)), TaskCompleted)
         assert count.order == [7, 7, 7]
         place.room = True
         for lease in waiting:
             done = loop.outcome(lease)
-            assert isinstance(done, Done)
+            assert isinstance(done, TaskCompleted)
             assert loop.results.read(lease.task.request, done.results[0].index) == b"tensor([0., 0., 0.])"
-        assert not any(isinstance(message, Failed) for message in loop.sent)
+        assert not any(isinstance(message, TaskFailed) for message in loop.sent)
 
     def test_keeps_no_cancellation_waiting(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loop, _ = bench(tmp_path)
@@ -949,9 +955,9 @@ class TestAResultStoreWithoutRoom:
         waits(loop, lease)
         loop.inbox.put(Cancel(lease.claim))
         stopped = loop.outcome(lease)
-        assert isinstance(stopped, Stopped) and stopped.timings.share_s > 0
+        assert isinstance(stopped, TaskStopped) and stopped.timings.share_s > 0
         place.room = True
-        assert isinstance(loop.outcome(loop.run("print")), Done)
+        assert isinstance(loop.outcome(loop.run("print")), TaskCompleted)
         assert not list(tmp_path.glob(f"{lease.task.request}/*"))
 
     def test_that_cannot_be_reached_has_a_task_wait_for_its_upload(
@@ -965,7 +971,7 @@ class TestAResultStoreWithoutRoom:
         waits(loop, lease, tries=2)
         assert not count.batches
         place.room = True
-        assert isinstance(loop.outcome(lease), Done)
+        assert isinstance(loop.outcome(lease), TaskCompleted)
         assert count.uploaded == [b"picture"]
 
 
@@ -980,13 +986,15 @@ def test_what_one_loop_decides_another_one_carries_out_alike(tmp_path: Path) -> 
     one.inbox.put(Cancel(leases[1].claim))
     other.loop._hear()
 
-    while sum(isinstance(message, Done) for message in one.sent) < 3:
+    while sum(isinstance(message, TaskCompleted) for message in one.sent) < 3:
         turn = decode(encode(one.loop.decide()), Turn)
         for loop in (one.loop, other.loop):
             loop.carry_out(turn)
 
     assert stages[0].batches == stages[1].batches
-    made = [{m.claim: held(bench, m.output) for m in bench.sent if isinstance(m, Done)} for bench in (one, other)]
+    made = [
+        {m.claim: held(bench, m.output) for m in bench.sent if isinstance(m, TaskCompleted)} for bench in (one, other)
+    ]
     assert made[0] == made[1]
 
 

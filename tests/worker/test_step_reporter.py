@@ -18,8 +18,8 @@ from hypothesis import given, settings, strategies as st
 from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Large
 from unfuse.core.errors import PermanentError
-from unfuse.core.messages import Done, Failed, Progress, Stopped
-from unfuse.core.task import Grown
+from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
+from unfuse.core.task import OutputDeltas
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel, FromCompute
@@ -132,7 +132,7 @@ def said_of(sent: Sequence[FromCompute], claim: object) -> list[int]:
     """The tokens that were told of a text, each in its place."""
     tokens = list[int]()
     for message in sent:
-        if isinstance(message, Grown) and message.claim == claim:
+        if isinstance(message, OutputDeltas) and message.claim == claim:
             assert message.offset == len(tokens)
             tokens += map(int, message.pieces)
     return tokens
@@ -141,10 +141,10 @@ def said_of(sent: Sequence[FromCompute], claim: object) -> list[int]:
 def end_of(sent: Sequence[FromCompute], claim: object) -> str:
     """How a text ended: nothing is said of it afterwards, and all of its steps before."""
     own = [message for message in sent if getattr(message, "claim", None) == claim]
-    ends = [place for place, message in enumerate(own) if isinstance(message, Done | Failed | Stopped)]
+    ends = [place for place, message in enumerate(own) if isinstance(message, TaskCompleted | TaskFailed | TaskStopped)]
     assert ends == [len(own) - 1]
-    if isinstance(own[-1], Done):
-        assert max(message.step for message in own if isinstance(message, Progress)) == len(said_of(own, claim))
+    if isinstance(own[-1], TaskCompleted):
+        assert max(message.step for message in own if isinstance(message, StepProgress)) == len(said_of(own, claim))
     return type(own[-1]).__name__
 
 
@@ -205,7 +205,7 @@ def test_the_next_token_is_made_while_the_last_one_is_told(tmp_path: Path) -> No
 
     bench = Bench(tmp_path, {"talk": Talk(wait)}, 1, overlapped=True)
     lease = bench.run("talk", tag=3, steps=steps)
-    assert isinstance(bench.outcome(lease), Done)
+    assert isinstance(bench.outcome(lease), TaskCompleted)
     assert said_of(bench.sent, lease.claim) == alone({"tag": 3, "steps": steps})[0]
 
 
@@ -217,7 +217,7 @@ def test_a_text_that_turns_out_to_be_over_has_made_a_step_too_many(tmp_path: Pat
         talk = Talk(lambda what, counts=counts: counts.append(what))  # type: ignore[misc]
         bench = Bench(tmp_path, {"talk": talk}, 1, overlapped=True)
         done = bench.outcome(lease := bench.run("talk", tag=3, steps=8, **asked))
-        assert isinstance(done, Done)
+        assert isinstance(done, TaskCompleted)
         said, _ = alone({"tag": 3, "steps": 8, **asked})
         assert said_of(bench.sent, lease.claim) == said
         assert counts.count("compute") == len(said) + more

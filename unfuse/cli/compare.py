@@ -16,7 +16,7 @@ from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, asks, takes
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import UsageError
-from unfuse.core.media import medium_for
+from unfuse.core.modalities import medium_for
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
 from unfuse.service.settings import Loaded, Size, load

@@ -14,7 +14,7 @@ from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, Json, asks, check_numbers, takes
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, VIDEO, medium_for
+from unfuse.core.modalities import IMAGE, VIDEO, medium_for
 from unfuse.core.parameters import nth_seed
 from unfuse.service.logs import harmless
 from unfuse.service.settings import Loaded, load

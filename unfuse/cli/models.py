@@ -17,7 +17,7 @@ from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import ApiKey, Config, Json, Server, Verbs, takes
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError, TransientError
 from unfuse.core.paths import expanded
-from unfuse.core.plan import Choice, roles_of
+from unfuse.core.plan import StageSelector, roles_of
 from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, Size, load
 
@@ -170,7 +170,7 @@ def pull(
     from unfuse.models import fetch
 
     settings = load({**flags, **terminal.flags}, config).settings
-    choice = Choice(roles_of(settings.worker.role), settings.worker.component)
+    choice = StageSelector(roles_of(settings.worker.role), settings.worker.component)
     terminal.open_log()
     rows: list[dict[str, Any]] = []
     heard: list[Brought] = []

@@ -22,7 +22,7 @@ import unfuse
 from unfuse.cli.show import cell
 from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import InvalidParameter, UsageError
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.parameters import Parameter as RequestParameter
 from unfuse.service.installed import require_server
 from unfuse.service.settings import FIELDS, REMOVED, Field, Size, load

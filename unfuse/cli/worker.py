@@ -13,7 +13,7 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import COMPUTE, Config, takes
-from unfuse.core.compute import AUTO, parse_parallel
+from unfuse.core.compute_options import AUTO, parse_parallel
 from unfuse.core.errors import UsageError
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, load

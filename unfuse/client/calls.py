@@ -21,7 +21,7 @@ import msgspec
 
 from unfuse.core import errors
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, PermanentError, TransientError
-from unfuse.core.media import VIDEO, medium_for
+from unfuse.core.modalities import VIDEO, medium_for
 from unfuse.core.request import Event
 
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import msgspec
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, LAST_FRAME, Limits, Medium, asks_size, size_like
+from unfuse.core.modalities import IMAGE, LAST_FRAME, MediaLimits, Modality, asks_size, size_like
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import RANDOM_SEED, Parameter, Params, default_of, printable, text
 from unfuse.core.request import Delivery
-from unfuse.core.words import PromptTokens
+from unfuse.core.text_parameters import PromptTokens
 
 DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
 NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
 
 
 def check(
-    card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False,
+    card: ModelSpec, given: Mapping[str, object], medium: Modality = IMAGE, *, strict: bool = False,
     uploads: Collection[str] = (), files: Collection[str] = (), tokens: PromptTokens | None = None,
 ) -> tuple[Params, int]:  # fmt: skip
     """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
@@ -62,13 +62,13 @@ def check(
     return params, n
 
 
-def check_delivery(given: Mapping[str, object], medium: Medium = IMAGE) -> Delivery:
+def check_delivery(given: Mapping[str, object], medium: Modality = IMAGE) -> Delivery:
     """Check the fields that say how the client wants the request handled. Raises InvalidParameter."""
     asked = [one for one in medium.parameters if one.use == "delivery" and given.get(one.name) is not None]
     return Delivery(**{one.name: one.read(given[one.name], None) for one in asked})
 
 
-def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
+def check_bounds(given: Mapping[str, object], medium: Modality) -> None:
     """Raise InvalidParameter for a value that no model accepts. Bounds that differ between models are not checked."""
     for one in medium.parameters:
         value = given.get(one.name)
@@ -78,7 +78,7 @@ def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
             text(one.name, value, 0, sys.maxsize)
 
 
-def size_from(card: ModelCard, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
+def size_from(card: ModelSpec, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
     """Return width and height of a result that starts from a picture of this size; empty if the client sets a size.
 
     The result has the picture's shape and about as many pixels as `params` say. If the pipeline takes no size, its
@@ -86,7 +86,7 @@ def size_from(card: ModelCard, given: Mapping[str, object], params: Params, pict
     """
     if asks_size(given) or not card.follows_picture:
         return {}
-    limits: Limits = IMAGE.limits_of(card.limits)
+    limits: MediaLimits = IMAGE.limits_of(card.limits)
     area, scale = default_of(params, "width") * default_of(params, "height"), card.picture_scale
     if scale:
         area = picture[0] * picture[1] * scale**2
@@ -103,7 +103,7 @@ def _unknown(name: str, known: Mapping[str, Parameter], files: Collection[str]) 
     return InvalidParameter(f"unknown parameter {printable(name)}: {hint}", printable(name)[1:-1])
 
 
-def _quality(card: ModelCard, name: str, strict: bool) -> Params:
+def _quality(card: ModelSpec, name: str, strict: bool) -> Params:
     """The parameters that a quality stands for, and its name; nothing for one that the card does not define."""
     if name in card.quality:
         return {**card.quality[name], "quality": name}
@@ -120,7 +120,7 @@ def _adapter(params: Params) -> Params:
     return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
 
 
-def _strength(card: ModelCard, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
+def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
     """How far a picture is redrawn, which takes a step at least; nothing where none is."""
     strengths = card.strengths
     if not strengths or "image" not in uploads:

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.card import ModelCard
-from unfuse.core.compute import MOST
+from unfuse.core.compute_options import MOST
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Seconds, Timings
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
-from unfuse.core.text import TextLoad
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.text import TextStats
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 REFUSED = "refused"
@@ -35,7 +35,7 @@ LASTING = frozenset({"disk", "s3"})
 """Result stores, by the scheme of their URL, where a worker that stops also saves what it runs."""
 
 
-class Places(msgspec.Struct, frozen=True):
+class StorageLocations(msgspec.Struct, frozen=True):
     """Where workers keep things: URLs of the result store, the tensor store and the store of durable copies.
 
     Outputs of the stage kinds in `saved` get durable copies. A store that spills begins when the share `threshold` of
@@ -63,7 +63,7 @@ class Places(msgspec.Struct, frozen=True):
         return self.results if self.results.partition(":")[0] in LASTING else "none"
 
 
-class Sharing(msgspec.Struct, frozen=True):
+class ExactBatchStats(msgspec.Struct, frozen=True):
     """How requests of an exact pool share forwards.
 
     `largest` is the size of the largest batch that gave each the bytes it has alone; `blame` has the function because
@@ -73,11 +73,11 @@ class Sharing(msgspec.Struct, frozen=True):
     largest: Count = 1
     blame: Annotated[dict[int, str], Meta(max_length=256)] = {}
 
-    def __or__(self, other: Sharing) -> Sharing:
-        return Sharing(max(self.largest, other.largest), self.blame | other.blame)
+    def __or__(self, other: ExactBatchStats) -> ExactBatchStats:
+        return ExactBatchStats(max(self.largest, other.largest), self.blame | other.blame)
 
 
-class Spent(msgspec.Struct, frozen=True):
+class RankTimes(msgspec.Struct, frozen=True):
     """Seconds that a rank has computed steps since it started, and has waited for other ranks and their numbers.
 
     The rank that is slow is the one that computes longest: the others wait for it.
@@ -127,13 +127,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting_for_inputs: Count = 0
 
     #: Seconds of each rank, in the order of ranks. Empty if there is one rank.
-    ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
+    ranks: Annotated[tuple[RankTimes, ...], Meta(max_length=MOST)] = ()
 
     #: KV blocks and prompts of the language stages. None without such stages.
-    texts: TextLoad | None = None
+    texts: TextStats | None = None
 
     #: By pool, how requests of an exact pool share forwards, as far as that was compared.
-    batch_invariance: dict[str, Sharing] = {}
+    batch_invariance: dict[str, ExactBatchStats] = {}
 
     #: Which of its `sets` of pools has its weights loaded. Empty while another one loads, and without sets.
     loaded: str = ""
@@ -202,18 +202,18 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         return self.sets.get(self.status.loaded, ()) if self.sets else self.pools
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class Register(msgspec.Struct, frozen=True, tag=True):
     """A worker registers. Without pools, and without `changed` pools, it asks what it should serve.
 
     `secret` proves its identity.
     """
 
     worker: WorkerInfo
-    cards: tuple[ModelCard, ...] = ()
+    cards: tuple[ModelSpec, ...] = ()
     secret: bytes = b""
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class RequestTasks(msgspec.Struct, frozen=True, tag=True):
     """A worker asks for up to `slots` tasks whose outputs fit into `room` bytes (None: any), waiting `wait` seconds.
 
     With `above`, it asks only for tasks of a higher priority, for which a running task is paused. `affinity` is that of
@@ -232,18 +232,18 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     after: str = ""
 
 
-class Moved(msgspec.Struct, frozen=True):
+class TransferStats(msgspec.Struct, frozen=True):
     """What a transfer engine brought to this worker: verified bytes, seconds that took, and failed transfers."""
 
     bytes: Count = 0
     seconds: Seconds = 0.0
     failures: Count = 0
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes, self.seconds + other.seconds, self.failures + other.failures)
+    def __add__(self, other: TransferStats) -> TransferStats:
+        return TransferStats(self.bytes + other.bytes, self.seconds + other.seconds, self.failures + other.failures)
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A heartbeat. The answer is a Pulse, at once when a request is cancelled, else within `wait` seconds."""
 
     #: Leases to renew.
@@ -259,7 +259,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     status: WorkerStatus = WorkerStatus()
 
     #: By transfer engine, what it brought to this worker since the last heartbeat.
-    moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
+    moved: Annotated[dict[str, TransferStats], Meta(max_length=16)] = {}
 
     #: Number of texts whose KV was given up for others since the last heartbeat.
     retracted: Count = 0
@@ -268,7 +268,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     leaked: dict[Memory, Count] = {}
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class StepProgress(msgspec.Struct, frozen=True, tag=True):
     """Steps `first` to `step` of `steps` are done; `previews` lists those of them that have a preview.
 
     Within a worker, step 0 says that the task began.
@@ -283,29 +283,29 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     share_s: Seconds = 0.0
 
 
-class Steps(msgspec.Struct, frozen=True, tag=True):
+class ReportProgress(msgspec.Struct, frozen=True, tag=True):
     """Progress of several tasks. The answer, a Pulse, says whose lease is lost."""
 
-    progress: Annotated[tuple[Progress, ...], Meta(max_length=4096)]
+    progress: Annotated[tuple[StepProgress, ...], Meta(max_length=4096)]
 
 
-class Append(msgspec.Struct, frozen=True, tag=True):
+class AppendOutput(msgspec.Struct, frozen=True, tag=True):
     """What the outputs of several tasks have grown by: at most PIECES_AT_ONCE pieces.
 
     The answer, a Pulse, names the claims for which nothing is recorded any more; all else is.
     """
 
-    grown: Annotated[tuple[Grown, ...], Meta(max_length=PIECES_AT_ONCE)]
+    grown: Annotated[tuple[OutputDeltas, ...], Meta(max_length=PIECES_AT_ONCE)]
 
 
-class Recall(msgspec.Struct, frozen=True, tag=True):
+class ReadOutput(msgspec.Struct, frozen=True, tag=True):
     """A worker asks for the recorded pieces of a task from number `after` on. The answer, Recorded, has the first."""
 
     claim: Claim
     after: Count = 0
 
 
-class Borrow(msgspec.Struct, frozen=True, tag=True):
+class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
     """A worker asks for bytes of an adapter, from `offset` on; `id` is that of its content."""
 
     name: str
@@ -313,7 +313,7 @@ class Borrow(msgspec.Struct, frozen=True, tag=True):
     offset: Count = 0
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
     """A task is complete: the object that it made, or the results that it wrote.
 
     With `ask`, the scheduler leases the worker its next tasks in the same transaction; this never waits.
@@ -323,10 +323,10 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     output: ObjectRef | None
     results: tuple[ResultFile, ...]
     timings: Timings
-    ask: Ask | None = None
+    ask: RequestTasks | None = None
 
 
-class Saved(msgspec.Struct, frozen=True, tag=True):
+class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
     """A checkpoint of a task after `step` steps exists: a later attempt can resume there."""
 
     claim: Claim
@@ -334,7 +334,7 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-class Announced(msgspec.Struct, frozen=True, tag=True):
+class OutputAnnounced(msgspec.Struct, frozen=True, tag=True):
     """The output of a running task can be read while it is written.
 
     Its ref has no checksums yet, or few: readers ask the owner for them.
@@ -344,7 +344,7 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
     output: ObjectRef
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class CachePrefix(msgspec.Struct, frozen=True, tag=True):
     """A running task has made what others may go on from: the output under that key, one of the task's `prefixes`.
 
     Or the key is that of a prefix block with this `digest`, in the space that the task `extends`.
@@ -356,7 +356,7 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
     digest: _Word = ""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without output. `object_id` names the lost input; `evidence` helps to debug the failure.
 
     `error` is the type of an exception that no rule in `core/retries.py` names ("" if a rule names it).
@@ -379,7 +379,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     timings: Timings = Timings()
 
 
-class Stopped(msgspec.Struct, frozen=True, tag=True):
+class TaskStopped(msgspec.Struct, frozen=True, tag=True):
     """A worker has dropped a task whose lease it lost, because the request was cancelled or the lease ran out.
 
     `timings` say what the attempt has used. The scheduler counts each attempt once, however often it is told.
@@ -389,11 +389,11 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     timings: Timings = Timings()
 
 
-class Bye(msgspec.Struct, frozen=True, tag=True):
+class Unregister(msgspec.Struct, frozen=True, tag=True):
     """A worker leaves for good."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
+class Registered(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello: models to serve as (name, source, dtype), where to keep things, seconds between heartbeats.
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. `version` is that of the scheduler's
@@ -401,7 +401,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """
 
     models: tuple[tuple[str, str, str], ...]
-    places: Places
+    places: StorageLocations
     lease_ttl: float
     beat: float
     outcome: dict[str, str] = {}
@@ -409,7 +409,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     now: float = 0.0
 
 
-class Granted(msgspec.Struct, frozen=True, tag=True):
+class LeasesGranted(msgspec.Struct, frozen=True, tag=True):
     """The answer to Ask, and to Done with an ask, whose result it confirms: leases, and the owners of their inputs.
 
     `peers` is {worker id: (node, arena address)}, `engines` is {worker id: {transfer engine: address}}.
@@ -420,7 +420,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     engines: dict[str, dict[str, str]] = {}
 
 
-class Pulse(msgspec.Struct, frozen=True, tag=True):
+class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
     """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
 
     `lost` are ids of single objects that may be. `load` names the set of weights to load in the place of another one
@@ -436,13 +436,13 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     stops: bool = False
 
 
-class Recorded(msgspec.Struct, frozen=True, tag=True):
+class RecordedOutput(msgspec.Struct, frozen=True, tag=True):
     """The answer to Recall: pieces in their order. There may be more behind them."""
 
     pieces: tuple[bytes, ...]
 
 
-class Lent(msgspec.Struct, frozen=True, tag=True):
+class AdapterBytes(msgspec.Struct, frozen=True, tag=True):
     """The answer to Borrow: bytes of a file that has `size` of them."""
 
     size: Count
@@ -453,11 +453,11 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The message was recorded."""
 
 
-class Stranger(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler does not know this connection, perhaps because it was restarted: send Hello, then ask again."""
+class UnknownWorker(msgspec.Struct, frozen=True, tag=True):
+    """The scheduler does not know this connection, perhaps because it was restarted: send Register, then ask again."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Rejected(msgspec.Struct, frozen=True, tag=True):
     """The message had no effect. With `lease_lost`, the worker drops what the attempt made."""
 
     message: str
@@ -465,7 +465,21 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 ToScheduler = (
-    Hello | Ask | Beat | Steps | Append | Recall | Announced | Saved | Keep | Borrow | Done | Failed
-    | Stopped | Bye
-)  # fmt: skip
-ToWorker = Welcome | Granted | Pulse | Recorded | Lent | Accepted | Stranger | Refused
+    Register
+    | RequestTasks
+    | Heartbeat
+    | ReportProgress
+    | AppendOutput
+    | ReadOutput
+    | OutputAnnounced
+    | CheckpointSaved
+    | CachePrefix
+    | FetchAdapter
+    | TaskCompleted
+    | TaskFailed
+    | TaskStopped
+    | Unregister
+)
+ToWorker = (
+    Registered | LeasesGranted | HeartbeatReply | RecordedOutput | AdapterBytes | Accepted | UnknownWorker | Rejected
+)

@@ -238,7 +238,7 @@ PIXELS = ("width", "height", "num_frames")  # the parameters whose product is th
 Work = tuple[float, float]  # how many forwards of a stage's network are needed, and the size of each
 
 
-class Room(msgspec.Struct, frozen=True):
+class OutputSize(msgspec.Struct, frozen=True):
     """Predicted bytes of a stage's output: fixed + each × the product of the parameters in `size`.
 
     The last of these parameters counts groups: n frames are 1 + (n − 1) // group groups.
@@ -293,7 +293,7 @@ def _count(params: Params, name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-class Medium(msgspec.Struct, frozen=True):
+class Modality(msgspec.Struct, frozen=True):
     """A kind of result: the table of its parameters, its limits, and the rule that completes them.
 
     `plural` is the word for several results. Ids of its requests begin with `prefix`. A model makes this medium if its

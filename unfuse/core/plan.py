@@ -16,14 +16,14 @@ from typing import Literal
 import msgspec
 
 from unfuse.core.codec import encode
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Room, Work, Workload
+from unfuse.core.modalities import OutputSize, Work, Workload
 from unfuse.core.parameters import Params as Params, Value as Value
-from unfuse.core.vision import Shown
+from unfuse.core.vision import MediaItem
 
 ALL = "all"  # the role of a worker that runs all stages
-NOTHING_DERIVED = Derived()
+NOTHING_DERIVED = DerivedFacts()
 TOGETHER = {"language": ("prefill", "decode")}  # words for several roles
 
 
@@ -34,7 +34,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     values; a stage that reads a value depends on the stage that makes it. A `per_sample` stage runs once for each
     picture of a request, the others once a request. `reads` names all parameters that the output depends on (an upload
     by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
-    shares nothing. Parameters here are those of the request, and what the server derives from it (`Derived.values`).
+    shares nothing. Parameters here are those of the request, and what the server derives from it
+    (`DerivedFacts.values`).
     Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
     the others wait for their inputs. `needs` says how much of further named resources a task takes; those that it
     `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
@@ -53,12 +54,12 @@ class StageSpec(msgspec.Struct, frozen=True):
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     per_sample: bool = False
-    room: Room = Room()
+    room: OutputSize = OutputSize()
     reads: tuple[str, ...] = ()
     role: str = ""
     slots: int = 2
     work: Workload = Workload()
-    needs: dict[str, Room] = {}
+    needs: dict[str, OutputSize] = {}
     brings: tuple[str, ...] = ()
     shares: bool = False
     spreads: dict[str, int] = {}
@@ -138,7 +139,7 @@ class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     needs: dict[str, int] = {}
     prefixes: tuple[str, ...] = ()
     extends: str = ""
-    derived: Derived | None = None
+    derived: DerivedFacts | None = None
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -176,7 +177,7 @@ def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str,
     return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
 
 
-class Choice(msgspec.Struct, frozen=True):
+class StageSelector(msgspec.Struct, frozen=True):
     """Which stages a worker runs: those of these roles (None: any) and of these components (empty: any)."""
 
     roles: frozenset[str] | None = None
@@ -223,7 +224,7 @@ def compile_plan(
     samples: Iterable[Params],
     shared_by: tuple[str, ...] | None = None,
     begins: Sequence[str] = (),
-    derived: Derived = NOTHING_DERIVED,
+    derived: DerivedFacts = NOTHING_DERIVED,
 ) -> ExecutionPlan:
     """Compile a validated pipeline for one request.
 
@@ -261,7 +262,7 @@ def compile_plan(
                     needs={name: need.bytes(given) for name, need in spec.needs.items()},
                     prefixes=tuple(prefix_key(space, digest) for digest in keys),
                     extends=_extended(spec, producers, pools, shared_by),
-                    derived=Derived(shown=(shown,)) if shown else None,
+                    derived=DerivedFacts(shown=(shown,)) if shown else None,
                 )
             )
     return ExecutionPlan(tuple(planned))
@@ -278,8 +279,8 @@ def _extended(
 
 
 def _runs(
-    spec: StageSpec, known: Params, samples: Sequence[Params], derived: Derived
-) -> list[tuple[str, Params, Shown | None]]:
+    spec: StageSpec, known: Params, samples: Sequence[Params], derived: DerivedFacts
+) -> list[tuple[str, Params, MediaItem | None]]:
     """Each run of a stage: its name, the parameters of its sample, and what of the prompt it is for.
 
     Runs for equal pictures are one.

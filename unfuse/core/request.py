@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.derived import Derived
-from unfuse.core.media import IMAGE, VIDEO, Medium, medium_of
+from unfuse.core.derived_facts import DerivedFacts
+from unfuse.core.modalities import IMAGE, VIDEO, Modality, medium_of
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
@@ -134,7 +134,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     evidence: str = ""
 
 
-class Unreported(msgspec.Struct, frozen=True):
+class UnreportedAttempt(msgspec.Struct, frozen=True):
     """An attempt that ended before its worker had reported what it used in all; `timings` are those known by then.
 
     A `lost` attempt costs nothing. The other ones are on the bill.
@@ -185,7 +185,7 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
     failed_on: str = ""
     avoids: str = ""
     lost_s: dict[str, float] = {}
-    unreported: dict[int, Unreported] = {}
+    unreported: dict[int, UnreportedAttempt] = {}
     accounted: int = 0
     begun: int = 0
     unbegun: int = 0
@@ -198,7 +198,7 @@ class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.slept[0] > 0 and not self.slept[1]
 
 
-class Allowance(msgspec.Struct, frozen=True):
+class TenantLimits(msgspec.Struct, frozen=True):
     """How much a tenant may ask for: requests that are not over, and `rate` new ones in `per_s` seconds; 0 is any
     number. The new ones may come at once; then as many come anew as time passes.
     """
@@ -227,7 +227,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     #: What the client may want to know of its request; "": nothing.
     hint: str = ""
     #: Facts that the server derived from the parameters and the uploads.
-    derived: Derived = Derived()
+    derived: DerivedFacts = DerivedFacts()
 
     @property
     def requested_model(self) -> str:
@@ -246,7 +246,7 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Whether the request is cancelled when its client disconnects.
     cancel_on_disconnect: bool = False
     #: How much the tenant may ask for.
-    allowance: Allowance = Allowance()
+    allowance: TenantLimits = TenantLimits()
     #: The address at which the client reached the gateway. Links in webhooks begin with it.
     base_url: str = ""
 
@@ -337,7 +337,7 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.video or bool(request.derived.attachments) or bool(request.params.get("preview_every"))
 
     @property
-    def medium(self) -> Medium:
+    def medium(self) -> Modality:
         """The medium that it asks for, which its id tells."""
         return medium_of(self.id)
 
@@ -362,7 +362,7 @@ class Change(msgspec.Struct, frozen=True):
     events: tuple[Event, ...] = ()
 
 
-class Running(msgspec.Struct, frozen=True):
+class RunningStage(msgspec.Struct, frozen=True):
     """A leased stage. It is not part of the context: it changes without a new version.
 
     `since` is Unix seconds. `ran_s` is how long it had been leased when the record was read, in seconds for which time
@@ -379,14 +379,14 @@ class Running(msgspec.Struct, frozen=True):
     timings: Timings = Timings()
 
 
-class Record(msgspec.Struct, frozen=True):
+class RequestRecord(msgspec.Struct, frozen=True):
     """A stored request: its context, its running stages, and how many tasks are ahead of its first queued one.
 
     `number` is its place in the order of arrival: about the microsecond, since 1970, at which it came.
     """
 
     context: RequestContext
-    running: tuple[Running, ...] = ()
+    running: tuple[RunningStage, ...] = ()
     position: int | None = None
     number: int = 0
 
@@ -396,12 +396,12 @@ class Record(msgspec.Struct, frozen=True):
         return "in_progress" if self.context.status == "queued" and self.running else self.context.status
 
 
-def new_request_id(medium: Medium = IMAGE) -> str:
+def new_request_id(medium: Modality = IMAGE) -> str:
     """A new id: the medium's prefix and 128 random bits."""
     return medium.prefix + secrets.token_hex(16)
 
 
-def request_ids(medium: Medium = IMAGE, after: str = "") -> Iterator[str]:
+def request_ids(medium: Modality = IMAGE, after: str = "") -> Iterator[str]:
     """New ids, of which any will do. Those that follow from the request `after` are the same each time."""
     for number in count():
         text = f"{after}/{number}" if number else after
@@ -412,7 +412,9 @@ DeviceSeconds = dict[str, float]
 """Seconds by the name of the device."""
 
 
-def billed_seconds(context: RequestContext, running: Sequence[Running] = (), wall: float = math.inf) -> DeviceSeconds:
+def billed_seconds(
+    context: RequestContext, running: Sequence[RunningStage] = (), wall: float = math.inf
+) -> DeviceSeconds:
     """Return the seconds on a request's bill, those of its `running` attempts so far included.
 
     A running attempt counts for no longer than it has run at the Unix time `wall`.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, PlannedStage
@@ -62,7 +62,7 @@ class Task(msgspec.Struct, frozen=True):
     alone: bool = False
     several: bool = False
     avoids: str = ""
-    derived: Derived = Derived()
+    derived: DerivedFacts = DerivedFacts()
 
     @property
     def stage(self) -> str:
@@ -127,7 +127,7 @@ MOST_PIECES = 1 << 20  # the most pieces of a stage
 PIECES_AT_ONCE = 512  # the most pieces in one call, and in one answer: all of them fit into a message
 
 
-class Grown(msgspec.Struct, frozen=True, tag=True):
+class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
     """Pieces of what the task under a claim makes, from number `offset` on; the first of all is number 0."""
 
     claim: Claim
@@ -135,7 +135,7 @@ class Grown(msgspec.Struct, frozen=True, tag=True):
     pieces: tuple[bytes, ...]
 
 
-def check_growth(grown: Sequence[Grown]) -> None:
+def check_growth(grown: Sequence[OutputDeltas]) -> None:
     """Raise ProtocolError for what no queue records in one call: see the bounds above. A task is in it once."""
     if sum(len(one.pieces) for one in grown) > PIECES_AT_ONCE:
         raise ProtocolError(f"more than {PIECES_AT_ONCE} pieces at once")
@@ -148,7 +148,7 @@ def check_growth(grown: Sequence[Grown]) -> None:
             raise ProtocolError(f"a piece of {size} bytes: up to {PIECE_BYTES} are recorded")
 
 
-def check_gap(grown: Grown, recorded: int) -> None:
+def check_gap(grown: OutputDeltas, recorded: int) -> None:
     """Raise ProtocolError if pieces are missing between the `recorded` ones and these."""
     if grown.offset > recorded:
         stage = f"{grown.claim.stage} of {grown.claim.request}"

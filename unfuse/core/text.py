@@ -40,7 +40,7 @@ def beginnings(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tup
     return tuple(found)
 
 
-class TextLoad(msgspec.Struct, frozen=True):
+class TextStats(msgspec.Struct, frozen=True):
     """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, prompts
     that it computes those of, and texts that wait for their grammar.
     """
@@ -50,9 +50,9 @@ class TextLoad(msgspec.Struct, frozen=True):
     prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     grammars: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
 
-    def __add__(self, other: TextLoad) -> TextLoad:
+    def __add__(self, other: TextStats) -> TextStats:
         mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return TextLoad(*map(sum, zip(mine, theirs, strict=True)))
+        return TextStats(*map(sum, zip(mine, theirs, strict=True)))
 
 
 class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +67,7 @@ class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
     certain: int
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """A token that was drawn, and the text that became certain with it: none while a character is incomplete.
 
     `logprob` is the natural logarithm of its probability; `top` has (id, name, logprob) of the most likely tokens, the
@@ -94,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     text: str
     finish_reason: str
-    pieces: list[Piece]
+    pieces: list[TokenDelta]
     stop_reason: str | int | None = None
 
 
@@ -149,7 +149,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     always: bool = False
 
 
-class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
+class AnswerParsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to parse an answer.
 
     `calls` and `reasoning` are formats (None: not parsed). `functions` maps each offered function to the types of its

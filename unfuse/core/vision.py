@@ -30,7 +30,7 @@ class Grid(NamedTuple):
     columns: int
 
 
-class Shown(msgspec.Struct, frozen=True):
+class MediaItem(msgspec.Struct, frozen=True):
     """A picture or a video of a prompt: its name, by content, and its grid of patches, which are so many `tokens`.
 
     `images` of a video are its frames, of which `frames` groups are made; 0: it is a picture. They are `picked` of
@@ -55,12 +55,12 @@ class TokenRun(NamedTuple):
     """
 
     start: int
-    shown: Shown
+    shown: MediaItem
     first: int
     grid: Grid
 
 
-class Vision(msgspec.Struct, frozen=True):
+class VisionConfig(msgspec.Struct, frozen=True):
     """What a language model makes of what it is shown. Lengths are pixels, tokens their ids.
 
     Patches have sides of `patch`, and `merge` by `merge` of them are a token; a video has `group` frames in one. A
@@ -138,7 +138,7 @@ class Vision(msgspec.Struct, frozen=True):
             rows, columns = (math.ceil(length * larger / side) for length in (height, width))
         return rows * self.merge, columns * self.merge
 
-    def expanded(self, ids: Sequence[int], shown: Sequence[Shown]) -> list[int]:
+    def expanded(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[int]:
         """Ids that have as many tokens as each picture and video is, where they had one for each, or each group.
 
         Raises InvalidParameter where ids have more, or fewer, for what is shown.
@@ -155,14 +155,14 @@ class Vision(msgspec.Struct, frozen=True):
             made += [id] * self._length(one) if one else [id]
         return made
 
-    def _groups(self, shown: Sequence[Shown]) -> list[Shown]:
+    def _groups(self, shown: Sequence[MediaItem]) -> list[MediaItem]:
         """The videos, each as often as it has tokens between tokens of its own."""
         return [one for one in shown if one.images for _ in range(one.frames if self.timed else 1)]
 
-    def _length(self, one: Shown) -> int:
+    def _length(self, one: MediaItem) -> int:
         return one.tokens // one.frames if one.images and self.timed else one.tokens
 
-    def runs(self, ids: Sequence[int], shown: Sequence[Shown]) -> Iterator[TokenRun]:
+    def runs(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> Iterator[TokenRun]:
         """Where expanded ids stand for what is shown. Raises PermanentError where they are not those of `shown`."""
         left = {self.picture: iter([one for one in shown if not one.images]), self.video: iter(self._groups(shown))}
         place, before, first = 0, "", 0
@@ -179,6 +179,6 @@ class Vision(msgspec.Struct, frozen=True):
             place, before, first = place + self._length(one), one.shown, first + self._length(one)
 
 
-def places_of(vision: Vision, ids: Sequence[int], shown: Sequence[Shown]) -> list[tuple[int, str]]:
+def places_of(vision: VisionConfig, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[tuple[int, str]]:
     """Where in expanded ids stands what is shown: (place, all that there is to know of it, as JSON)."""
     return [(run.start, msgspec.json.encode(run.shown).decode()) for run in vision.runs(ids, shown)]

@@ -24,7 +24,7 @@ import structlog
 from anyio import to_thread
 
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.request import Allowance
+from unfuse.core.request import TenantLimits
 
 DEFAULT_TENANT = "default"
 HASHED = "sha256:"
@@ -62,7 +62,7 @@ class Key(msgspec.Struct, frozen=True):
     admin: bool = False
     only_reads: bool = False
     models: frozenset[str] | None = None
-    allowance: Allowance = Allowance()
+    allowance: TenantLimits = TenantLimits()
 
 
 #: Keys by their hashes.
@@ -158,7 +158,7 @@ def known_of(entries: Iterable[KeyLine]) -> Known:
     """Return the keys by their hashes. Raises UsageError for a line that contradicts an earlier one."""
     known: Known = {}
     lines: dict[bytes, str] = {}
-    limits: dict[str, tuple[Allowance, str]] = {}
+    limits: dict[str, tuple[TenantLimits, str]] = {}
     for entry in entries:
         key = key_of(entry.where, entry.name, entry.fields)
         before = known.get(entry.digest)
@@ -192,9 +192,9 @@ def key_of(where: str, tenant: str, fields: Sequence[str]) -> Key:
     rate, concurrent = _RATE.fullmatch(given.get("rate", "1/s")), _NUMBER.fullmatch(given.get("concurrent", "1"))
     if not rate or not concurrent or max(int(rate[1]), int(concurrent[0])) > MOST:
         raise UsageError(f"{where}: rate is like 10/s, 60/min, 500/h or 1000/d, and concurrent a number, up to {MOST}")
-    allowance = Allowance(int(concurrent[0]) if "concurrent" in given else 0)
+    allowance = TenantLimits(int(concurrent[0]) if "concurrent" in given else 0)
     if "rate" in given:
-        allowance = Allowance(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
+        allowance = TenantLimits(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
     return Key(tenant, given.get("admin") == "yes", given.get("read") == "yes", models, allowance)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import httpx2
 
-from unfuse.core.compute import AUTO
+from unfuse.core.compute_options import AUTO
 from unfuse.core.errors import ConfigError
 from unfuse.k8s import objects
 from unfuse.k8s.cluster import MERGE, Cluster, owns, place

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from unfuse.core.compute import AUTO, parse_parallel
+from unfuse.core.compute_options import AUTO, parse_parallel
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.text import SEPARATOR, CallFormat, Reading, ReasoningFormat
+from unfuse.core.text import SEPARATOR, AnswerParsing, CallFormat, ReasoningFormat
 from unfuse.language.call_syntax import Chars, NotACall, Syntaxes
 
 _BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
@@ -309,7 +309,7 @@ def opened(format: ReasoningFormat, start: str, *, continues: bool = False) -> b
 class AnswerReader:
     """Parses an answer incrementally. The parts do not depend on where the text is split."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: AnswerParsing) -> None:
         self.reasoning = ReasoningReader(reading.reasoning, reading.opened) if reading.reasoning else None
         self._calls: CallReader | None = None
         if reading.calls:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from unfuse.core.text import Piece, Reading, TokenBytes, token_name
+from unfuse.core.text import AnswerParsing, TokenBytes, TokenDelta, token_name
 from unfuse.language.answer_reader import AnswerReader, Part
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class StopsOfContent:
     Without parallel tool calls the text also stops after the first call.
     """
 
-    def __init__(self, strings: Sequence[str], reading: Reading) -> None:
+    def __init__(self, strings: Sequence[str], reading: AnswerParsing) -> None:
         self._strings, self._stops, self._reader = strings, Stops(strings), AnswerReader(reading)
 
     @property
@@ -168,9 +168,11 @@ class Ending(msgspec.Struct, frozen=True):
 class Words:
     """The text of an answer as far as it may be sent. It has at most `most` tokens, and stops as `ending` says."""
 
-    def __init__(self, tokenizer: ChatTokenizer, ending: Ending, most: int, reading: Reading | None = None) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, ending: Ending, most: int, reading: AnswerParsing | None = None
+    ) -> None:
         self.ends = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
-        self.most, self.made = most, list[Piece]()
+        self.most, self.made = most, list[TokenDelta]()
         self.ended = ""  # why the answer is over: "stop" or "length"
         self.stop_reason: str | int | None = None
         self._tokenizer, self._ending, self._reading = tokenizer, ending, reading
@@ -192,7 +194,7 @@ class Words:
         marked = any(mark in text for mark in (reading.reasoning.begin, reading.reasoning.end))
         return marked or reading.opened or reading.reasoned
 
-    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Piece:
+    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> TokenDelta:
         """Add a token, with its logprob and (id, logprob) of the likeliest ones, if these are asked for."""
         over = token in self.ends
         self._starts.append(self._length)
@@ -230,13 +232,13 @@ class Words:
         *,
         over: bool,
         stopped: bool,
-    ) -> Piece:
+    ) -> TokenDelta:
         if logprob is None:
-            return Piece(token, text)
+            return TokenDelta(token, text)
         if self.ended and (not stopped or self._ending.include):
             self._certain = len(self._starts) - (over and not self._shows(token))
         while self._certain < len(self._starts) and self._starts[self._certain] < self._shown:
             self._certain += 1
         data = tuple(self._tokenizer.piece(id) for id, _ in top)
         named = tuple((id, token_name(of), likely) for (id, likely), of in zip(top, data, strict=True))
-        return Piece(token, text, logprob, named, TokenBytes(self._tokenizer.piece(token), data, self._certain))
+        return TokenDelta(token, text, logprob, named, TokenBytes(self._tokenizer.piece(token), data, self._certain))

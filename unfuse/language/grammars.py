@@ -22,7 +22,7 @@ import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode, frame, split_message
 from unfuse.core.errors import InvalidParameter, PermanentError, ProtocolError, TransientError
-from unfuse.core.text import Reading, packed
+from unfuse.core.text import AnswerParsing, packed
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.detokenize import Detokenizer
 
@@ -323,7 +323,7 @@ class BehindReasoning:
     An answer without reasoning is constrained from its first token; only the mark that begins reasoning is allowed too.
     """
 
-    def __init__(self, constraint: Constraint, reading: Reading, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, constraint: Constraint, reading: AnswerParsing, tokenizer: ChatTokenizer) -> None:
         format = reading.reasoning
         assert format
         self._constraint = constraint

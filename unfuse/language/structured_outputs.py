@@ -11,7 +11,7 @@ import msgspec
 
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import printable
-from unfuse.core.words import schema_text, strict_in
+from unfuse.core.text_parameters import schema_text, strict_in
 from unfuse.language.grammars import Grammar, Kind
 
 FORMAT, STRUCTURED = "response_format", "structured_outputs"

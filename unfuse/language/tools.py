@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import printable
 from unfuse.core.text import CallFormat
-from unfuse.core.words import schema_text, strict_in, types_of
+from unfuse.core.text_parameters import schema_text, strict_in, types_of
 from unfuse.language.grammars import Grammar
 from unfuse.language.structured_outputs import AnswerFormat
 

@@ -19,7 +19,7 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.compute import compute_environment
+from unfuse.core.compute_options import compute_environment
 from unfuse.core.errors import ConfigError
 from unfuse.core.supervisor import Supervisor, first
 from unfuse.launch.base import Hear, Launcher, WorkerSpec

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import Choice
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import StageSelector
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
 from unfuse.models.declared import declared
@@ -71,8 +71,13 @@ def find(source: str | Path) -> Family:
 
 
 def fetch(
-    name: str, choice: Choice, source: str = "", revision: str = "", dtype: str = "auto", tell: Tell | None = None
-) -> tuple[ModelCard, Path]:
+    name: str,
+    choice: StageSelector,
+    source: str = "",
+    revision: str = "",
+    dtype: str = "auto",
+    tell: Tell | None = None,
+) -> tuple[ModelSpec, Path]:
     """The card and the folder of a model, with the weights of the stages that are chosen; others are not downloaded.
 
     `source` is what `resolve_source` finds it by, if that is not its name. Raises ConfigError.
@@ -84,7 +89,7 @@ def fetch(
     return card, folder
 
 
-def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
     """The card of the model in a folder. Raises ConfigError for one that is not served, or whose stages do not join."""
     card = find(folder).card(name, folder, dtype)
     try:

@@ -17,10 +17,10 @@ import xxhash
 from msgspec.structs import asdict, replace
 from typing_extensions import override
 
-from unfuse.core.card import AcceptedInput, ModelCard
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
+from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.declared import call_defaults, scheduler_classes
@@ -101,7 +101,7 @@ class Family(ABC):
         return True
 
     @abstractmethod
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         """The card of the model in a folder, served as `name`.
 
         Must not import torch, nor what imports it: gateway, scheduler and a worker's parent call it. Equal folders and
@@ -161,13 +161,13 @@ class DiffusersFamily(Family):
             return False
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         model, serving = ModelFolder(folder), read_serving(folder, Serving)
         dtypes = choose_dtypes(dtype, self.components(model))
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
-        return ModelCard(
+        return ModelSpec(
             name=name,
             source=source_of(folder),
             family=self.name,
@@ -240,14 +240,14 @@ class DiffusersFamily(Family):
         """Defaults that the pipeline's call does not have, or has otherwise."""
 
     @abstractmethod
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+    def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
         """What can be asked for, as far as the configurations say. Raises ConfigError for some that do not fit."""
 
     @abstractmethod
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         """The stages that encode, and the most room of their outputs; `widths` are bytes of a number, by component."""
 
-    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+    def pipeline(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Pipeline:
         """The encoders, then denoising of all that they make, then VAE decoding."""
         encoders = self.encoders(folder, limits, widths)
         inputs = tuple(name for encoder in encoders for name in encoder.outputs)

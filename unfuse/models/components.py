@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError, Unsuitable
-from unfuse.core.media import MASK, UPLOAD, Limits, Room
+from unfuse.core.modalities import MASK, UPLOAD, MediaLimits, OutputSize
+from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import READ_ERRORS, DiffusersFamily, Loader
@@ -53,7 +53,7 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
         kind=TEXT_ENCODE.kind + end,
         components=(f"text_encoder{end}", f"tokenizer{end}"),
         outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
-        room=Room(2 * sum(size + ALIGNMENT for size in sizes.values())),
+        room=OutputSize(2 * sum(size + ALIGNMENT for size in sizes.values())),
         reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
         shares=True,
     )
@@ -140,11 +140,11 @@ class PictureShape:
         with folder.reading("vae"):
             halvings = len(vae["temperal_downsample"]) if "z_dim" in vae else len(vae["block_out_channels"]) - 1
             channels, scale = int(vae["z_dim" if "z_dim" in vae else "latent_channels"]), 2**halvings
-        return PictureShape(channels, scale, PATCH * scale, USUAL_LATENTS * scale, Limits().max_size)
+        return PictureShape(channels, scale, PATCH * scale, USUAL_LATENTS * scale, MediaLimits().max_size)
 
-    def room(self, width: int) -> Room:
+    def room(self, width: int) -> OutputSize:
         """The bytes of latents whose numbers take `width` bytes each."""
-        return Room(ALIGNMENT, self.channels * width / self.scale**2)
+        return OutputSize(ALIGNMENT, self.channels * width / self.scale**2)
 
     def latents(self, params: Params) -> tuple[int, ...]:
         """(1, channels, height, width) of a request's latents."""
@@ -187,9 +187,9 @@ class VideoShape:
         """What sides in pixels must divide by, as far as the configurations say."""
         return self.spatial
 
-    def room(self, width: int) -> Room:
+    def room(self, width: int) -> OutputSize:
         """The bytes of latents whose numbers take `width` bytes each."""
-        return Room(ALIGNMENT, self.channels * width / self.spatial**2, self.temporal)
+        return OutputSize(ALIGNMENT, self.channels * width / self.spatial**2, self.temporal)
 
     def grid(self, params: Params) -> tuple[int, int, int]:
         """Frames, height and width of a request's latents."""
@@ -200,9 +200,9 @@ class VideoShape:
         """(1, channels, frames, height, width) of a request's latents."""
         return (1, self.channels, *self.grid(params))
 
-    def bounds(self, multiple: int, defaults: Params) -> Limits:
+    def bounds(self, multiple: int, defaults: Params) -> MediaLimits:
         """What can be asked for, sides being multiples: twice the default length of a video at most."""
-        return Limits(
+        return MediaLimits(
             size_multiple=multiple,
             min_size=multiple,
             max_frames=2 * need(defaults, "num_frames", int) - 1,
@@ -453,25 +453,25 @@ class PictureFamily(DiffusersFamily):
         return {"width": side, "height": side, "num_frames": 1, "negative_prompt": None}
 
     @override
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+    def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
         shape, length = self.shape(folder), need(defaults, "max_sequence_length", int)
-        return Limits(
+        return MediaLimits(
             size_multiple=shape.multiple,
             min_size=shape.multiple,
-            max_size=min(Limits().max_size, shape.longest),
+            max_size=min(MediaLimits().max_size, shape.longest),
             frame_multiple=1,
             max_sequence_length=length,
         )
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         card = super().card(name, folder, dtype)
         if not self.starts:
             return card
         shape = PictureShape.of_vae(ModelFolder(folder))
         width = DTYPES["float32" if self.upcasts else card.dtypes["vae"]]
         room = (2 * shape.channels * width + DTYPES["float32"]) / shape.scale**2
-        encode = replace(REDRAW_ENCODE, room=Room(2 * ALIGNMENT, room))
+        encode = replace(REDRAW_ENCODE, room=OutputSize(2 * ALIGNMENT, room))
 
         def behind(stage: StageSpec) -> StageSpec:
             given = (*stage.inputs, *encode.outputs) if stage.kind == DENOISE.kind else stage.inputs
@@ -593,6 +593,6 @@ class VideoFamily(DiffusersFamily):
         return {"fps": frame_rate(folder.kind, folder.index(), {}), "negative_prompt": None}
 
     @override
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+    def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
         shape: VideoShape = self.shape(folder)
         return shape.bounds(lcm(self.pixel_multiple, shape.multiple), defaults)

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from unfuse.core.card import Vocabulary
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, nearest_size
+from unfuse.core.modalities import MediaLimits, nearest_size
+from unfuse.core.model_spec import PromptVocabulary
 from unfuse.core.plan import Params
 from unfuse.stages.base import need
 from unfuse.weights.folder import SERVING
@@ -56,13 +56,13 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defaults: Defaults = Defaults()
     limits: dict[str, int | float] = {}
     quality: dict[Quality, Defaults] = {}
-    vocabulary: Vocabulary | None = None
+    vocabulary: PromptVocabulary | None = None
 
     def over(self, standard: Params) -> Params:
         """These defaults, completed by the standard ones."""
         return {**standard, **msgspec.to_builtins(self.defaults)}
 
-    def within(self, limits: Limits, standard: Params) -> Params:
+    def within(self, limits: MediaLimits, standard: Params) -> Params:
         """These defaults, and standard ones within the limits. Raises ConfigError if serving.json's own are not."""
         defaults = self.over(fit(limits, standard))
         for name, nearest in fit(limits, defaults).items():
@@ -70,16 +70,16 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{SERVING}: default {name} {defaults[name]} is outside the limits; {nearest} is not")
         return defaults
 
-    def bounds(self, derived: Limits) -> Limits:
+    def bounds(self, derived: MediaLimits) -> MediaLimits:
         """These limits, and those derived from the model's configuration where there is none.
 
         Raises ConfigError for a limit that nobody knows, that is of another type, or that the model cannot meet.
         """
-        known = Limits.__struct_fields__
+        known = MediaLimits.__struct_fields__
         if unknown := sorted(set(self.limits) - set(known)):
             raise ConfigError(f"{SERVING}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
         try:
-            limits = msgspec.convert({**msgspec.structs.asdict(derived), **self.limits}, Limits)
+            limits = msgspec.convert({**msgspec.structs.asdict(derived), **self.limits}, MediaLimits)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{SERVING}: limits: {error}") from error
         for name in ("size_multiple", "frame_multiple"):
@@ -107,7 +107,7 @@ def read_serving(folder: Path, kind: type[Read]) -> Read:
         raise ConfigError(f"{file} is not valid: {error}") from error
 
 
-def fit(limits: Limits, defaults: Params) -> Params:
+def fit(limits: MediaLimits, defaults: Params) -> Params:
     """These defaults with size and length moved to the nearest that is within the limits."""
     width, height, frames = (need(defaults, name, int) for name in ("width", "height", "num_frames"))
     width, height = nearest_size(limits, width, height)

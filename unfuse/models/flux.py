@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import START_PICTURE
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import UPLOAD, Limits, Room
+from unfuse.core.modalities import UPLOAD, MediaLimits, OutputSize
+from unfuse.core.model_spec import START_PICTURE
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
@@ -162,7 +162,7 @@ class Flux(PictureFamily):
     )
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder"]})
@@ -242,11 +242,15 @@ class Kontext(Flux):
         return {IMAGE_ENCODE.kind: {"tiles": 0}} | super().spreads(folder)
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = PictureShape.of_vae(folder)
         latents = MOST_PIXELS // shape.scale**2 * shape.channels * widths["vae"]
         picture = replace(
-            IMAGE_ENCODE, components=("vae",), outputs=("condition",), room=Room(latents + ALIGNMENT), reads=("image",)
+            IMAGE_ENCODE,
+            components=("vae",),
+            outputs=("condition",),
+            room=OutputSize(latents + ALIGNMENT),
+            reads=("image",),
         )
         return (*super().encoders(folder, limits, widths), picture)
 

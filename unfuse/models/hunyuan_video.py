@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import EULER, Loader
@@ -183,7 +183,7 @@ class HunyuanVideo(VideoFamily):
     )
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})

@@ -17,13 +17,13 @@ from PIL.Image import Resampling
 from typing_extensions import override
 
 from unfuse.arena.limits import available_memory, readable_bytes
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
-from unfuse.core.parameters import Room
+from unfuse.core.parameters import OutputSize
 from unfuse.core.plan import Params, Pipeline, StageSpec
-from unfuse.core.vision import Grid, PixelBounds, Vision
-from unfuse.core.words import TextLimits
+from unfuse.core.text_parameters import TextLimits
+from unfuse.core.vision import Grid, PixelBounds, VisionConfig
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.defaults import TextServing, read_serving
 from unfuse.models.encoders import ENCODERS, SEES as SEEING
@@ -58,7 +58,7 @@ class LanguageFamily(Family):
     parts: tuple[str, ...] = (WHOLE,)
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         model = files_of(folder)
         dtypes = choose_dtypes(dtype, self.parts)
         config = self.speaks(model)
@@ -71,11 +71,11 @@ class LanguageFamily(Family):
         limits = _bounded(limits, serving.limits)
         weights = weights_ids(model, pipeline, "language")
         kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
-        own = {"needs": {kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
+        own = {"needs": {kv: OutputSize(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
         pipeline = Pipeline(
             tuple(replace(stage, **own) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
         ).spread(self.spreads(model))
-        return ModelCard(
+        return ModelSpec(
             name=name,
             source=source_of(folder),
             family="language",
@@ -96,7 +96,7 @@ class LanguageFamily(Family):
         """Its stages; `dtypes` are those of its parts."""
         parts = self.parts[:1]
         each = bytes_per_token(self.speaks(model), WIDTHS[dtypes[parts[0]]])
-        prefill = replace(PREFILL, components=parts, room=Room(4096, each, 1, ("prompt_tokens",)))
+        prefill = replace(PREFILL, components=parts, room=OutputSize(4096, each, 1, ("prompt_tokens",)))
         return Pipeline((prefill, replace(DECODE, components=parts)))
 
     def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
@@ -108,7 +108,7 @@ class LanguageFamily(Family):
         way = {"tensor": ENCODERS[model.kind].common({"num_key_value_heads": config["num_attention_heads"], **config})}
         return {PREFILL.kind: way, DECODE.kind: way}
 
-    def vision(self, model: ModelFolder) -> Vision | None:
+    def vision(self, model: ModelFolder) -> VisionConfig | None:
         """What it makes of pictures, if it sees any."""
         return None
 
@@ -224,7 +224,9 @@ class VisionLanguage(LanguageFamily):
         each = int(sees["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
         prefill, decode = super().pipeline(model, dtypes).stages
         return Pipeline((
-            replace(VISION_ENCODE, components=(VISION,), room=Room(4096 + layers * ALIGNMENT, each, 1, ("tokens",))),
+            replace(
+                VISION_ENCODE, components=(VISION,), room=OutputSize(4096 + layers * ALIGNMENT, each, 1, ("tokens",))
+            ),
             replace(prefill, inputs=VISION_ENCODE.outputs),
             replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
         ))  # fmt: skip
@@ -235,7 +237,7 @@ class VisionLanguage(LanguageFamily):
         return super().spreads(model) | {VISION_ENCODE.kind: {"tensor": sees}}
 
     @override
-    def vision(self, model: ModelFolder) -> Vision:
+    def vision(self, model: ModelFolder) -> VisionConfig:
         config, sees = model.config(WHOLE), model.config(WHOLE)["vision_config"]
         pictures, timed = model.beside(PROCESSOR), model.kind in TIMED
         videos = model.beside(VIDEOS) or pictures
@@ -245,7 +247,7 @@ class VisionLanguage(LanguageFamily):
         side = (patch * merge) ** 2
         if (said := int(pictures.get("patch_size", 14))) != patch:
             raise ConfigError(f"model {model.path}: {PROCESSOR} has patches of {said}, and the model of {patch}")
-        return Vision(
+        return VisionConfig(
             picture=int(config["image_token_id"]),
             video=int(config["video_token_id"]),
             begin=int(config["vision_start_token_id"]),

@@ -19,9 +19,9 @@ import xxhash
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
 from unfuse.models.components import (
@@ -172,7 +172,7 @@ class Ltx(VideoFamily):
     )
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         """The text encoder's dtype is also one of what the VAE is given."""
         card = super().card(name, folder, dtype)
         vae = xxhash.xxh3_128_hexdigest(f"{card.weights['vae']} {card.dtypes['text_encoder']}".encode())
@@ -185,7 +185,7 @@ class Ltx(VideoFamily):
         return {kind: found[kind] for kind in found if kind != "tensor"}
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         each = limits.max_sequence_length * widths["text_encoder"]
         return (text_stage({"prompt_embeds": each * shape.text_dim, "prompt_mask": each}, "guidance_scale"),)

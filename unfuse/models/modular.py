@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError, PermanentError, Unsuitable
-from unfuse.core.media import REFERENCES, UPLOAD, Limits, Room
+from unfuse.core.modalities import REFERENCES, UPLOAD, MediaLimits, OutputSize
+from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader, Report, Runtime
@@ -164,7 +164,7 @@ class Modular(PictureFamily):
     """Settings of model_index.json that the blocks do not read, and what they go by."""
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         seen = (AcceptedInput(UPLOAD, "reference", max=self.references),) if self.references else ()
         return replace(super().card(name, folder, dtype), accepts=seen)
 
@@ -193,7 +193,7 @@ class Modular(PictureFamily):
         return {name: value for name, value in super().standard(folder).items() if name not in call}
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         transformer, shape = folder.config("transformer"), PictureShape.of_vae(folder)
         distilled = bool(folder.index().get("is_distilled"))
         with folder.reading("transformer"):
@@ -206,7 +206,7 @@ class Modular(PictureFamily):
             components=("text_encoder", "tokenizer"),
             outputs=made,
             reads=tuple(reads if distilled else [*reads, SCALE]),
-            room=Room(size * len(made) // len(self.embeds)),
+            room=OutputSize(size * len(made) // len(self.embeds)),
         )
         each = shape.channels * MOST_PIXELS // shape.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
         picture = replace(
@@ -215,7 +215,7 @@ class Modular(PictureFamily):
             outputs=(SEEN, SIZES),
             reads=REFERENCES,
             role=VAE_DECODE.role,
-            room=Room(2 * ALIGNMENT + self.references * each),
+            room=OutputSize(2 * ALIGNMENT + self.references * each),
             spreads={"tiles": 0},
             when=UPLOAD,
         )

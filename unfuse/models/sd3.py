@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
 from unfuse.models.components import (
@@ -169,7 +169,7 @@ class Sd3(PictureFamily):
         return {kind: found[kind] for kind in found if kind not in without}
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape, stages = Shape.of(folder), []
         for end, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
             numbers = {f"prompt_embeds{end}": shape.tokens * width, f"pooled_prompt_embeds{end}": pooled}

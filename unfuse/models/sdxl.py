@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
 from unfuse.models.components import (
@@ -171,7 +171,7 @@ class Sdxl(PictureFamily):
         return {"cfg": 2}
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape = Shape.of(folder)
         bytes_1, bytes_2 = widths["text_encoder"], widths["text_encoder_2"]
         first, second = (shape.tokens * width for width in shape.widths)

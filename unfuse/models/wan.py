@@ -29,9 +29,9 @@ from msgspec import structs
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.card import START_PICTURE, AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import LAST_FRAME, PIXELS, UPLOAD, Limits, Room
+from unfuse.core.modalities import LAST_FRAME, PIXELS, UPLOAD, MediaLimits, OutputSize
+from unfuse.core.model_spec import START_PICTURE, AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import EULER, MULTISTEP, Loader
@@ -121,7 +121,7 @@ class Shape(VideoShape):
             need(params, "width", int) // columns * self.patch[2],
         )
 
-    def limits(self, defaults: Params) -> Limits:
+    def limits(self, defaults: Params) -> MediaLimits:
         """What can be asked for, as far as the configurations say."""
         multiple = lcm(PIXEL_MULTIPLE, self.spatial * self.patch[1], self.spatial * self.patch[2])
         longest = min(self.patch[1:]) * self.spatial * self.longest
@@ -132,7 +132,7 @@ class Shape(VideoShape):
             max_frames=min(usual.max_frames, self._most_frames()),
         )
 
-    def need_room(self, limits: Limits) -> None:
+    def need_room(self, limits: MediaLimits) -> None:
         """Raise ConfigError when the rotary embedding ends before the limits do."""
         longest = min(self.patch[1:]) * self.spatial * self.longest
         if limits.max_size > longest or limits.max_frames > self._most_frames():
@@ -340,7 +340,7 @@ class Wan(VideoFamily):
         return {**super().standard(folder), "negative_prompt": "", **second}
 
     @override
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+    def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
         shape = Shape.of(folder)
         if shape.pictured != (bool(self.accepts) and not shape.expand):
             wants = "a picture, and its class is not" if shape.pictured else "no picture, and its class is"
@@ -348,7 +348,7 @@ class Wan(VideoFamily):
         return shape.limits(defaults)
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         """Raises ConfigError when serving.json goes further than the transformer."""
         shape = Shape.of(folder)
         shape.need_room(limits)
@@ -431,7 +431,7 @@ class WanImage(Wan):
     accepts = (START_PICTURE,)
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         card = super().card(name, folder, dtype)
         return replace(card, accepts=(*card.accepts, *_last_frame(Shape.of(ModelFolder(folder)))))
 
@@ -456,7 +456,7 @@ class WanImage(Wan):
         return {**found, "vae": "first frame"} if index.get("expand_timesteps") else found
 
     @override
-    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+    def limits(self, folder: ModelFolder, defaults: Params) -> MediaLimits:
         limits = super().limits(folder, defaults)
         return structs.replace(limits, frame_multiple=lcm(limits.frame_multiple, ENCODED_FRAMES))
 
@@ -467,7 +467,7 @@ class WanImage(Wan):
         return {kind: ways[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in ways}
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape, sees = Shape.of(folder), [part for part in self.components(folder) if part.startswith("image")]
         if shape.image_dim is not None and not sees:
             raise ConfigError(
@@ -479,7 +479,7 @@ class WanImage(Wan):
             IMAGE_ENCODE,
             components=(*sees, "vae"),
             outputs=("image_embeds", "condition") if sees else ("condition",),
-            room=Room(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
+            room=OutputSize(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
             reads=("image", *PIXELS, LAST_FRAME),
         )
         return (*super().encoders(folder, limits, widths), picture)

@@ -21,9 +21,9 @@ import msgspec
 from msgspec.structs import asdict, replace
 from typing_extensions import override
 
-from unfuse.core.card import AcceptedInput, ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import LAST_FRAME, REFERENCES, UPLOAD, Limits
+from unfuse.core.modalities import LAST_FRAME, REFERENCES, UPLOAD, MediaLimits
+from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.plan import Params, Pipeline, StageSpec, Value
 from unfuse.models.base import READ_ERRORS, Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.declared import VIDEO, Declared, declared, frame_rate, has_pipelines
@@ -78,7 +78,7 @@ class WholeFamily(Family):
     """Models of any class that diffusers has and that makes pictures or videos of a prompt."""
 
     @override
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         model, serving = ModelFolder(folder), read_serving(folder, Serving)
         found = _declared(model)
         components = self.components(model)
@@ -89,7 +89,7 @@ class WholeFamily(Family):
         pipeline = Pipeline((replace(WHOLE, components=tuple(first)),))
         said = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
         recipe = f"whole {found.name} {sorted(dtypes.items())} {said}"
-        return ModelCard(
+        return ModelSpec(
             name=name,
             source=source_of(folder),
             family=f"whole {found.name}",
@@ -223,7 +223,7 @@ def _usual_size(model: ModelFolder) -> tuple[int, int]:
     return SIDE, SIDE
 
 
-def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
+def _limits(model: ModelFolder, found: Declared, defaults: Params) -> MediaLimits:
     """Sides by what VAE and transformer do to them; what is not known of a pipeline is refused by its call."""
     patch, parts = 1, model.components()
     if "transformer" in parts:
@@ -235,12 +235,12 @@ def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
         multiple = _scale(model, "spatial") * patch  # the pipeline rounds a picture's sides down to this multiple
     frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
     most = LENGTHS * frames if found.medium == VIDEO and isinstance(frames, int) else 1
-    return Limits(
+    return MediaLimits(
         size_multiple=multiple,
         min_size=multiple,
         max_frames=most,
         frame_multiple=_scale(model, "temporal"),
-        max_sequence_length=length if isinstance(length, int) else Limits().max_sequence_length,
+        max_sequence_length=length if isinstance(length, int) else MediaLimits().max_sequence_length,
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits
+from unfuse.core.modalities import MediaLimits
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
@@ -183,7 +183,7 @@ class ZImage(PictureFamily):
         return {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
 
     @override
-    def encoders(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
+    def encoders(self, folder: ModelFolder, limits: MediaLimits, widths: Mapping[str, int]) -> Sequence[StageSpec]:
         shape, length = Shape.of(folder), limits.max_sequence_length
         sizes = {
             "prompt_embeds": length * shape.text_dim * widths["text_encoder"],

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.compute import KINDS, SHARING, Spread
+from unfuse.core.compute_options import KINDS, SHARING, ParallelDegrees
 from unfuse.core.errors import ConfigError, PermanentError, TransientError, UnfuseError, Unsuitable
 from unfuse.core.retries import rule_of
 from unfuse.parallel.devices import EXCHANGES
@@ -130,7 +130,7 @@ class Group:
         sys.stderr.flush()
         os._exit(1)
 
-    def mesh(self, spread: Spread) -> Mesh:
+    def mesh(self, spread: ParallelDegrees) -> Mesh:
         """The ranks as that spread has them. Every rank calls this, in the same order."""
         return Mesh(self, spread)
 
@@ -150,7 +150,7 @@ class _Told(Exception):
 class Mesh:
     """The ranks of a stage, arranged by the kinds over which it is spread. Each rank has a place along each kind."""
 
-    def __init__(self, group: Group, spread: Spread) -> None:
+    def __init__(self, group: Group, spread: ParallelDegrees) -> None:
         self.group, self.degrees, self._ranks = group, spread.degrees, spread.ranks
         self._places = [*product(*(range(degree) for degree in self._ranks.values()))]
         self._made: dict[tuple[str, ...], Axis] = {}

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Linear, Module, Parameter
 
-from unfuse.core.compute import SHARD
+from unfuse.core.compute_options import SHARD
 from unfuse.parallel.cut import EXPERTS, Cut, Matrices
 from unfuse.parallel.group import Axis, Mesh, give_back
 from unfuse.parallel.sequence import Ring, share_tokens, ulysses

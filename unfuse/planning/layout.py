@@ -10,9 +10,9 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.core.card import ModelCard
-from unfuse.core.compute import MaxLoadedModels
+from unfuse.core.compute_options import MaxLoadedModels
 from unfuse.core.errors import ConfigError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import ALL
 from unfuse.planning.placement import (
     CPU,
@@ -98,7 +98,7 @@ class Layouts(msgspec.Struct, frozen=True):
 
 
 def layouts(
-    cards: Iterable[ModelCard], needs: Needs, wanted: Wanted, devices: tuple[Device, ...], means: Means
+    cards: Iterable[ModelSpec], needs: Needs, wanted: Wanted, devices: tuple[Device, ...], means: Means
 ) -> Layouts:
     """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
 
@@ -127,7 +127,7 @@ def layouts(
     return Layouts(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 
-def parts(cards: Iterable[ModelCard], costs: Path | None) -> tuple[dict[str, float], bool]:
+def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, float], bool]:
     """The share of each role in the seconds of a request with default parameters; whether all were measured."""
     known, seconds, measured = Costs(costs), dict[str, float](), True
     for card in cards:

@@ -10,13 +10,13 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.core.compute import (
+from unfuse.core.compute_options import (
     PARTING,
     SHARD,
     ComputeOptions,
     MaxLoadedModels,
     Offload,
-    Spread,
+    ParallelDegrees,
     joined_by,
     own_spreads,
     parse_parallel,
@@ -64,7 +64,7 @@ class Part(msgspec.Struct, frozen=True):
         sizes = {"bytes": int(self.bytes * factor), "shared": int(self.shared * factor)}
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
-    def of_rank(self, spread: Spread) -> Part:
+    def of_rank(self, spread: ParallelDegrees) -> Part:
         """What a rank has of it."""
         lacks = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
         own = -(-(self.bytes - lacks) // spread.parts)
@@ -277,7 +277,7 @@ def _largest_model(needs: Needs) -> Needs:
     return max(map(of_model, models), key=lambda own: sum(part.bytes for part in parts_of(ALL, own, {})), default=needs)
 
 
-def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str, Spread]) -> str:
+def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str, ParallelDegrees]) -> str:
     """Where most is free: one device, or of GPUs as many as there are ranks."""
     ordered = sorted(able, key=lambda name: -min(room[one] for one in name.split("+")))
     size = next((spread.size for spread in spreads.values()), 1)
@@ -289,9 +289,9 @@ def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str
     return "+".join(ordered[:size])
 
 
-def parts_of(role: str, needs: Needs, spreads: Mapping[str, Spread]) -> tuple[Part, ...]:
+def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) -> tuple[Part, ...]:
     """What a worker with these roles holds, or each of its ranks."""
-    roles, spread = roles_of(role), {name: spreads.get(name, Spread()) for name in needs}
+    roles, spread = roles_of(role), {name: spreads.get(name, ParallelDegrees()) for name in needs}
     own = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
     held = [part for _, part in own]
     parts = [(name, part) for at, (name, part) in enumerate(own) if not (part.once and part in held[:at])]
@@ -352,8 +352,8 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     spreads = parse_parallel(wanted.compute.parallel)
     parted = {role for role, spread in spreads.items() if {*PARTING} & {*spread.degrees}}
     for role in sorted(wanted.parted - parted):
-        spread = spreads.get(role, Spread())
-        more = spreads | {role: Spread({**spread.degrees, SHARD: max(2, spread.size)})}
+        spread = spreads.get(role, ParallelDegrees())
+        more = spreads | {role: ParallelDegrees({**spread.degrees, SHARD: max(2, spread.size)})}
         text = ",".join(f"{role}={how}" for role, how in more.items())
         yield f"--parallel {text}", needs, replace(wanted, compute=replace(wanted.compute, parallel=text))
     offloads: tuple[Offload, ...] = ("model", "sequential") if roles and not parted else ()

@@ -22,14 +22,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.codec import encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Caller, Change, Event, Record, RequestContext, RequestStatus, Timings
-from unfuse.core.task import PIECES_AT_ONCE, SLOTS, Claim, Grown, Lease, Task
+from unfuse.core.request import (
+    Caller,
+    Change,
+    Event,
+    RequestContext,
+    RequestRecord,
+    RequestStatus,
+    TenantLimits,
+    Timings,
+)
+from unfuse.core.task import PIECES_AT_ONCE, SLOTS, Claim, Lease, OutputDeltas, Task
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -42,7 +51,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_active: int = 256
     max_queue: int = 1024
     max_cost: float | None = None
-    tenant: Allowance = Allowance()
+    tenant: TenantLimits = TenantLimits()
 
 
 #: The number of the format in which queues are stored. A queue of another number is refused, and not changed.
@@ -65,7 +74,7 @@ INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """Which requests `list` returns; None means any. `status` is compared to `Record.status`.
+    """Which requests `list` returns; None means any. `status` is compared to `RequestRecord.status`.
 
     These filters have an index, alone or with a tenant: everything, a status, dead, not over, video, unheard; and with
     a tenant, an idempotency key and a fingerprint. Their cost depends on the answer's length alone. Any other
@@ -103,7 +112,7 @@ class Member(msgspec.Struct, frozen=True):
     """A registered worker. `seen` is the queue's clock at its last heartbeat; `leased` counts the tasks it holds."""
 
     info: WorkerInfo
-    cards: tuple[ModelCard, ...]
+    cards: tuple[ModelSpec, ...]
     seen: float
     leased: int = 0
 
@@ -116,7 +125,7 @@ class Declaration(msgspec.Struct, frozen=True):
     `server` is the one that serves it again after a start ("": none does), and `failed` says why it cannot be served.
     """
 
-    cards: tuple[ModelCard, ...]
+    cards: tuple[ModelSpec, ...]
     asleep: dict[str, int] = {}
     gone: tuple[str, ...] = ()
     source: Literal["", "admin"] = ""
@@ -223,7 +232,7 @@ class TaskQueue(QueueClock):
     @abstractmethod
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
-    ) -> Record:
+    ) -> RequestRecord:
         """Store a new request and queue its first tasks.
 
         Idempotent: if its id is known, or its tenant with its non-empty idempotency key, nothing changes and the stored
@@ -247,8 +256,8 @@ class TaskQueue(QueueClock):
         Waits up to `wait` seconds for a first task. It is woken by a push, a hand-back, a `not_before` that comes, a
         task ahead that is gone, or a pool that is no longer held back. Among callers that wait, those without `above`
         are served first, then lower `rank`s, then those that wait longer. A caller that is cancelled while it waits has
-        claimed nothing. A claim publishes `stage_started` and shows in `Record.running`; the context does not change.
-        The lease says how many pieces of the stage are recorded.
+        claimed nothing. A claim publishes `stage_started` and shows in `RequestRecord.running`; the context does not
+        change. The lease says how many pieces of the stage are recorded.
         """
 
     @abstractmethod
@@ -259,13 +268,13 @@ class TaskQueue(QueueClock):
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
         """Publish progress of a held lease. Returns False, with nothing published, if it is not held.
 
-        `Record.running` shows the step of the last event, and what the attempt has `used`: the most that was reported.
-        An event without a time (`at` 0) gets the queue's time. Progress is not durable, and does not change the
-        context's version.
+        `RequestRecord.running` shows the step of the last event, and what the attempt has `used`: the most that was
+        reported. An event without a time (`at` 0) gets the queue's time. Progress is not durable, and does not change
+        the context's version.
         """
 
     @abstractmethod
-    async def commit(self, change: Change) -> Record:
+    async def commit(self, change: Change) -> RequestRecord:
         """Apply a transition. Raises NotFound, LeaseLost or Conflict, with nothing changed.
 
         With a claim: a commit that was already applied (the stored stage is done with the same attempt and token)
@@ -278,7 +287,7 @@ class TaskQueue(QueueClock):
     @abstractmethod
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
-    ) -> tuple[Record, list[Lease]]:
+    ) -> tuple[RequestRecord, list[Lease]]:
         """Apply a transition as `commit` does and claim tasks as `lease` does without waiting, in one transaction.
 
         The claim sees what the change pushes, closes and frees, and comes before callers that wait. If this raises,
@@ -321,21 +330,21 @@ class RequestStore(ABC):
     """The stored requests: their records, their events, and the pieces that their outputs have grown by."""
 
     @abstractmethod
-    async def load(self, request: str) -> Record:
+    async def load(self, request: str) -> RequestRecord:
         """The stored request. Raises NotFound, and Damaged for one that cannot be read.
 
         Its position is the number of tasks ahead of its own in their pool, the least over its queued tasks. It is None
         if a stage runs, or no task is queued.
         """
 
-    def known(self, claim: Claim) -> Record | None:
+    def known(self, claim: Claim) -> RequestRecord | None:
         """Return the cached record of a leased task's request, possibly stale, or None. `commit` detects staleness."""
         return None
 
     @abstractmethod
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
-    ) -> list[Record]:
+    ) -> list[RequestRecord]:
         """Up to `limit` requests, newest or oldest first, starting behind the one with the id, or number, `after`.
 
         The filter need not select that request. Raises NotFound if it is unknown, or of another tenant than the
@@ -360,7 +369,7 @@ class RequestStore(ABC):
         """
 
     @abstractmethod
-    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+    async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         """Record new pieces of the outputs of leased tasks, as durably as a commit. Returns whether each lease is held.
 
         A claim that does not hold its lease changes nothing. A piece that is recorded stays as it is, whichever attempt
@@ -405,7 +414,7 @@ class WorkerRegistry(QueueClock):
     """What all processes of a queue agree on: registered workers, declared models and secrets."""
 
     @abstractmethod
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
         """Register a worker, or note that it is alive. Its cards are known as long as it is registered.
 
         A worker that brings no cards keeps those that it brought before.

@@ -20,7 +20,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
 from unfuse.core.request import Event, RequestContext
-from unfuse.core.task import Grown, Task
+from unfuse.core.task import OutputDeltas, Task
 from unfuse.queues.base import SCHEMA, Declaration
 from unfuse.queues.index import Entry
 
@@ -118,7 +118,7 @@ class Journal:
             raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Grown] = ()) -> None:
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[OutputDeltas] = ()) -> None:
         """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
         That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
@@ -291,7 +291,7 @@ class _Batch:
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)
-    pieces: dict[int, list[Grown]] = field(default_factory=dict)
+    pieces: dict[int, list[OutputDeltas]] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -337,7 +337,7 @@ class Writer:
             batch.entries[entry.number] = entry
             batch.durable |= durable
 
-    def append(self, entry: Entry, pieces: Grown) -> None:
+    def append(self, entry: Entry, pieces: OutputDeltas) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""
         if batch := self._upcoming():
             batch.pieces.setdefault(entry.number, []).append(pieces)

@@ -19,12 +19,12 @@ from math import ceil
 import msgspec
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.request import Allowance, Change, Event, Record, RequestContext, Timings
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease, Task, check_gap, check_growth
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.request import Change, Event, RequestContext, RequestRecord, TenantLimits, Timings
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas, Task, check_gap, check_growth
 from unfuse.queues.base import (
     FRONT,
     MOST_RETURNS,
@@ -116,7 +116,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
-    ) -> Record:
+    ) -> RequestRecord:
         self._check_writable()
         check_storable(context, *tasks, *events)
         entry = self._requests.get(context.id) or self._index.repeated(context)
@@ -131,7 +131,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             self._account(entry, None)
         return await self._stored_record(entry)
 
-    def _require_allowance(self, tenant: str, may: Allowance) -> int:
+    def _require_allowance(self, tenant: str, may: TenantLimits) -> int:
         """Return when the tenant has all of its rate again if a request is accepted now, in microseconds.
 
         Raises LimitReached if it may not have another request.
@@ -261,7 +261,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return True
 
     @override
-    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+    async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         self._check_writable()
         check_growth(grown)
         held = [self._leases.held(one.claim) is not None for one in grown]
@@ -271,14 +271,14 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         for one, entry in outputs:
             claim, recorded = one.claim, entry.appended.get(one.claim.stage, 0)
             if new := one.pieces[recorded - one.offset :]:
-                self._store_pieces(entry, Grown(claim, recorded, new))
+                self._store_pieces(entry, OutputDeltas(claim, recorded, new))
                 count = entry.appended[claim.stage] = recorded + len(new)
                 self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
         for _, entry in outputs:  # also of a repeat, of which the first may not be stored yet
             await self._wait_until_stored(entry)
         return held
 
-    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
+    def _store_pieces(self, entry: Entry, grown: OutputDeltas) -> None:
         """Store new pieces of an output. To be called before their event is published."""
         self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
 
@@ -290,14 +290,14 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return self._pieces[request][stage][after : after + limit]
 
     @override
-    async def commit(self, change: Change) -> Record:
+    async def commit(self, change: Change) -> RequestRecord:
         self._check_writable()
         return await self._stored_record(self._commit(change))
 
     @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
-    ) -> tuple[Record, builtins.list[Lease]]:
+    ) -> tuple[RequestRecord, builtins.list[Lease]]:
         self._check_writable()
         entry = self._commit(change)
         leases = self._claim(worker, wanted, ttl)
@@ -384,7 +384,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return [queued.task for queued in self._pools.front(pool, limit)]
 
     @override
-    async def load(self, request: str) -> Record:
+    async def load(self, request: str) -> RequestRecord:
         return self._record(self._entry(request))
 
     @override
@@ -395,7 +395,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
-    ) -> builtins.list[Record]:
+    ) -> builtins.list[RequestRecord]:
         self._check_readable()
         if isinstance(after, str):
             behind = self._entry(after)
@@ -428,7 +428,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         await self._wait_until_stored(entry)
 
     @override
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
         known = self._members.get(worker.id)
         self._members[worker.id] = Member(worker, tuple(cards) or (known.cards if known else ()), self._clock.now())
 
@@ -479,17 +479,17 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             raise _unknown(request)
         return entry
 
-    def _record(self, entry: Entry) -> Record:
+    def _record(self, entry: Entry) -> RequestRecord:
         """The record of a request, with what runs now and its position."""
         queued = entry.queued
         running = self._leases.running([one.task.key for one in queued], self._clock.now())
         if running:
-            return Record(entry.context, running, None, entry.number)
+            return RequestRecord(entry.context, running, None, entry.number)
         self._release_due()
         position = min((self._pools.position(one) for one in queued), default=None)
-        return Record(entry.context, (), position, entry.number)
+        return RequestRecord(entry.context, (), position, entry.number)
 
-    async def _stored_record(self, entry: Entry) -> Record:
+    async def _stored_record(self, entry: Entry) -> RequestRecord:
         """Wait until a request that was changed is stored, and return its record as it is now."""
         self._wake()
         record = self._record(entry)

@@ -15,15 +15,15 @@ from typing import Any
 
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError, UsageError
-from unfuse.core.media import VIDEO
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.modalities import VIDEO
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Change, Event, Record, RequestContext, Timings
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease, Task, check_growth
+from unfuse.core.request import Change, Event, RequestContext, RequestRecord, Timings
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas, Task, check_growth
 from unfuse.queues import script
 from unfuse.queues.base import (
     FRONT,
@@ -116,7 +116,7 @@ class RedisQueue(QueueBackend):
     @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
-    ) -> Record:
+    ) -> RequestRecord:
         fields, more = script.context_fields(context, tasks, events), Counter(task.planned.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
@@ -140,7 +140,7 @@ class RedisQueue(QueueBackend):
         return bool(await self._call("progress", claim=script.claim_fields(claim), events=events, used=used))
 
     @override
-    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
+    async def append_all(self, grown: Sequence[OutputDeltas]) -> list[bool]:
         check_growth(grown)
         held = await self._call("append_all", grown=[script.grown_fields(one) for one in grown])
         return [bool(one) for one in held]
@@ -150,14 +150,14 @@ class RedisQueue(QueueBackend):
         return list(await self._call("appended", id=request, stage=stage, after=after, limit=limit))
 
     @override
-    async def commit(self, change: Change) -> Record:
+    async def commit(self, change: Change) -> RequestRecord:
         answer = await self._call("commit", **script.change_fields(change))
         return self._known.keep(script.record(answer, change.context))
 
     @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
-    ) -> tuple[Record, list[Lease]]:
+    ) -> tuple[RequestRecord, list[Lease]]:
         asking = Waiter(worker, wanted, ttl, patient=False)
         record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
         kept = self._known.keep(script.record(record, change.context))
@@ -191,7 +191,7 @@ class RedisQueue(QueueBackend):
         return [lease for lease in leases if lease]
 
     @override
-    async def load(self, request: str) -> Record:
+    async def load(self, request: str) -> RequestRecord:
         try:
             return script.record(await self._call("load", id=request))
         except (ProtocolError, TypeError, Damaged) as error:
@@ -199,17 +199,17 @@ class RedisQueue(QueueBackend):
             raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`") from error
 
     @override
-    def known(self, claim: Claim) -> Record | None:
+    def known(self, claim: Claim) -> RequestRecord | None:
         return self._known.of(claim)
 
     @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
-    ) -> builtins.list[Record]:
+    ) -> builtins.list[RequestRecord]:
         tenant, field, value = which.heading
         asked = {name: script.text(value) for name, value in which.asked().items()}
         asks = {"which": asked, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
-        found: list[Record] = []
+        found: list[RequestRecord] = []
         beyond: str | None = "-inf" if oldest_first else "+inf"
         if isinstance(after, int):
             after, beyond = None, str(after)
@@ -291,7 +291,7 @@ class RedisQueue(QueueBackend):
         await self._call("uncache", key=key, id=id)
 
     @override
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
         brought = script.raw(encode(tuple(cards))) if cards else None
         await self._call("hello", worker=worker.id, info=script.raw(encode(worker)), cards=brought)
 
@@ -320,7 +320,7 @@ class RedisQueue(QueueBackend):
         found: list[Member] = []
         for id, info, brought, seen, leased in await self._call("workers"):
             name = script.printable_name(id)
-            cards = brought and self._unreadable.read("card", name, script.decoded, brought, tuple[ModelCard, ...])
+            cards = brought and self._unreadable.read("card", name, script.decoded, brought, tuple[ModelSpec, ...])
             member = self._unreadable.read("worker", name, script.member, info, cards or (), seen, leased)
             found += [member] if member else []
         return found

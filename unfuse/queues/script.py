@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from unfuse.core import errors
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.request import Change, Event, Record, RequestContext, Running
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.request import Change, Event, RequestContext, RequestRecord, RunningStage
 from unfuse.core.supervisor import RepeatedErrors
-from unfuse.core.task import Claim, Grown, Lease, Task
+from unfuse.core.task import Claim, Lease, OutputDeltas, Task
 from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, Damage, Member, check_numbers, remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
@@ -73,7 +73,7 @@ def claim_fields(claim: Claim) -> dict[str, Any]:
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
 
 
-def grown_fields(grown: Grown) -> dict[str, Any]:
+def grown_fields(grown: OutputDeltas) -> dict[str, Any]:
     """What an output has grown by, for the script."""
     pieces = [raw(piece) for piece in grown.pieces]
     return {"claim": claim_fields(grown.claim), "offset": grown.offset, "pieces": pieces}
@@ -89,7 +89,7 @@ def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: by
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
-def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
+def record(reply: Sequence[Any], sent: RequestContext | None = None) -> RequestRecord:
     """A record from the fields of an answer, which leaves out the context if it is the one that was sent.
 
     A number that cannot be read is 0: it costs its place in lists.
@@ -97,7 +97,7 @@ def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
     data, running, position, _, number = reply
     context = sent if data is None and sent else decode(data, RequestContext)
     is_number = isinstance(number, int) or (number or b"").isdigit()
-    return Record(context, decode(running, tuple[Running, ...]), position, int(number) if is_number else 0)
+    return RequestRecord(context, decode(running, tuple[RunningStage, ...]), position, int(number) if is_number else 0)
 
 
 def error(met: Exception, place: str) -> errors.UnfuseError:
@@ -115,7 +115,7 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
     return errors.TransientError(f"the queue at {place} does not answer: {str(met) or 'it was silent'}")
 
 
-def member(info: bytes, cards: tuple[ModelCard, ...], seen: bytes, leased: bytes) -> Member:
+def member(info: bytes, cards: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> Member:
     """A worker from the fields of an answer, with its cards."""
     return Member(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
 
@@ -225,9 +225,9 @@ class KnownRecords:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._records: dict[str, tuple[Record, float]] = {}
+        self._records: dict[str, tuple[RequestRecord, float]] = {}
 
-    def keep(self, record: Record) -> Record:
+    def keep(self, record: RequestRecord) -> RequestRecord:
         """This is how a record was stored just now. Returns it."""
         self._records.pop(record.context.id, None)
         if not record.context.over:
@@ -242,17 +242,17 @@ class KnownRecords:
             task = lease.task
             if record := self._current(task.request):
                 others = (run for run in record.running if run.stage != task.stage)
-                running = (*others, Running(task.stage, task.attempt, lease.worker, since))
+                running = (*others, RunningStage(task.stage, task.attempt, lease.worker, since))
                 known = msgspec.structs.replace(record, running=running, position=None)
                 self._records[task.request] = known, self._clock.now()
 
-    def of(self, claim: Claim) -> Record | None:
+    def of(self, claim: Claim) -> RequestRecord | None:
         """The record of a leased task's request, if that lease was heard of."""
         record = self._current(claim.request)
         held = record and any((run.stage, run.attempt) == (claim.stage, claim.attempt) for run in record.running)
         return record if held else None
 
-    def _current(self, request: str) -> Record | None:
+    def _current(self, request: str) -> RequestRecord | None:
         """The record of a request with the time that its stages have run by now; None if that is not known."""
         record, heard = self._records.get(request, (None, 0.0))
         passed = self._clock.now() - heard

@@ -28,8 +28,8 @@ from typing_extensions import override
 from unfuse.core.clock import Clock
 from unfuse.core.errors import KeyUnavailable, NotFound, TransientError, UnfuseError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Allowance, Caller, Change, Event, Record, RequestContext
-from unfuse.core.task import Claim, Grown, Lease, Task, check_growth
+from unfuse.core.request import Caller, Change, Event, RequestContext, RequestRecord, TenantLimits
+from unfuse.core.task import Claim, Lease, OutputDeltas, Task, check_growth
 from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
 from unfuse.queues.remote_waiters import Background
 
@@ -340,10 +340,10 @@ class ShardedQueue(QueueBackend):
     @override
     def placed(self, ids: Iterator[str], caller: Caller) -> str:
         together = self._together(caller.tenant, caller.idempotency_key)
-        if caller.allowance == Allowance() and not caller.idempotency_key:
+        if caller.allowance == TenantLimits() and not caller.idempotency_key:
             present = self._answering.present()
             return next(id for id in ids if self.home(id) in present)
-        home = together[caller.allowance == Allowance()]
+        home = together[caller.allowance == TenantLimits()]
         return next(id for id in ids if self.home(id) == home)
 
     def _together(self, tenant: str, key: str) -> tuple[int, int]:
@@ -353,7 +353,7 @@ class ShardedQueue(QueueBackend):
     @override
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
-    ) -> Record:
+    ) -> RequestRecord:
         cost = None if limits.max_cost is None else limits.max_cost / self._count
         active, queue = -(-limits.max_active // self._count), -(-limits.max_queue // self._count)
         share = Limits(active, queue, cost, limits.tenant)
@@ -380,7 +380,7 @@ class ShardedQueue(QueueBackend):
         return Renewal(tuple(one for one in claims if one not in ended), tuple(one for one in claims if one in ended))
 
     @override
-    async def append_all(self, grown: Sequence[Grown]) -> builtins.list[bool]:
+    async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         """Each shard records its part, or nothing of it. Raises what any of them raises."""
         check_growth(grown)
         homes = [self.home(one.claim.request) for one in grown]
@@ -393,7 +393,7 @@ class ShardedQueue(QueueBackend):
     @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
-    ) -> tuple[Record, builtins.list[Lease]]:
+    ) -> tuple[RequestRecord, builtins.list[Lease]]:
         """Claims in the same transaction are of the request's shard. Now and then the others are asked first, behind
         the transaction, and one of them where it has nothing: so that no worker stays with one shard.
         """
@@ -414,7 +414,7 @@ class ShardedQueue(QueueBackend):
         return record, leases
 
     @override
-    def known(self, claim: Claim) -> Record | None:
+    def known(self, claim: Claim) -> RequestRecord | None:
         return self._answering.shards[self.home(claim.request)].known(claim)
 
     @override
@@ -426,7 +426,7 @@ class ShardedQueue(QueueBackend):
     @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
-    ) -> builtins.list[Record]:
+    ) -> builtins.list[RequestRecord]:
         """In the order of arrival, as far as the clocks of the shards agree. A filter by idempotency key raises
         KeyUnavailable while a shard is away that may have the request.
         """
@@ -468,7 +468,7 @@ class ShardedQueue(QueueBackend):
             raise NotFound(f"no request {request}")
         return number
 
-    def _remember(self, listed: Sequence[Record]) -> None:
+    def _remember(self, listed: Sequence[RequestRecord]) -> None:
         """Remember the last request of a page, behind which the next one begins."""
         for record in listed[-2:]:  # a page may be read with one record more than it shows
             self._listed.pop(record.context.id, None)
@@ -566,5 +566,5 @@ class ShardedQueue(QueueBackend):
         return (await self._each(lambda queue: ask(queue, parts[queue]), homes)).values()
 
 
-async def _append_all(grown: Sequence[Grown], queue: QueueBackend) -> Sequence[bool]:
+async def _append_all(grown: Sequence[OutputDeltas], queue: QueueBackend) -> Sequence[bool]:
     return await queue.append_all(grown)

@@ -19,8 +19,8 @@ from typing_extensions import override
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.paths import expanded
-from unfuse.core.request import Event, Record, Running
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
+from unfuse.core.request import Event, RequestRecord, RunningStage
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.queues.base import Damage, Declaration, Filter, Renewal
 from unfuse.queues.index import Entry, History
 from unfuse.queues.journal import Journal, Row, StoredTask, Writer
@@ -102,7 +102,7 @@ class SqliteQueue(MemoryQueue):
         return renewal
 
     @override
-    def _store_pieces(self, entry: Entry, grown: Grown) -> None:
+    def _store_pieces(self, entry: Entry, grown: OutputDeltas) -> None:
         """Memory has only the number of pieces; the file has the pieces."""
         self._writer.append(entry, grown)
 
@@ -127,7 +127,7 @@ class SqliteQueue(MemoryQueue):
         return [lease for lease in late if lease.claim not in self._restored]
 
     @override
-    async def load(self, request: str) -> Record:
+    async def load(self, request: str) -> RequestRecord:
         if request in self._journal.damaged:
             raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
         record = await super().load(request)
@@ -144,9 +144,9 @@ class SqliteQueue(MemoryQueue):
     @override
     async def list(
         self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
-    ) -> builtins.list[Record]:
+    ) -> builtins.list[RequestRecord]:
         records = await super().list(which, after=after, limit=limit, oldest_first=oldest_first)
-        listed = builtins.list[Record]()
+        listed = builtins.list[RequestRecord]()
         for record, entry in [(record, self._requests[record.context.id]) for record in records]:
             found = record if await self._is_stored(entry) else await self._last_stored(entry, which)
             listed += [found] if found else []
@@ -161,13 +161,15 @@ class SqliteQueue(MemoryQueue):
         self._writer.check_file()
         return False
 
-    async def _last_stored(self, entry: Entry, which: Filter) -> Record | None:
+    async def _last_stored(self, entry: Entry, which: Filter) -> RequestRecord | None:
         """The record of a request as it was stored last; None if it was not, or the filter does not select that."""
         row = await self._in_file("read", self._journal.row, entry.number)
         if row is None:
             return None
-        running = [Running(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token]
-        record = Record(row.context, tuple(running), None, entry.number)
+        running = [
+            RunningStage(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token
+        ]
+        record = RequestRecord(row.context, tuple(running), None, entry.number)
         stored = Entry(row.context, entry.number, {}, entry.history, status=record.status)
         return record if stored.fits(which) else None
 

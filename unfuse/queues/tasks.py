@@ -13,7 +13,7 @@ from operator import itemgetter
 
 import msgspec
 
-from unfuse.core.request import Running
+from unfuse.core.request import RunningStage
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, Renewal, Wanted
 
@@ -164,7 +164,7 @@ class LeasedTask:
 
     queued: QueuedTask
     lease: Lease
-    running: Running
+    running: RunningStage
     began: float
 
 
@@ -178,10 +178,10 @@ class Leases:
 
     def give(self, queued: QueuedTask, lease: Lease, now: float, since: float) -> None:
         """Lease a task. `since` is Unix seconds."""
-        running = Running(lease.task.stage, lease.task.attempt, lease.worker, since)
+        running = RunningStage(lease.task.stage, lease.task.attempt, lease.worker, since)
         self._leased[lease.task.key] = LeasedTask(queued, lease, running, self._worked_at(now))
 
-    def running(self, keys: Sequence[tuple[str, str]], now: float) -> tuple[Running, ...]:
+    def running(self, keys: Sequence[tuple[str, str]], now: float) -> tuple[RunningStage, ...]:
         """The running attempts of those tasks that are leased."""
         worked = self._worked_at(now)
         leased = [one for key in keys if (one := self._leased.get(key))]

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
-from unfuse.core.messages import Ask, WorkerInfo
+from unfuse.core.messages import RequestTasks, WorkerInfo
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import declared
 from unfuse.core.request import RequestContext
 from unfuse.core.task import ARENA, SLOTS
@@ -93,7 +93,7 @@ class Backpressure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, cards: Iterable[ModelCard], members: Iterable[Member], asleep: Mapping[str, int] | None = None
+        cls, cards: Iterable[ModelSpec], members: Iterable[Member], asleep: Mapping[str, int] | None = None
     ) -> Backpressure:
         """The flow through these models' pools, of which some are `asleep` and will have so many slots.
 
@@ -143,7 +143,9 @@ class Backpressure(msgspec.Struct, frozen=True):
             pool: max(worker.room * levels.index(level) // len(levels), most[level]) for pool, level in depth.items()
         }
 
-    def wanted(self, worker: WorkerInfo, ask: Ask, keep: Mapping[str, int], dispatch: Dispatch = "locality") -> Wanted:
+    def wanted(
+        self, worker: WorkerInfo, ask: RequestTasks, keep: Mapping[str, int], dispatch: Dispatch = "locality"
+    ) -> Wanted:
         """What a worker that asks may be given, where so many bytes have to stay free in its arena.
 
         Of a pool that others serve too it gets one task at a time, and those that hold fewer go before it: or it would

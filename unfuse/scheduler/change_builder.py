@@ -13,7 +13,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from unfuse.core.errors import IllegalMove
-from unfuse.core.messages import Stopped
+from unfuse.core.messages import TaskStopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params
 from unfuse.core.request import (
@@ -25,10 +25,10 @@ from unfuse.core.request import (
     EventType,
     RequestContext,
     RequestStatus,
-    Running,
+    RunningStage,
     StageState,
     Timings,
-    Unreported,
+    UnreportedAttempt,
     believable,
     newest,
 )
@@ -39,13 +39,13 @@ MOST_UNREPORTED = 16  # attempts of one stage whose workers are still expected t
 MOST_HAND_BACKS = 1000  # a report of an attempt whose number is higher by more than this is not believed
 
 
-def account(state: StageState, run: Running, *, is_billed: bool, is_final: bool) -> StageState:
+def account(state: StageState, run: RunningStage, *, is_billed: bool, is_final: bool) -> StageState:
     """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
     if run.attempt <= state.accounted:
         return state
     unreported = dict(state.unreported)
     if not is_final:
-        unreported[run.attempt] = Unreported(run.worker, run.timings, not is_billed)
+        unreported[run.attempt] = UnreportedAttempt(run.worker, run.timings, not is_billed)
     newest_ones = dict(list(unreported.items())[-MOST_UNREPORTED:])
     steps = {"step": run.step, "steps": run.steps} if run.steps else {}
     state = replace(state, accounted=run.attempt, begun=state.begun + 1, unreported=newest_ones, **steps)
@@ -66,7 +66,7 @@ def lose_output(state: StageState) -> StageState:
     return replace(_lost(state, state.timings.device, state.timings.device_s), timings=Timings())
 
 
-def account_report(context: RequestContext, stopped: Stopped, worker: str, wall: float) -> StageState | None:
+def account_report(context: RequestContext, stopped: TaskStopped, worker: str, wall: float) -> StageState | None:
     """Count what a worker says of an attempt that has ended. None if that is known already, or is not believed."""
     claim = stopped.claim
     state = context.stages.get(claim.stage)
@@ -86,7 +86,7 @@ def account_report(context: RequestContext, stopped: Stopped, worker: str, wall:
     if not state.accounted < claim.attempt <= max(state.attempt, state.accounted) + MOST_HAND_BACKS:
         return None
     # the attempt began after the transition that ended it was decided
-    run = Running(claim.stage, claim.attempt, worker, 0.0, timings=timings)
+    run = RunningStage(claim.stage, claim.attempt, worker, 0.0, timings=timings)
     is_billed = context.over and not state.timings.share_s and claim.attempt >= state.attempt
     return account(state, run, is_billed=is_billed, is_final=True)
 
@@ -113,7 +113,7 @@ class ChangeBuilder:
     `running` are the leased stages of the record. What those have used whose lease the change ends is accounted for.
     """
 
-    def __init__(self, context: RequestContext, wall: float, running: Sequence[Running] = ()) -> None:
+    def __init__(self, context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> None:
         self._before = context
         self._wall = wall
         self.running = running
@@ -194,7 +194,7 @@ class ChangeBuilder:
         inputs = self._before.plan.stage(stage).after
         return all(self.stages[name].status in ("done", "announced") for name in inputs)
 
-    def account(self, run: Running, *, is_billed: bool, is_final: bool = False) -> None:
+    def account(self, run: RunningStage, *, is_billed: bool, is_final: bool = False) -> None:
         """Count what an attempt has used, on the bill or as lost. Unless `is_final`, its worker may report more."""
         run = replace(run, timings=believable(run.timings, self._wall - self._before.created_at))
         self.stages[run.stage] = account(self.stages[run.stage], run, is_billed=is_billed, is_final=is_final)

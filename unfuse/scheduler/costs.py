@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.modalities import Work
 from unfuse.core.plan import ExecutionPlan, declared
-from unfuse.core.request import Record, RequestContext, Waking
+from unfuse.core.request import RequestContext, RequestRecord, Waking
 from unfuse.scheduler.observer import Observer
 
 Times = list[tuple[int, float]]  # which measurement of its model each was, and the seconds
@@ -224,7 +224,7 @@ class Costs(Observer):
         pace, usual = self._pace(cost)
         return min(MAX_RETRY_S, max(MIN_RETRY_S, pace * max(1.0, cost / usual if usual else 1.0)))
 
-    def eta(self, record: Record) -> float | None:
+    def eta(self, record: RequestRecord) -> float | None:
         """Predicted seconds until it is over: those of its own stages, behind what is ahead. None if nobody knows."""
         context, own = record.context, 0.0
         if context.over:

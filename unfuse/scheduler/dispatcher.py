@@ -33,10 +33,17 @@ QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
 
 PROGRESS: tuple[EventType, ...] = ("progress", "preview")  # what a step may publish, in order
 
-NOTHING = messages.Granted((), {})
-NOT_LEASED = messages.Refused("it is not leased to this worker (any more)", lease_lost=True)
+NOTHING = messages.LeasesGranted((), {})
+NOT_LEASED = messages.Rejected("it is not leased to this worker (any more)", lease_lost=True)
 
-_Report = messages.Announced | messages.Saved | messages.Keep | messages.Done | messages.Failed | messages.Stopped
+_Report = (
+    messages.OutputAnnounced
+    | messages.CheckpointSaved
+    | messages.CachePrefix
+    | messages.TaskCompleted
+    | messages.TaskFailed
+    | messages.TaskStopped
+)
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +56,7 @@ class _Peer:
     One that hands a task back because it `leaves` gets no other.
     """
 
-    hello: messages.Hello
+    hello: messages.Register
     ask: asyncio.Task[list[Lease]] | None = None
     claims: set[Claim] = field(default_factory=set)
     leaves: bool = False
@@ -62,7 +69,7 @@ class _Peer:
     def worker(self) -> messages.WorkerInfo:
         return self.hello.worker
 
-    def asks(self, ask: messages.Ask) -> None:
+    def asks(self, ask: messages.RequestTasks) -> None:
         """Remember how many tasks it holds."""
         self.held = self.worker.slots - (ask.slots if ask.above is None else 0)
 
@@ -85,14 +92,14 @@ class Dispatcher(Observer):
         self,
         scheduler: Scheduler,
         models: Sequence[tuple[str, str, str]],
-        places: messages.Places,
+        places: messages.StorageLocations,
         outcome: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
         node: str = "",
     ) -> None:
         self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
         self._dispatch, self._node, ttl = dispatch, node, scheduler.lease_ttl
-        self._welcome = messages.Welcome(
+        self._welcome = messages.Registered(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
             version=__version__,
         )  # fmt: skip
@@ -116,26 +123,26 @@ class Dispatcher(Observer):
 
     async def answer(self, peer: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
-        if isinstance(message, messages.Hello):
+        if isinstance(message, messages.Register):
             return await self._hello(peer, message)
         known = self._peers.get(peer)
-        if known is None or isinstance(message, messages.Borrow):
-            return messages.Refused("it lends nothing itself") if known else messages.Stranger()
+        if known is None or isinstance(message, messages.FetchAdapter):
+            return messages.Rejected("it lends nothing itself") if known else messages.UnknownWorker()
         self._heard(known)
         match message:
-            case messages.Ask():
+            case messages.RequestTasks():
                 return await self._ask(known, message)
-            case messages.Beat():
+            case messages.Heartbeat():
                 return await self._beat(known, message)
-            case messages.Steps():
-                return messages.Pulse(
+            case messages.ReportProgress():
+                return messages.HeartbeatReply(
                     tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ()
                 )
-            case messages.Append():
+            case messages.AppendOutput():
                 return await self._append(known, message)
-            case messages.Recall():
+            case messages.ReadOutput():
                 return await self._recall(known, message.claim, message.after)
-            case messages.Bye():
+            case messages.Unregister():
                 self._leave(peer)
                 await self._queue.bye(known.worker.id)
                 return messages.Accepted()
@@ -167,7 +174,7 @@ class Dispatcher(Observer):
         if known := self._peers.get(peer):
             self.scheduler.upkeep.disconnected(known.worker.id)
         self._leave(peer)
-        if isinstance(reply, messages.Granted):
+        if isinstance(reply, messages.LeasesGranted):
             await self._take_back(reply.leases)
 
     async def _take_back(self, leases: Sequence[Lease]) -> None:
@@ -176,7 +183,7 @@ class Dispatcher(Observer):
             with self._background.besides("taking a task back"):
                 await self._queue.hand_back(lease.claim)
 
-    async def _hello(self, peer: bytes, hello: messages.Hello) -> messages.Welcome | messages.Refused:
+    async def _hello(self, peer: bytes, hello: messages.Register) -> messages.Registered | messages.Rejected:
         """Register a worker, unless another one goes by its id. It has one connection: the newest."""
         proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
         worker = msgspec.structs.replace(hello.worker, proof=proof)
@@ -185,7 +192,7 @@ class Dispatcher(Observer):
             return welcome
         if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
             log.warning("refused a worker under another one's id", worker=worker.id)
-            return messages.Refused(
+            return messages.Rejected(
                 f"worker {worker.id} is registered with another secret: start this one under an id of its own"
             )
         await self._queue.hello(worker, hello.cards)
@@ -221,7 +228,7 @@ class Dispatcher(Observer):
             self._backpressure = None
             peer.withdraw_alarm()
 
-    async def _ask(self, peer: _Peer, ask: messages.Ask) -> messages.Granted:
+    async def _ask(self, peer: _Peer, ask: messages.RequestTasks) -> messages.LeasesGranted:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
         backpressure = await self._look()
         keep = backpressure.keep(peer.worker, self.scheduler.in_flight)
@@ -244,7 +251,7 @@ class Dispatcher(Observer):
             peer.ask = None
         return await self._granted(peer, [] if waiting.cancelled() else waiting.result())
 
-    async def _complete(self, peer: _Peer, done: messages.Done) -> messages.Accepted | messages.Granted:
+    async def _complete(self, peer: _Peer, done: messages.TaskCompleted) -> messages.Accepted | messages.LeasesGranted:
         """Record an outcome; with an Ask, lease what the worker would take next in the same transaction.
 
         Where who gets a task is up to who has waited, or somebody who waits holds fewer, the worker asks again instead.
@@ -267,7 +274,7 @@ class Dispatcher(Observer):
         others = (other for other in self._peers.values() if other.ask and not other.leaves)
         return any(other.held < peer.held and not pools.isdisjoint(other.worker.pools) for other in others)
 
-    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> messages.Granted:
+    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> messages.LeasesGranted:
         """The answer that gives a worker these tasks, with all it needs for them; they go back if there is none."""
         try:
             leases = [await self.scheduler.resumed(lease) for lease in leases]
@@ -280,7 +287,7 @@ class Dispatcher(Observer):
         for lease in leases:
             self.scheduler.observers.tell(Observer.dispatched, lease.task.planned.pool)
             self.scheduler.swaps.worked(peer.worker.id)
-        return messages.Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
+        return messages.LeasesGranted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 
     async def _look(self) -> Backpressure:
         """The flow through the pools, as it was lately."""
@@ -305,7 +312,7 @@ class Dispatcher(Observer):
             return await self._owns(peer, claim)
         return True
 
-    async def _beat(self, peer: _Peer, beat: messages.Beat) -> messages.Pulse:
+    async def _beat(self, peer: _Peer, beat: messages.Heartbeat) -> messages.HeartbeatReply:
         hello = peer.hello
         worker = self.scheduler.swaps.heard(msgspec.structs.replace(hello.worker, status=beat.status))
         await self._queue.hello(worker, hello.cards)
@@ -326,68 +333,68 @@ class Dispatcher(Observer):
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
         lost = tuple(self.scheduler.in_flight.lost(beat.holding))
-        return messages.Pulse(ended, tuple(over), lost, load, soon, self._withholds)
+        return messages.HeartbeatReply(ended, tuple(over), lost, load, soon, self._withholds)
 
     async def _report(
         self, peer: _Peer, message: _Report
-    ) -> messages.Accepted | messages.Granted | messages.Refused | None:
+    ) -> messages.Accepted | messages.LeasesGranted | messages.Rejected | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         self.scheduler.swaps.worked(worker)
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
-        if isinstance(message, messages.Failed) and message.reason == "drain":
+        if isinstance(message, messages.TaskFailed) and message.reason == "drain":
             log.info("task handed back", reason=message.message, **about)
-        elif isinstance(message, messages.Failed):
+        elif isinstance(message, messages.TaskFailed):
             log.warning("task failed", kind=message.kind, reason=message.message, **about)
-        refused: messages.Refused | None = None
+        refused: messages.Rejected | None = None
         for _ in range(QUEUE_TRIES):
             try:
                 recorded = await self._record(peer, message)
                 return refused or recorded
             except (LeaseLost, NotFound, Damaged) as error:
                 log.info("report refused", reason=str(error), **about)
-                refused = messages.Refused(str(error), lease_lost=True)
-                if not isinstance(message, messages.Done | messages.Failed):
+                refused = messages.Rejected(str(error), lease_lost=True)
+                if not isinstance(message, messages.TaskCompleted | messages.TaskFailed):
                     return refused
-                message = messages.Stopped(claim, message.timings)  # what the attempt has used counts all the same
+                message = messages.TaskStopped(claim, message.timings)  # what the attempt has used counts all the same
             except TransientError:
                 await asyncio.sleep(QUEUE_PAUSE_S)
         return None
 
-    async def _record(self, peer: _Peer, message: _Report) -> messages.Accepted | messages.Granted:
+    async def _record(self, peer: _Peer, message: _Report) -> messages.Accepted | messages.LeasesGranted:
         worker = peer.worker.id
-        if isinstance(message, messages.Done | messages.Failed | messages.Stopped):
+        if isinstance(message, messages.TaskCompleted | messages.TaskFailed | messages.TaskStopped):
             message = msgspec.structs.replace(message, timings=_on_devices(message.timings, peer.worker))
         match message:
-            case messages.Announced():
+            case messages.OutputAnnounced():
                 await self.scheduler.announce(message, worker)
-            case messages.Saved():
+            case messages.CheckpointSaved():
                 await self.scheduler.save(message, worker)
-            case messages.Keep():
+            case messages.CachePrefix():
                 await self.scheduler.keep(message, worker)
-            case messages.Done():
+            case messages.TaskCompleted():
                 return await self._complete(peer, message)
-            case messages.Failed():
+            case messages.TaskFailed():
                 peer.leaves |= message.reason == "drain"
                 await self.scheduler.fail(message, worker)
-            case messages.Stopped():
+            case messages.TaskStopped():
                 await self.scheduler.stopped(message, worker)
         return messages.Accepted()
 
-    async def _append(self, peer: _Peer, message: messages.Append) -> messages.Pulse:
+    async def _append(self, peer: _Peer, message: messages.AppendOutput) -> messages.HeartbeatReply:
         """Record what has grown; tells of which tasks it cannot be."""
         own = [one for one in message.grown if await self._owns(peer, one.claim)]
         kept = await self.scheduler.growing.append(own)
-        return messages.Pulse(tuple(one.claim for one in message.grown if one.claim not in kept), ())
+        return messages.HeartbeatReply(tuple(one.claim for one in message.grown if one.claim not in kept), ())
 
-    async def _recall(self, peer: _Peer, claim: Claim, after: int) -> messages.Recorded | messages.Refused:
+    async def _recall(self, peer: _Peer, claim: Claim, after: int) -> messages.RecordedOutput | messages.Rejected:
         """Read what is recorded of a task for the worker that has it."""
         with suppress(NotFound, Damaged):
             if await self._owns(peer, claim):
-                return messages.Recorded(tuple(await self._queue.appended(claim.request, claim.stage, after)))
+                return messages.RecordedOutput(tuple(await self._queue.appended(claim.request, claim.stage, after)))
         return NOT_LEASED
 
-    async def _stepped(self, peer: _Peer, message: messages.Progress) -> bool:
+    async def _stepped(self, peer: _Peer, message: messages.StepProgress) -> bool:
         """Publish steps; False if the lease is not this worker's (any more). While the queue is away they are lost."""
         claim, last, worker = message.claim, min(message.step, message.steps), peer.worker.id
         stage, attempt, steps = claim.stage, claim.attempt, message.steps

@@ -12,7 +12,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, NotFound, ProtocolError
 from unfuse.core.request import RequestContext
 from unfuse.core.supervisor import Observers
-from unfuse.core.task import Claim, Grown
+from unfuse.core.task import Claim, OutputDeltas
 from unfuse.queues.base import RequestStore
 from unfuse.scheduler.observer import Observer
 
@@ -45,7 +45,7 @@ class Growing(Observer):
         self._store, self._clock, self._observers = store, clock, observers
         self._outputs: dict[tuple[str, str], _Output] = {}  # by the key of the task
 
-    async def append(self, grown: Sequence[Grown]) -> set[Claim]:
+    async def append(self, grown: Sequence[OutputDeltas]) -> set[Claim]:
         """Record what outputs have grown by. Returns the claims of which it is recorded.
 
         What cannot be, such as what follows pieces that a queue has lost, costs its own task alone.
@@ -69,7 +69,7 @@ class Growing(Observer):
         for stage in context.stages:
             self._outputs.pop((context.id, stage), None)
 
-    async def _tell(self, grown: Grown) -> None:
+    async def _tell(self, grown: OutputDeltas) -> None:
         output = self._outputs.get(grown.claim.key) or await self._known(grown)
         if output is None:
             return
@@ -84,7 +84,7 @@ class Growing(Observer):
             self._observers.tell(Observer.began_to_grow, output.model, new, seconds)
         output.chunks, output.at = output.chunks + new, now
 
-    async def _known(self, grown: Grown) -> _Output | None:
+    async def _known(self, grown: OutputDeltas) -> _Output | None:
         """The output that grows here from now on; None if its request is gone already."""
         try:
             record = self._store.known(grown.claim) or await self._store.load(grown.claim.request)

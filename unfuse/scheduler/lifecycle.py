@@ -14,7 +14,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec.structs import replace
 
 from unfuse.core.errors import LeaseLost
-from unfuse.core.messages import REFUSED, Announced, ChangedFile, Done, Failed, Saved, Stopped
+from unfuse.core.messages import (
+    REFUSED,
+    ChangedFile,
+    CheckpointSaved,
+    OutputAnnounced,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
+)
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage, declared
 from unfuse.core.request import (
@@ -24,7 +32,7 @@ from unfuse.core.request import (
     Event,
     RequestContext,
     ResultFile,
-    Running,
+    RunningStage,
     StageState,
     Timings,
     Waking,
@@ -86,7 +94,9 @@ def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall
     return builder.change(None, context.status)
 
 
-def completed(context: RequestContext, done: Done, worker: str, wall: float, running: Sequence[Running] = ()) -> Change:
+def completed(
+    context: RequestContext, done: TaskCompleted, worker: str, wall: float, running: Sequence[RunningStage] = ()
+) -> Change:
     """A stage has made its output: queue what can run now, or complete the request with its last final stage.
 
     Anything but the output that the stage declares fails the request. `running` is the record's: it tells to whom the
@@ -123,7 +133,9 @@ def completed(context: RequestContext, done: Done, worker: str, wall: float, run
     return builder.change(claim, result=result)
 
 
-def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[Running] = ()) -> Change | None:
+def saved(
+    context: RequestContext, saved: CheckpointSaved, worker: str, running: Sequence[RunningStage] = ()
+) -> Change | None:
     """A running stage can be resumed from there; None if a later step of this attempt is known. Raises LeaseLost.
 
     A checkpoint of an earlier attempt that is further could not be read, or this one would have gone on from it.
@@ -140,7 +152,7 @@ def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[
 
 
 def announced(
-    context: RequestContext, news: Announced, worker: str, wall: float, running: Sequence[Running] = ()
+    context: RequestContext, news: OutputAnnounced, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """Queue what reads a running stage's output as it grows; its lease stays. None if known. Raises LeaseLost."""
     claim, ref = news.claim, news.output
@@ -162,7 +174,7 @@ def handed_back(
     claim: Claim,
     worker: str,
     wall: float,
-    running: Sequence[Running] = (),
+    running: Sequence[RunningStage] = (),
     timings: Timings | None = None,
 ) -> Change | None:
     """A running stage is about to go back to its queue: what it has announced, if anything, comes to nothing.
@@ -183,7 +195,7 @@ def handed_back(
     return builder.change(None, context.status)
 
 
-def began(context: RequestContext, running: Sequence[Running]) -> Change | None:
+def began(context: RequestContext, running: Sequence[RunningStage]) -> Change | None:
     """Record when the first stage was leased, since leases may end without a change. None if that is known."""
     if context.over or context.started_at is not None or not running:
         return None
@@ -191,7 +203,7 @@ def began(context: RequestContext, running: Sequence[Running]) -> Change | None:
 
 
 def stopped(
-    context: RequestContext, stopped: Stopped, worker: str, wall: float, running: Sequence[Running] = ()
+    context: RequestContext, stopped: TaskStopped, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """A worker says what an attempt has used that holds its lease no longer. None if that is known already.
 
@@ -209,11 +221,11 @@ def stopped(
 
 def failed(
     context: RequestContext,
-    failed: Failed,
+    failed: TaskFailed,
     worker: str,
     wall: float,
     queue_now: float,
-    running: Sequence[Running] = (),
+    running: Sequence[RunningStage] = (),
     has_other: bool = False,
 ) -> Change:
     """A stage ended without outcome: try again what may succeed and is within its budget, else fail the request.
@@ -251,7 +263,7 @@ def failed(
 
 
 def turned_down(
-    context: RequestContext, stage: str, message: str, wall: float, running: Sequence[Running] = ()
+    context: RequestContext, stage: str, message: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> Change | None:
     """No worker is left to try a stage that several have handed back without a step. None if it is over, or done."""
     if context.over or context.stages[stage].status != "queued":
@@ -261,7 +273,10 @@ def turned_down(
 
 
 def unavailable(
-    context: RequestContext, changed: Callable[[str], ChangedFile | None], wall: float, running: Sequence[Running] = ()
+    context: RequestContext,
+    changed: Callable[[str], ChangedFile | None],
+    wall: float,
+    running: Sequence[RunningStage] = (),
 ) -> Change | None:
     """Fail a request that needs a pool without workers, if a changed model file is the reason. None otherwise.
 
@@ -276,7 +291,7 @@ def unavailable(
     return None
 
 
-def unserved(context: RequestContext, reason: str, wall: float, running: Sequence[Running] = ()) -> Change | None:
+def unserved(context: RequestContext, reason: str, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Fail a request whose model cannot be served, for this reason. None if it is over."""
     if context.over:
         return None
@@ -284,7 +299,9 @@ def unserved(context: RequestContext, reason: str, wall: float, running: Sequenc
     return ChangeBuilder(context, wall, running).end("failed", error, dead=True)
 
 
-def expired_lease(context: RequestContext, lease: Lease, wall: float, running: Sequence[Running] = ()) -> Change | None:
+def expired_lease(
+    context: RequestContext, lease: Lease, wall: float, running: Sequence[RunningStage] = ()
+) -> Change | None:
     """A lease's time has passed: the stage is charged a failure and tried again at once. None if it was not held."""
     claim = lease.claim
     try:
@@ -296,12 +313,12 @@ def expired_lease(context: RequestContext, lease: Lease, wall: float, running: S
     return builder.charge("failures", claim.stage, message).retry(claim)
 
 
-def cancelled(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
+def cancelled(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """The client wants no more of it. None if it is over."""
     return None if context.over else ChangeBuilder(context, wall, running).end("cancelled")
 
 
-def client_disconnected(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
+def client_disconnected(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Cancel a request whose client disconnected. None if it is over, or does not end with its client."""
     if context.over or not context.caller.cancel_on_disconnect:
         return None
@@ -314,7 +331,7 @@ def timed_out(
     wall: float,
     queue_now: float = math.inf,
     wake_limit: float = 0.0,
-    running: Sequence[Running] = (),
+    running: Sequence[RunningStage] = (),
 ) -> Change | None:
     """Its deadline has passed. None if it is over, or its deadline was moved, or moves: it waits for a pool to wake."""
     if context.over or (latest_end(context, wake_limit) or queue_now) > queue_now:
@@ -363,7 +380,7 @@ def seconds_until_awake(context: RequestContext, took: Mapping[str, Waking], wal
     return max(left, default=None)
 
 
-def overran(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
+def overran(context: RequestContext, wall: float, running: Sequence[RunningStage] = ()) -> Change | None:
     """Its stages were leased for longer than it may take. None if they were not, or it is over.
 
     Time in queues does not count, nor do stages that ran side by side twice: it is the longest chain that does. Nor do
@@ -410,7 +427,7 @@ def _replanned(task: Task, plan: ExecutionPlan) -> Task:
 
 
 def moved(
-    context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[Running] = (),
+    context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[RunningStage] = (),
     asleep: Collection[str] = (), wake_limit: float = 0.0, has_other: HasOther = lambda _pool, _worker: True,
 ) -> Change | None:  # fmt: skip
     """Tasks that wait in vain go where they are at home, as the attempt that they are; so do those whose place moved
@@ -435,13 +452,13 @@ def moved(
     return placed(builder.change(None, context.status), home)
 
 
-def held_by(worker: str, claim: Claim, running: Sequence[Running]) -> bool:
+def held_by(worker: str, claim: Claim, running: Sequence[RunningStage]) -> bool:
     """Whether a task is leased to that worker, by what its record says runs."""
     return any((run.stage, run.attempt, run.worker) == (claim.stage, claim.attempt, worker) for run in running)
 
 
 def _claimed(
-    context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
+    context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[RunningStage] = ()
 ) -> ChangeBuilder:
     """A builder whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = _current(context, claim, worker, running)
@@ -453,14 +470,14 @@ def _claimed(
     return builder
 
 
-def _attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[Running]) -> Running:
+def _attempt(claim: Claim, worker: str, timings: Timings, running: Sequence[RunningStage]) -> RunningStage:
     """An attempt that ends, with the `timings` that its worker reports; the record may know of more, or of nothing."""
     known = [run for run in running if (run.stage, run.attempt) == (claim.stage, claim.attempt)]
-    run = known[0] if known else Running(claim.stage, claim.attempt, worker, 0.0)
+    run = known[0] if known else RunningStage(claim.stage, claim.attempt, worker, 0.0)
     return replace(run, timings=newest(run.timings, timings))
 
 
-def _lose(builder: ChangeBuilder, run: Running) -> None:
+def _lose(builder: ChangeBuilder, run: RunningStage) -> None:
     """Count an attempt as lost, or as one that did not begin."""
     if run.step > 0 or run.timings.device_s > 0:
         builder.account(run, is_billed=False, is_final=True)
@@ -468,7 +485,7 @@ def _lose(builder: ChangeBuilder, run: Running) -> None:
         builder.stages[run.stage] = account_not_begun(builder.stages[run.stage], run.attempt)
 
 
-def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[Running]) -> StageState:
+def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[RunningStage]) -> StageState:
     """The state of a stage that may be leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = context.stages.get(claim.stage)
     if context.over or state is None or state.status not in BEGUN or claim.attempt < state.attempt:
@@ -478,7 +495,7 @@ def _current(context: RequestContext, claim: Claim, worker: str, running: Sequen
     return state
 
 
-def _object_lost(builder: ChangeBuilder, failed: Failed, running: set[str]) -> Change:
+def _object_lost(builder: ChangeBuilder, failed: TaskFailed, running: set[str]) -> Change:
     """Make a lost input again: its stage runs again once its own inputs exist, and those who would read it wait.
 
     One that is only announced is announced no more: its maker goes on with it, or will be found dead. A ref that is not
@@ -511,7 +528,7 @@ def _object_lost(builder: ChangeBuilder, failed: Failed, running: set[str]) -> C
     return builder.change(failed.claim)
 
 
-def _unknown_error(builder: ChangeBuilder, failed: Failed, worker: str, has_other: bool) -> Change:
+def _unknown_error(builder: ChangeBuilder, failed: TaskFailed, worker: str, has_other: bool) -> Change:
     """Retry a stage, on another worker if there is one, unless it failed with the same type of exception before."""
     stage = failed.claim.stage
     state = builder.stages[stage]
@@ -524,7 +541,7 @@ def _unknown_error(builder: ChangeBuilder, failed: Failed, worker: str, has_othe
     return builder.charge("failures", stage, failed.message, failed.evidence).retry(failed.claim)
 
 
-def _as_declared(stage: PlannedStage, done: Done, worker: str) -> bool:
+def _as_declared(stage: PlannedStage, done: TaskCompleted, worker: str) -> bool:
     """Whether a final stage brought results, and any other one the object that this worker made in this attempt."""
     if stage.final:
         return bool(done.results) and done.output is None

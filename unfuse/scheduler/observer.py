@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unfuse.core.messages import Memory, Moved
+from unfuse.core.messages import Memory, TransferStats
 from unfuse.core.request import RequestContext
 
 
@@ -35,7 +35,7 @@ class Observer:
     def lease_expired(self, pool: str) -> None:
         """A worker was silent for too long; its task is another's."""
 
-    def moved(self, engine: str, moved: Moved) -> None:
+    def moved(self, engine: str, moved: TransferStats) -> None:
         """A worker has pulled something from another node."""
 
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:

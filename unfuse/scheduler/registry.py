@@ -9,9 +9,9 @@ from types import MappingProxyType
 import structlog
 from msgspec.structs import replace
 
-from unfuse.core.card import ModelCard
 from unfuse.core.messages import ChangedFile, WorkerInfo
-from unfuse.core.plan import Choice, declared, roles_of
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import StageSelector, declared, roles_of
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration, Member, WorkerRegistry
 
@@ -33,7 +33,7 @@ class Registry:
         self,
         queue: WorkerRegistry,
         lease_ttl: float,
-        cards: Sequence[ModelCard] = (),
+        cards: Sequence[ModelSpec] = (),
         may_sleep: Mapping[str, int] = MappingProxyType({}),
         wake_limit: float = 0.0,
     ) -> None:
@@ -65,7 +65,7 @@ class Registry:
         self._open = {member.info.id: frozenset(member.info.open) for member in live}
         return live
 
-    async def cards(self) -> dict[str, ModelCard]:
+    async def cards(self) -> dict[str, ModelSpec]:
         """Served models by name: what a live worker says goes before what is declared or configured, and before
         those that came earlier. What was dismissed is not served, whoever brings it.
         """
@@ -123,7 +123,7 @@ class Registry:
         """The slots of declared pools without workers that need none now."""
         return {pool: slots for pool, slots in self._asleep.items() if not self.manned(pool)}
 
-    async def declare(self, cards: Sequence[ModelCard]) -> None:
+    async def declare(self, cards: Sequence[ModelSpec]) -> None:
         """Have every scheduler of the queue know of these models, whoever serves them."""
         await self._queue.declare("serve", self._declaration(cards))
         declared = await self._queue.declared()
@@ -132,7 +132,7 @@ class Registry:
             if known and (known.gone or known.failed):
                 await self.withdraw(card.name)
 
-    async def admit(self, card: ModelCard, server: str = "", *, again: bool = False) -> bool:
+    async def admit(self, card: ModelSpec, server: str = "", *, again: bool = False) -> bool:
         """Have every scheduler of the queue serve this model too. Returns False if its name is taken.
 
         It is recorded, and the server of that name serves it when it starts: `again`, in place of the last record.
@@ -140,8 +140,8 @@ class Registry:
         declaration = replace(self._declaration([card]), source="admin", server=server)
         return await self._queue.declare(ADMITTED + card.name, declaration, new=not again)
 
-    def _declaration(self, cards: Sequence[ModelCard]) -> Declaration:
-        roles = ((Choice(roles_of(role)), slots) for role, slots in self._may_sleep.items())
+    def _declaration(self, cards: Sequence[ModelSpec]) -> Declaration:
+        roles = ((StageSelector(roles_of(role)), slots) for role, slots in self._may_sleep.items())
         asleep = {pool: slots for role, slots in roles for card in cards for pool in card.pools(role).values()}
         return Declaration(tuple(cards), asleep)
 
@@ -164,7 +164,7 @@ class Registry:
         if (await self.gone()).intersection([name]):
             await self._queue.declare(ADMITTED + name, Declaration((), gone=(name,)))
 
-    async def fail(self, card: ModelCard, reason: str, server: str = "") -> None:
+    async def fail(self, card: ModelSpec, reason: str, server: str = "") -> None:
         """Say why a model cannot be served; with a `server`, that one tries it again when it starts.
 
         One that was dismissed meanwhile stays so.
@@ -190,7 +190,7 @@ class Registry:
         }
         return {name: pools for name, pools in lacking.items() if pools}
 
-    def pools(self, cards: Mapping[str, ModelCard]) -> dict[str, list[str]]:
+    def pools(self, cards: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
         """Of these models by name, those of every pool: of all that are manned, and of declared ones that are not."""
         models: defaultdict[str, list[str]] = defaultdict(list)
         for name, card in sorted(cards.items()):
@@ -206,7 +206,7 @@ class Registry:
             await self.workers()
         return {owner: self.known[owner] for owner in owners if owner in self.known}
 
-    def _compare(self, known: ModelCard | None, card: ModelCard, worker: str) -> None:
+    def _compare(self, known: ModelSpec | None, card: ModelSpec, worker: str) -> None:
         """Say once that workers mean different things by one model: requests are for those that came last."""
         if known is not None and known.weights != card.weights and (card.name, worker) not in self._differing:
             self._differing.add((card.name, worker))

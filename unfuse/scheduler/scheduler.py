@@ -9,23 +9,23 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded, ShuttingDown, WeightsChanged
-from unfuse.core.media import Work
-from unfuse.core.messages import Announced, Done, Failed, Keep, Saved, Stopped
+from unfuse.core.messages import CachePrefix, CheckpointSaved, OutputAnnounced, TaskCompleted, TaskFailed, TaskStopped
+from unfuse.core.modalities import Work
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import nth_seed
 from unfuse.core.paths import without_paths
 from unfuse.core.plan import Params, PlannedStage, compile_plan, prefix_key
 from unfuse.core.request import (
-    Allowance,
     Awaiting,
     Caller,
     Change,
     Delivery,
     GenerationRequest,
-    Record,
     RequestContext,
+    RequestRecord,
+    TenantLimits,
     request_ids,
 )
 from unfuse.core.supervisor import Observers, Supervisor
@@ -44,7 +44,7 @@ from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 from unfuse.scheduler.upkeep import Upkeep
 
 UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
-ANY_NUMBER = Allowance()  # of requests that nobody asks for within an allowance
+ANY_NUMBER = TenantLimits()  # of requests that nobody asks for within an allowance
 PATIENCE = 5.0  # a request may take so many times what was predicted, whatever the limit
 
 
@@ -62,7 +62,7 @@ class Scheduler:
         *,
         limits: Limits | None = None,
         lease_ttl: float = 15.0,
-        cards: Sequence[ModelCard] = (),
+        cards: Sequence[ModelSpec] = (),
         clock: Clock | None = None,
         order: Order = "fifo",
         cache_bytes: int = 0,
@@ -100,12 +100,12 @@ class Scheduler:
 
     async def submit(
         self,
-        card: ModelCard,
+        card: ModelSpec,
         request: GenerationRequest,
         caller: Caller,
         delivery: Delivery,
         prefixes: Sequence[str] = (),
-    ) -> Record:
+    ) -> RequestRecord:
         """Accept a request whose parameters were checked.
 
         `prefixes` are the digests of the beginnings that its prompt may share with others, the shortest first. Its
@@ -131,7 +131,7 @@ class Scheduler:
 
     async def reuse(
         self, request: GenerationRequest, caller: Caller, delivery: Delivery, source: RequestContext
-    ) -> Record:
+    ) -> RequestRecord:
         """Accept a request that has the results of an equal one already: it is over with that, whatever the limits but
         its tenant's rate.
 
@@ -148,7 +148,7 @@ class Scheduler:
             self.observers.tell(Observer.ended, record.context)
         return record
 
-    async def retry(self, request: str, id: str = "", allowance: Allowance = ANY_NUMBER) -> Record:
+    async def retry(self, request: str, id: str = "", allowance: TenantLimits = ANY_NUMBER) -> RequestRecord:
         """Submit a dead request anew, without deadline; it is dead no more. Raises NotFound, Overloaded."""
         old = (await self.queue.load(request)).context
         if not old.dead:
@@ -167,12 +167,12 @@ class Scheduler:
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
         return record
 
-    def retried_as(self, old: RequestContext, allowance: Allowance) -> str:
+    def retried_as(self, old: RequestContext, allowance: TenantLimits) -> str:
         """The id of the request that follows from a dead one: the same each time, so that no repeat makes another."""
         caller = Caller(old.caller.tenant, old.id, allowance=allowance)
         return self.queue.placed(request_ids(old.medium, old.id), caller)
 
-    async def _submit(self, context: RequestContext) -> Record:
+    async def _submit(self, context: RequestContext) -> RequestRecord:
         if self.draining:
             raise ShuttingDown("the server is shutting down: try again when it is back", retry_after=5.0)
         timeout = context.delivery.timeout
@@ -222,7 +222,7 @@ class Scheduler:
 
         return {name: min(could[name] or [pool], key=partial(finish, name)) for name, (pool, _) in wanted.items()}
 
-    async def cancel(self, request: str) -> Record:
+    async def cancel(self, request: str) -> RequestRecord:
         """End a request now; one that is over stays as it is. Raises NotFound."""
         record, _ = await self._apply(
             request, lambda record, wall: lifecycle.cancelled(record.context, wall, record.running)
@@ -243,11 +243,13 @@ class Scheduler:
                 request, lambda record, wall: lifecycle.client_disconnected(record.context, wall, record.running)
             )
 
-    async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
+    async def complete(
+        self, done: TaskCompleted, worker: str, wanted: Wanted | None = None
+    ) -> tuple[RequestRecord, list[Lease]]:
         """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
         claim, leases = done.claim, list[Lease]()
 
-        async def commit(change: Change) -> Record:
+        async def commit(change: Change) -> RequestRecord:
             if wanted is None:
                 return await self.queue.commit(change)
             record, leases[:] = await self.queue.commit_and_lease(change, worker, wanted, self.lease_ttl)
@@ -267,20 +269,20 @@ class Scheduler:
                 await self._cache.keep(stage.cache, done.output)
         return record, leases
 
-    async def save(self, saved: Saved, worker: str) -> None:
+    async def save(self, saved: CheckpointSaved, worker: str) -> None:
         """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""
         await self._apply(
             saved.claim.request, lambda record, _: lifecycle.saved(record.context, saved, worker, record.running)
         )
 
-    async def announce(self, news: Announced, worker: str) -> None:
+    async def announce(self, news: OutputAnnounced, worker: str) -> None:
         """Let others read an output while it is written. Raises LeaseLost as `save` does."""
         await self._apply(
             news.claim.request,
             lambda record, wall: lifecycle.announced(record.context, news, worker, wall, record.running),
         )
 
-    async def keep(self, kept: Keep, worker: str) -> None:
+    async def keep(self, kept: CachePrefix, worker: str) -> None:
         """Let other requests go on from what a running task has made. Raises LeaseLost as `save` does."""
         claim = kept.claim
         record = await self.queue.load(claim.request)
@@ -301,7 +303,7 @@ class Scheduler:
             return replace(lease, checkpoint=state.checkpoint)
         return lease
 
-    async def fail(self, failed: Failed, worker: str) -> Record:
+    async def fail(self, failed: TaskFailed, worker: str) -> RequestRecord:
         """Record a task's failure. Raises LeaseLost as `complete` does."""
         claim = failed.claim
         if failed.kind == "hand_back":
@@ -312,7 +314,7 @@ class Scheduler:
         if failed.error:
             await self.registry.workers()  # refresh the registry
 
-        def decide(record: Record, wall: float) -> Change:
+        def decide(record: RequestRecord, wall: float) -> Change:
             known = record.context.stages.keys()
             pool = record.context.plan.stage(claim.stage).pool if claim.stage in known else ""
             has_other = self.registry.has_other(pool, worker)
@@ -325,7 +327,7 @@ class Scheduler:
                 await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record
 
-    async def stopped(self, stopped: Stopped, worker: str) -> None:
+    async def stopped(self, stopped: TaskStopped, worker: str) -> None:
         """Count what an attempt has used that its worker has dropped, or whose end was refused; each attempt once."""
         claim = stopped.claim
         if not stopped.timings.share_s:
@@ -338,7 +340,7 @@ class Scheduler:
                 lambda record, wall: lifecycle.stopped(record.context, stopped, worker, wall, record.running),
             )
 
-    async def _handed_back(self, failed: Failed, worker: str) -> Record:
+    async def _handed_back(self, failed: TaskFailed, worker: str) -> RequestRecord:
         """Let others have a task; who returns it again and again for no good reason gets it no more."""
         claim, blameless = failed.claim, failed.reason in lifecycle.BLAMELESS
         await self._apply(
@@ -365,12 +367,12 @@ class Scheduler:
         except (NotFound, Damaged):
             return False
 
-    def eta(self, record: Record) -> float | None:
+    def eta(self, record: RequestRecord) -> float | None:
         """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
         (_, until), own = self.awaited(record), self._costs.eta(record)
         return own if until is None else until + (own or record.context.cost)
 
-    def awaited(self, record: Record) -> tuple[Awaiting, float | None]:
+    def awaited(self, record: RequestRecord) -> tuple[Awaiting, float | None]:
         """What a request waits for beside its turn, and the predicted seconds until then; None if for nothing."""
         context = record.context
         until = lifecycle.seconds_until_awake(context, self._costs.woken, self.clock.wall())
@@ -387,7 +389,7 @@ class Scheduler:
         return await self.queue.over(requests) + await self._cache.over(cached)
 
 
-def _may_keep(stage: PlannedStage, kept: Keep) -> bool:
+def _may_keep(stage: PlannedStage, kept: CachePrefix) -> bool:
     """Whether the key is one that a stage is asked for: of a beginning of the prompt, or in the space it extends."""
     extends = bool(stage.extends and kept.digest) and kept.key == prefix_key(stage.extends, kept.digest)
     return extends or kept.key in stage.prefixes

@@ -15,7 +15,15 @@ from msgspec.structs import replace
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound
 from unfuse.core.plan import declared
-from unfuse.core.request import Change, Record, RequestContext, WebhookDelivery, billed_seconds, increase, lost_seconds
+from unfuse.core.request import (
+    Change,
+    RequestContext,
+    RequestRecord,
+    WebhookDelivery,
+    billed_seconds,
+    increase,
+    lost_seconds,
+)
 from unfuse.core.supervisor import Observers
 from unfuse.core.task import Task
 from unfuse.queues.base import Filter, QueueBackend
@@ -51,7 +59,7 @@ class OutputSizes:
 
 PAGE = 256  # requests that are looked through in one go
 CROWD_S = 0.05  # longest pause before a decision that conflicted with another one is made again
-Decide = Callable[[Record, float], Change | None]  # what becomes of a request, by Unix time; None leaves it so
+Decide = Callable[[RequestRecord, float], Change | None]  # what becomes of a request, by Unix time; None leaves it so
 
 
 class Transitions:
@@ -64,7 +72,7 @@ class Transitions:
         self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
         self.output_sizes = OutputSizes()
 
-    async def pages(self, which: Filter) -> AsyncIterator[Sequence[Record]]:
+    async def pages(self, which: Filter) -> AsyncIterator[Sequence[RequestRecord]]:
         """Requests, oldest first, by the page. Raises NotFound if the last one of a page is gone."""
         after: str | None = None
         while page := await self.queue.list(which, after=after, limit=PAGE, oldest_first=True):
@@ -77,9 +85,9 @@ class Transitions:
         self,
         request: str,
         decide: Decide,
-        commit: Callable[[Change], Awaitable[Record]] | None = None,
-        known: Record | None = None,
-    ) -> tuple[Record, bool]:
+        commit: Callable[[Change], Awaitable[RequestRecord]] | None = None,
+        known: RequestRecord | None = None,
+    ) -> tuple[RequestRecord, bool]:
         """Load, decide, commit, again while others move the same context; says whether this changed it.
 
         A decision of None changes nothing, nor does the repeat of one that was applied. A record that is `known`, and
@@ -117,14 +125,14 @@ class Transitions:
         elif after.over and (billed := increase(billed_seconds(before), billed_seconds(after))):
             self.observers.tell(Observer.billed, after, billed)
 
-    async def apply_if_due(self, record: Record, decide: Decide) -> Record:
+    async def apply_if_due(self, record: RequestRecord, decide: Decide) -> RequestRecord:
         """Apply what is decided of a request that was listed, if there is anything; it may be gone meanwhile."""
         if decide(record, self.clock.wall()) is not None:
             with suppress(NotFound):
                 record, _ = await self.apply(record.context.id, decide)
         return record
 
-    async def settled(self, record: Record) -> Record:
+    async def settled(self, record: RequestRecord) -> RequestRecord:
         """The request once its tasks wait where somebody is, and it is said which pools it wakes."""
         who = self.registry
         asleep, limit = who.asleep(), who.wake_limit
@@ -186,7 +194,7 @@ class WebhookDeliveries:
     async def _change(
         self, request: str, decide: Callable[[WebhookDelivery, float], WebhookDelivery | None]
     ) -> tuple[RequestContext, bool]:
-        def change(record: Record, wall: float) -> Change | None:
+        def change(record: RequestRecord, wall: float) -> Change | None:
             context = record.context
             webhook = decide(context.webhook, wall) if context.unheard else None
             if webhook is None:

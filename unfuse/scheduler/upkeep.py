@@ -11,7 +11,7 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.request import Change, RequestContext, RequestRecord
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter
@@ -171,10 +171,10 @@ class Upkeep(Observer):
             for record in page:
                 self.arm((await self._settled(record)).context, now)
 
-    async def _settled(self, record: Record) -> Record:
+    async def _settled(self, record: RequestRecord) -> RequestRecord:
         """Move a request's waiting tasks if needed, or fail it if it needs a pool whose model files have changed."""
 
-        def fail(record: Record, wall: float) -> Change | None:
+        def fail(record: RequestRecord, wall: float) -> Change | None:
             return lifecycle.unavailable(record.context, self._registry.changed_file, wall, record.running)
 
         return await self._transitions.apply_if_due(await self._transitions.settled(record), fail)

@@ -20,7 +20,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, MASK, REFERENCES, UPLOAD, VIDEO
+from unfuse.core.modalities import IMAGE, MASK, REFERENCES, UPLOAD, VIDEO
 from unfuse.core.pixels import check_picture, has_transparency, size_of
 from unfuse.edge.access import Refusal
 

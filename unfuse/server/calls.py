@@ -16,15 +16,23 @@ from msgspec.structs import replace as replace_struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check, check_delivery, size_from
-from unfuse.core.derived import GRAMMAR, Derived, expected_tokens
+from unfuse.core.derived_facts import GRAMMAR, DerivedFacts, expected_tokens
 from unfuse.core.errors import InvalidParameter, KeyUnavailable, NotFound, TransientError, UnfuseError
-from unfuse.core.media import LAST_FRAME, MASK, MEDIA, UPLOAD, Medium
+from unfuse.core.modalities import LAST_FRAME, MASK, MEDIA, UPLOAD, Modality
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import Params
 from unfuse.core.pixels import size_of
-from unfuse.core.request import Allowance, Caller, Delivery, GenerationRequest, Record, RequestContext, request_ids
-from unfuse.core.words import PromptTokens
+from unfuse.core.request import (
+    Caller,
+    Delivery,
+    GenerationRequest,
+    RequestContext,
+    RequestRecord,
+    TenantLimits,
+    request_ids,
+)
+from unfuse.core.text_parameters import PromptTokens
 from unfuse.edge.access import Refusal, envelope
 from unfuse.language.grammars import grammar_digest
 from unfuse.queues.base import Filter
@@ -48,7 +56,7 @@ class Inputs:
     #: Attachments by name.
     files: Mapping[str, bytes] = field(default_factory=dict)
     #: Facts about them.
-    derived: Derived = Derived()
+    derived: DerivedFacts = DerivedFacts()
     #: What the tokenizer made of the fields; None: they are no chat.
     tokens: PromptTokens | None = None
     #: Digests of the beginnings of the prompt, which other prompts may have too, the shortest first.
@@ -71,12 +79,12 @@ class Call:
     request: Request
     caller: Principal
     given: dict[str, object]
-    medium: Medium
+    medium: Modality
     upload: str = ""
     waits: bool = False
     beside: str = ""
     #: Reads the prompt out of the fields.
-    read: Callable[[ModelCard, Mapping[str, object]], Inputs] | None = None
+    read: Callable[[ModelSpec, Mapping[str, object]], Inputs] | None = None
 
     @property
     def files(self) -> list[str]:
@@ -89,7 +97,7 @@ class Call:
         preferences = ",".join(self.request.headers.getlist("prefer")).split(",")
         return any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences)
 
-    async def accept(self) -> tuple[Record, Delivery]:
+    async def accept(self) -> tuple[RequestRecord, Delivery]:
         """Return the request: a new one, or the earlier one with the same Idempotency-Key.
 
         Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
@@ -122,7 +130,7 @@ class Call:
                 raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
             return record, delivery
 
-    async def _earlier(self, key: str, id: str) -> Record | None:
+    async def _earlier(self, key: str, id: str) -> RequestRecord | None:
         """Return the tenant's request with this Idempotency-Key, or None. A new one would get this id.
 
         A client may say that it never used the key before. Raises KeyUnavailable while it cannot be known, or the new
@@ -148,12 +156,12 @@ class Call:
             if queue.answers(id):
                 raise
         if not queue.answers(id):
-            helps = self.caller.allowance == Allowance()  # else all of the tenant's requests live there
+            helps = self.caller.allowance == TenantLimits()  # else all of the tenant's requests live there
             raise (KeyUnavailable if helps else TransientError)(
                 "the shard of the queue for this call does not answer: repeat the call later"
             )
 
-    async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> Record:
+    async def _submit(self, id: str, caller: Caller, delivery: Delivery) -> RequestRecord:
         """Check everything, cheap checks first; store the attachments, then submit the request.
 
         The attachments are deleted again if it does not become a request.
@@ -198,14 +206,14 @@ class Call:
                 await to_thread.run_sync(gateway.results.delete, id)
         return record
 
-    async def _prompt(self, card: ModelCard, fields: Mapping[str, object]) -> Inputs:
+    async def _prompt(self, card: ModelSpec, fields: Mapping[str, object]) -> Inputs:
         """What a chat brings. Raises InvalidParameter."""
         if self.read is None:
             return Inputs()
         fields = await self.gateway.image_fetcher.fetched(card, fields)
         return await to_thread.run_sync(self.read, card, fields, limiter=self.gateway.decoding)
 
-    async def _inputs(self, card: ModelCard, params: Params, pictures: Mapping[str, object], prompt: Inputs) -> Inputs:
+    async def _inputs(self, card: ModelSpec, params: Params, pictures: Mapping[str, object], prompt: Inputs) -> Inputs:
         """Read everything that takes long, once the parameters are checked. Raises InvalidParameter."""
         gateway, files = self.gateway, dict(prompt.files)
         derived = replace_struct(prompt.derived, expected_tokens=expected_tokens(params))
@@ -227,7 +235,7 @@ class Call:
         found = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: one for number, one in enumerate(several, 1)}
         return found if beside is None else {**found, self.beside: beside}
 
-    async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelCard]:
+    async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelSpec]:
         """The model that was asked for, if it can do what is asked. Raises InvalidParameter, UnknownModel."""
         asked, card = await self.gateway.model(name, self.caller.models)
         medium = self.medium
@@ -249,7 +257,7 @@ class Call:
             raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
         return asked, card
 
-    def _needs(self, pictures: Mapping[str, object]) -> Iterator[tuple[str, str, Callable[[ModelCard], bool]]]:
+    def _needs(self, pictures: Mapping[str, object]) -> Iterator[tuple[str, str, Callable[[ModelSpec], bool]]]:
         """What a model has to do with the pictures: by which field, in words, and whether it can."""
         count = len(pictures.keys() - {MASK, LAST_FRAME})
         if MASK in pictures:
@@ -261,7 +269,7 @@ class Call:
             yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: card.accepted(LAST_FRAME).max > 0
 
 
-async def respond_async(call: Call, record: Record) -> JSONResponse | None:
+async def respond_async(call: Call, record: RequestRecord) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
     if not call.prefers_not_to_wait:
         return None
@@ -276,7 +284,9 @@ def _fingerprint(path: str, given: dict[str, object]) -> str:
 
 
 async def answer_call(
-    call: Call, events: Callable[[Record], AsyncIterator[bytes]], reply: Callable[[RequestContext, Delivery], bytes]
+    call: Call,
+    events: Callable[[RequestRecord], AsyncIterator[bytes]],
+    reply: Callable[[RequestContext, Delivery], bytes],
 ) -> Response:
     """Answer a call: by the request alone if its client prefers not to wait; by events of what is made, if it streams;
     else, once it is completed, by a `reply`, which is made in a thread.
@@ -300,7 +310,7 @@ class WaitingClient:
     The request is not cancelled if the server closes the connection, because it shuts down or failed.
     """
 
-    def __init__(self, gateway: Gateway, request: Request, record: Record) -> None:
+    def __init__(self, gateway: Gateway, request: Request, record: RequestRecord) -> None:
         self._gateway, self._request, self._id = gateway, request, record.context.id
         self.is_answered = False  # whether the answer is there, whatever it is
         if record.context.caller.cancel_on_disconnect and not record.context.over:

@@ -16,15 +16,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from unfuse import __version__
-from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode
-from unfuse.core.derived import PROMPT, Derived
+from unfuse.core.derived_facts import PROMPT, DerivedFacts
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
-from unfuse.core.media import TEXT
-from unfuse.core.request import Record, RequestContext
-from unfuse.core.text import CHUNK, Answer, CallFormat, Piece, Reading, ReasoningFormat, beginnings, packed, token_name
-from unfuse.core.vision import Shown, places_of
-from unfuse.core.words import UNBOUNDED, PromptTokens, read_bad_words, template_kwargs
+from unfuse.core.modalities import TEXT
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.request import RequestContext, RequestRecord
+from unfuse.core.text import (
+    CHUNK,
+    Answer,
+    AnswerParsing,
+    CallFormat,
+    ReasoningFormat,
+    TokenDelta,
+    beginnings,
+    packed,
+    token_name,
+)
+from unfuse.core.text_parameters import UNBOUNDED, PromptTokens, read_bad_words, template_kwargs
+from unfuse.core.vision import MediaItem, places_of
 from unfuse.edge.access import BrokenOff
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.grammars import pack_grammar
@@ -81,14 +91,14 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> Inputs:
+def _prompt(parsers: Parsers, card: ModelSpec, fields: Mapping[str, object]) -> Inputs:
     """Return the prompt of a chat: its tokens, its pictures, and the grammars and the parser of the answer."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
     told, kwargs = tokenizer.told(messages, tools.shown if tools else None), template_kwargs(fields)
-    shown, places, uploads = tuple[Shown, ...](), list[tuple[int, str]](), dict[str, bytes]()
+    shown, places, uploads = tuple[MediaItem, ...](), list[tuple[int, str]](), dict[str, bytes]()
     if card.vision is None:
         ids = tokenizer.prompt(*told, kwargs)
     else:
@@ -110,7 +120,7 @@ def _prompt(parsers: Parsers, card: ModelCard, fields: Mapping[str, object]) -> 
     return Inputs(
         {PROMPT: packed(ids), **uploads},
         begins=beginnings(ids, places),
-        derived=Derived(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
+        derived=DerivedFacts(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
         tokens=PromptTokens(len(ids), special_stops, bad_words),
         grammars=grammars,
         grammar_param="tools" if tools else format.param if format else "",
@@ -135,7 +145,7 @@ def _grammars(
     return tuple(packed)
 
 
-def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown: Sequence[Shown]) -> list[int]:
+def _truncated(ids: list[int], card: ModelSpec, fields: Mapping[str, Any], shown: Sequence[MediaItem]) -> list[int]:
     """Return the last `truncate_prompt_tokens` ids. Raises InvalidParameter."""
     most = fields.get("truncate_prompt_tokens")
     if most is None:
@@ -156,7 +166,7 @@ def _truncated(ids: list[int], card: ModelCard, fields: Mapping[str, Any], shown
     return ids[-most:]
 
 
-async def _events(gateway: Gateway, record: Record, usage: StreamUsage, told: list[int]) -> AsyncIterator[bytes]:
+async def _events(gateway: Gateway, record: RequestRecord, usage: StreamUsage, told: list[int]) -> AsyncIterator[bytes]:
     """Chunks with what is made of each choice, as it comes; then the usage, if that is asked for.
 
     Of each choice so many pieces were `told` before. The ids of events say how many are told by then.
@@ -201,7 +211,7 @@ def _finals(context: RequestContext) -> list[str]:
     return [stage.name for stage in context.plan.stages if stage.final]
 
 
-async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, Piece]]:
+async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, TokenDelta]]:
     """Yield new pieces of each choice with its index, after those that the client already has.
 
     Raises BrokenOff while the queue cannot be read: the client continues with the id of the last event.
@@ -211,7 +221,7 @@ async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) ->
     try:
         with suppress(NotFound):  # whoever waits for the end of the request learns why it is gone
             async for stage, data in stream:
-                yield stages.index(stage), decode(data, Piece)
+                yield stages.index(stage), decode(data, TokenDelta)
     except TransientError as error:
         raise BrokenOff(str(error)) from error
 
@@ -278,13 +288,13 @@ def _usage(context: RequestContext, made: int, answers: Sequence[Answer] = ()) -
         "prompt_tokens_details": details,
     }
     if answers:
-        reading = context.request.derived.reading or Reading()
+        reading = context.request.derived.reading or AnswerParsing()
         reasoned = sum(reasoning_tokens(answer, reading) for answer in answers)
         usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     return usage
 
 
-def reasoning_tokens(answer: Answer, reading: Reading) -> int:
+def reasoning_tokens(answer: Answer, reading: AnswerParsing) -> int:
     """Return the number of tokens of the reasoning in an answer, with its marks; `<think>` if none is parsed."""
     reader = ReasoningReader(reading.reasoning or USUAL_REASONING, reading.opened)
     for count, piece in enumerate(answer.pieces, 1):
@@ -299,10 +309,10 @@ class GrowingLogprobs:
     """Returns the entries of one streamed choice, each as soon as the text of its token is final."""
 
     def __init__(self) -> None:
-        self._pieces = list[Piece]()
+        self._pieces = list[TokenDelta]()
         self._sent = 0
 
-    def add(self, piece: Piece) -> dict[str, Any] | None:
+    def add(self, piece: TokenDelta) -> dict[str, Any] | None:
         """Add a token. Returns the entries that became final; None if there are none."""
         if piece.own is None:
             return None
@@ -312,7 +322,7 @@ class GrowingLogprobs:
         return _entries(certain) if certain else None
 
 
-def logprobs_of(pieces: Sequence[Piece]) -> dict[str, Any] | None:
+def logprobs_of(pieces: Sequence[TokenDelta]) -> dict[str, Any] | None:
     """Return the entries of a complete choice; None if they were not requested.
 
     As in OpenAI's API, the token that ended the answer, and the tokens of a stop string, have no entry.
@@ -321,11 +331,11 @@ def logprobs_of(pieces: Sequence[Piece]) -> dict[str, Any] | None:
     return None if last is None else _entries(pieces[: last.certain])
 
 
-def _entries(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _entries(pieces: Sequence[TokenDelta]) -> dict[str, Any]:
     return {"content": [_entry(piece) for piece in pieces], "refusal": None}
 
 
-def _entry(piece: Piece) -> dict[str, Any]:
+def _entry(piece: TokenDelta) -> dict[str, Any]:
     assert piece.own
     likely = zip(piece.top, piece.own.top, strict=True)
     top = [_token(data, logprob) for (_, _, logprob), data in likely]

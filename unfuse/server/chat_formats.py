@@ -9,7 +9,7 @@ import msgspec
 from anyio import CapacityLimiter, to_thread
 
 from unfuse.core.errors import InvalidParameter, UsageError
-from unfuse.core.text import CallFormat, Reading, ReasoningFormat
+from unfuse.core.text import AnswerParsing, CallFormat, ReasoningFormat
 from unfuse.language.answer_reader import BARE, CALL_FORMATS, REASONING_FORMATS, opened
 from unfuse.language.grammars import Grammars, grammar_digest
 from unfuse.language.tokenizer import ChatTokenizer
@@ -61,7 +61,7 @@ def reading_of(
     start: Callable[[], str],
     by_grammar: bool = False,
     continues: bool = False,
-) -> Reading | None:
+) -> AnswerParsing | None:
     """Return how to parse an answer; None if it is plain text.
 
     `start` returns the text before the answer in its turn: the template's, or the message that the answer `continues`.
@@ -69,11 +69,11 @@ def reading_of(
     """
     if tools is None and reasoning is None:
         return None
-    reading = Reading()
+    reading = AnswerParsing()
     if tools:
         forced = tools.choice == "required"
         format = calls.as_written if by_grammar or forced else calls
-        reading = Reading(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
+        reading = AnswerParsing(msgspec.structs.replace(format, written=None), tools.types, tools.several, forced)
     if reasoning:
         before = start()
         begun = opened(reasoning, before, continues=continues)

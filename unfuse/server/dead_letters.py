@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
-from unfuse.core.request import Allowance
+from unfuse.core.request import TenantLimits
 from unfuse.edge.access import Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Known
@@ -83,7 +83,7 @@ async def retry(id: str, request: Request, gateway: Served, caller: Known) -> di
     if not caller.may_use(asked := old.context.request.requested_model):
         raise UnknownModel(f"no model {asked!r} is served to this key", "model")
     await gateway.model(asked, caller.models)  # one that is not served now would wait for ever
-    own = caller.allowance if caller.tenant == old.context.caller.tenant else Allowance()
+    own = caller.allowance if caller.tenant == old.context.caller.tenant else TenantLimits()
     fresh = gateway.scheduler.retried_as(old.context, own)
     for name in old.context.request.derived.attachments:
         data = await to_thread.run_sync(gateway.results.attached, id, name)

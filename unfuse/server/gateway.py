@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import (
     Damaged,
     InvalidParameter,
@@ -26,8 +25,9 @@ from unfuse.core.errors import (
     UnknownModel,
     Unsuitable,
 )
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params
-from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, Record, RequestContext, billed_seconds
+from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, RequestContext, RequestRecord, billed_seconds
 from unfuse.core.supervisor import Supervisor
 from unfuse.edge.access import Refusal
 from unfuse.edge.keys import DEFAULT_TENANT, Keys
@@ -111,13 +111,13 @@ class Gateway(Observer):
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self.metrics, self)
 
-    async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
+    async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelSpec]:
         """The served models, by the names that clients use; of these `only`, if any are said."""
         found = await self.scheduler.registry.cards()
         cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
         return {name: card for name, card in self.names.of(cards).items() if only is None or name in only}
 
-    async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelCard]:
+    async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelSpec]:
         """A served model, by the name clients use; without a name (None) the default one.
 
         Raises UnknownModel, also for one that is not among these `only`, InvalidParameter where none is the default,
@@ -146,7 +146,7 @@ class Gateway(Observer):
             raise UnknownModel(f"no model {_shown(name)!r} is served: one of {known}", "model")
         return found, served[found]
 
-    def default(self, served: Mapping[str, ModelCard]) -> str | None:
+    def default(self, served: Mapping[str, ModelSpec]) -> str | None:
         """Which of these models is meant by requests without one: the first that the server was started with.
 
         Where it was started with none of them, it is the only one, if there is one alone.
@@ -161,7 +161,7 @@ class Gateway(Observer):
         found = {self.names.shown(own): one for own, one in self.scheduler.registry.failed.items()}
         return {name: one for name, one in found.items() if only is None or name in only}
 
-    async def lora_ids(self, card: ModelCard, named: str) -> str:
+    async def lora_ids(self, card: ModelSpec, named: str) -> str:
         """The hashes of adapters' contents, so that workers use the same. Raises InvalidParameter."""
         if not card.takes_lora:
             raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
@@ -208,12 +208,12 @@ class Gateway(Observer):
             log.info("rejected", status=refusal.status, code=refusal.code, param=refusal.param, **told)
             raise
 
-    async def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
+    async def view(self, request: Request, record: RequestRecord, *, evidence: bool = False) -> dict[str, object]:
         """A request as the caller sees it."""
         return (await self.views(request, [record], evidence=evidence))[0]
 
     async def views(
-        self, request: Request, records: Sequence[Record], *, evidence: bool = False
+        self, request: Request, records: Sequence[RequestRecord], *, evidence: bool = False
     ) -> list[dict[str, object]]:
         """Requests as the caller sees them."""
         base, sign = self.base_of(request), await self.links.signer()
@@ -240,7 +240,7 @@ class Gateway(Observer):
         """Return the base of links in responses: `public_url`, or the address that the client used."""
         return self._public_url or str(request.base_url).rstrip("/")
 
-    async def load(self, request: str, tenant: str | None) -> Record:
+    async def load(self, request: str, tenant: str | None) -> RequestRecord:
         """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""
         with suppress(NotFound):
             record = await self.queue.load(request)

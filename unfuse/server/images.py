@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from unfuse.core.errors import InvalidParameter, NotFound
-from unfuse.core.media import IMAGE, MASK
+from unfuse.core.modalities import IMAGE, MASK
 from unfuse.core.parameters import nth_seed
-from unfuse.core.request import Delivery, Record, RequestContext, ResultFile
+from unfuse.core.request import Delivery, RequestContext, RequestRecord, ResultFile
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
 from unfuse.server.calls import Call, answer_call
@@ -74,7 +74,7 @@ async def _answer(call: Call, kind: str) -> Response:
     return await answer_call(call, lambda record: _events(gateway, record, kind), reply)
 
 
-async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:
+async def _events(gateway: Gateway, record: RequestRecord, kind: str) -> AsyncIterator[bytes]:
     """Events with previews, as far as they still exist, then with the pictures."""
     request, made = record.context.id, Counter[str]()
     async for stage, data in _previews(gateway, request):

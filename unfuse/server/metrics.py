@@ -10,7 +10,7 @@ from prometheus_client import Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from typing_extensions import override
 
-from unfuse.core.messages import Memory, Moved
+from unfuse.core.messages import Memory, TransferStats
 from unfuse.core.plan import outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.core.text import CHUNK
@@ -145,7 +145,7 @@ class Metrics(Observer):
         self.count("unfuse_lease_expired_total", *pool_labels(pool))
 
     @override
-    def moved(self, engine: str, moved: Moved) -> None:
+    def moved(self, engine: str, moved: TransferStats) -> None:
         for name, count in msgspec.structs.asdict(moved).items():
             self.count(f"unfuse_transfer_{name}_total", engine if engine in PREFERENCE else "other", by=count)
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import declared, outcome_of
-from unfuse.core.text import TextLoad
+from unfuse.core.text import TextStats
 from unfuse.queues.base import Member, PoolStats
 from unfuse.stages.specs import DECODE, PREFILL
 
@@ -50,7 +50,7 @@ class Scrape:
         return [member.info for member in self.workers]
 
     @cached_property
-    def text_loads(self) -> list[tuple[WorkerInfo, TextLoad]]:
+    def text_loads(self) -> list[tuple[WorkerInfo, TextStats]]:
         """The workers of language stages, and what these hold."""
         return [(info, info.status.texts) for info in self.infos if info.status.texts]
 

@@ -11,9 +11,9 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
-from unfuse.core.card import MAX_NAME, ModelCard, is_name, name_of, without_source
 from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
-from unfuse.core.media import LAST_FRAME, TEXT, UPLOAD, VIDEO
+from unfuse.core.modalities import LAST_FRAME, TEXT, UPLOAD, VIDEO
+from unfuse.core.model_spec import MAX_NAME, ModelSpec, is_name, name_of, without_source
 from unfuse.edge.access import Refusal
 from unfuse.server.auth import Known, Principal, admin_only
 from unfuse.server.body import read_json
@@ -105,7 +105,7 @@ class Views:
     """
 
     gateway: Gateway
-    cards: Mapping[str, ModelCard]
+    cards: Mapping[str, ModelSpec]
     missing: Mapping[str, list[str]]
     loras: list[str]
 
@@ -136,7 +136,7 @@ class Views:
         told = {"state": "failed", "reason": declared.failed, "progress": None, "default": False}
         return self._facts(name, declared.cards[0]) | told
 
-    def _facts(self, name: str, card: ModelCard) -> dict[str, object]:
+    def _facts(self, name: str, card: ModelSpec) -> dict[str, object]:
         picture, last = card.accepted(UPLOAD), card.accepted(LAST_FRAME)
         return {
             "id": name,

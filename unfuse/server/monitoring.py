@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from unfuse import __version__
 from unfuse.core.errors import TransientError
-from unfuse.core.messages import Sharing
+from unfuse.core.messages import ExactBatchStats
 from unfuse.edge.access import Refusal, envelope
 from unfuse.queues.base import Member
 from unfuse.server.auth import Principal, Visitor, admin_only, reader_of
@@ -181,7 +181,7 @@ async def pools(gateway: Served) -> dict[str, object]:
     data = []
     for pool, names in models.items():
         inside = [member for member in members if pool in member.info.pools]
-        found = [member.info.status.batch_invariance.get(pool, Sharing()) for member in inside]
+        found = [member.info.status.batch_invariance.get(pool, ExactBatchStats()) for member in inside]
         data.append(
             {
                 "id": pool,
@@ -194,7 +194,7 @@ async def pools(gateway: Served) -> dict[str, object]:
                 "leased": sum(member.leased for member in inside),
                 "waiting": stats.pools[pool].waiting,
                 "oldest_s": round(stats.pools[pool].oldest_s, 3),
-                "shares": msgspec.to_builtins(reduce(or_, found, Sharing()), str_keys=True),
+                "shares": msgspec.to_builtins(reduce(or_, found, ExactBatchStats()), str_keys=True),
             }
         )
     return {"object": "list", "data": data}

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from unfuse.core.card import ModelCard
 from unfuse.core.codec import MAX_UPLOAD_BYTES, encode
 from unfuse.core.errors import InvalidParameter, TransientError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import choice, number, printable
 from unfuse.core.pixels import MAX_SIDE, size_of
-from unfuse.core.vision import Grid, Shown, Vision
+from unfuse.core.vision import Grid, MediaItem, VisionConfig
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.server.body import MAX_BYTES, as_image_url, decode_data_url, read_picture
 from unfuse.server.outbound_http import OutboundHttp
@@ -41,12 +41,12 @@ MAX_BOXES = 10_000
 
 
 def read_shown(
-    vision: Vision,
+    vision: VisionConfig,
     tokenizer: ChatTokenizer,
     messages: Sequence[Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[list[int], tuple[Shown, ...], dict[str, bytes]]:
+) -> tuple[list[int], tuple[MediaItem, ...], dict[str, bytes]]:
     """The ids of messages, what they show, and the uploads of that. Takes long.
 
     Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
@@ -58,7 +58,7 @@ def read_shown(
     return ids, tuple(reading.shown), reading.uploads
 
 
-def _timed(vision: Vision, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str) -> str:
+def _timed(vision: VisionConfig, tokenizer: ChatTokenizer, moments: Sequence[Sequence[float]], text: str) -> str:
     """The text with what says when each group of a video is, and a token for each, where the model is told so."""
     begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin, vision.video, vision.end))
     parts = text.split(begin + video + end)
@@ -73,9 +73,9 @@ def _timed(vision: Vision, tokenizer: ChatTokenizer, moments: Sequence[Sequence[
 class _Reading:
     """A chat's messages, what they have `shown`, the bytes of its `uploads`, `moments` of each video's groups."""
 
-    def __init__(self, vision: Vision) -> None:
+    def __init__(self, vision: VisionConfig) -> None:
         self._vision = vision
-        self.shown, self.uploads, self.moments = list[Shown](), dict[str, bytes](), list[list[float]]()
+        self.shown, self.uploads, self.moments = list[MediaItem](), dict[str, bytes](), list[list[float]]()
         self._reads = {"image_url": self._picture, "video_url": self._file, "video": self._frames}
         self._pixels = 0
 
@@ -156,7 +156,7 @@ class _Reading:
     def _add(self, data: bytes, grid: Grid, **video: Any) -> None:
         digest = hashlib.sha256(data).hexdigest()
         upload = f"shown-{digest[:32]}"
-        self.shown.append(Shown(digest, upload, *grid, self._vision.tokens(grid), **video))
+        self.shown.append(MediaItem(digest, upload, *grid, self._vision.tokens(grid), **video))
         self.uploads[upload] = data
 
 
@@ -183,7 +183,7 @@ class ImageFetcher:
         self._targets = OutboundHttp(hosts, "messages", "--image-hosts", "fetched from")
         self._all = asyncio.Semaphore(FETCHES)
 
-    async def fetched(self, card: ModelCard, fields: Mapping[str, object]) -> Mapping[str, object]:
+    async def fetched(self, card: ModelSpec, fields: Mapping[str, object]) -> Mapping[str, object]:
         """Return the fields of a chat with pictures in the place of their addresses.
 
         Raises InvalidParameter for an address that is not allowed or cannot be fetched.

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from unfuse.core import media
-from unfuse.core.card import MAX_NAME, NAME
-from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Medium, Parameter
+from unfuse.core import modalities
+from unfuse.core.model_spec import MAX_NAME, NAME
+from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Modality, Parameter
 from unfuse.core.request import Awaiting, Event, RequestStatus
 from unfuse.server.served_models import Phase
 
@@ -57,7 +57,7 @@ STAGE = thing({
 ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
 REQUEST = thing({
     "id": TEXT, "object": {"const": "request"}, "model": TEXT,
-    "medium": {"enum": [medium.name for medium in media.MEDIA]},
+    "medium": {"enum": [medium.name for medium in modalities.MEDIA]},
     "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
     "status": {"enum": list(get_args(RequestStatus))},
     "state": {"enum": [*get_args(RequestStatus), *get_args(Awaiting)]},
@@ -193,7 +193,7 @@ def schema_of(parameter: Parameter) -> Schema:
     return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.description}
 
 
-def _fields(medium: Medium, required: bool = False) -> Schema:
+def _fields(medium: Modality, required: bool = False) -> Schema:
     shown = (one for one in medium.parameters if one.required is required and one.use != "refused")
     return {one.name: schema_of(one) for one in shown}
 
@@ -208,7 +208,7 @@ _FILE = {**TEXT, "format": "binary"}
 _URL = {**TEXT, "pattern": "^[Dd][Aa][Tt][Aa]:image/"}
 _HELD = {"anyOf": [_URL, thing({"image_url": _URL})]}
 
-_SEVERAL = {"anyOf": [_HELD, array(_HELD) | {"minItems": 1, "maxItems": len(media.REFERENCES)}]}
+_SEVERAL = {"anyOf": [_HELD, array(_HELD) | {"minItems": 1, "maxItems": len(modalities.REFERENCES)}]}
 
 
 def _body(required: Schema, optional: Schema) -> Schema:
@@ -227,10 +227,10 @@ def _bodies(json: Schema, form: Schema | None = None, *, example: Mapping[str, o
     return {"requestBody": {"required": True, "content": content}}
 
 
-SAID, PICTURE = _fields(media.IMAGE, True), _fields(media.IMAGE)
-CLIP = _fields(media.VIDEO)
+SAID, PICTURE = _fields(modalities.IMAGE, True), _fields(modalities.IMAGE)
+CLIP = _fields(modalities.VIDEO)
 CHAT = _bodies(
-    _body(_fields(media.TEXT, True), _nullable(_fields(media.TEXT))),
+    _body(_fields(modalities.TEXT, True), _nullable(_fields(modalities.TEXT))),
     example={"messages": [{"role": "user", "content": "What is the capital of France?"}]},
 )
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)), example={"prompt": "a red circle on white"})
@@ -251,9 +251,9 @@ ADD = _bodies(
     | {"additionalProperties": False},
     example={"model": "unfuse/shapes"},
 )
-_FRAMES = ("input_reference", media.LAST_FRAME)
+_FRAMES = ("input_reference", modalities.LAST_FRAME)
 CREATE = _bodies(
-    _body(_fields(media.VIDEO, True), _nullable(CLIP | dict.fromkeys(_FRAMES, _HELD))),
-    _body(_fields(media.VIDEO, True), CLIP | dict.fromkeys(_FRAMES, _FILE)),
+    _body(_fields(modalities.VIDEO, True), _nullable(CLIP | dict.fromkeys(_FRAMES, _HELD))),
+    _body(_fields(modalities.VIDEO, True), CLIP | dict.fromkeys(_FRAMES, _FILE)),
     example={"prompt": "a blue star moving left on black", "seconds": 1},
 )

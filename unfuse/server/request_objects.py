@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import asdict
 
 from unfuse.core.errors import UsageError
-from unfuse.core.media import seconds_of
+from unfuse.core.modalities import seconds_of
 from unfuse.core.plan import PlannedStage
 from unfuse.core.registry import nearest
-from unfuse.core.request import UNKNOWN_DEVICE, Record, RequestContext, ResultFile, Running, billed_seconds
+from unfuse.core.request import UNKNOWN_DEVICE, RequestContext, RequestRecord, ResultFile, RunningStage, billed_seconds
 
 #: Kinds of devices that can have a price. A device of any other name is a GPU's, and of the kind cuda.
 KINDS = ("cpu", "cuda", "xpu", "mps")
@@ -55,7 +55,7 @@ def kind_of(device: str) -> str:
 
 
 def request_object(
-    record: Record,
+    record: RequestRecord,
     base_url: str,
     eta: float | None = None,
     *,
@@ -121,7 +121,7 @@ def request_object(
     }
 
 
-def video_object(record: Record) -> dict[str, object]:
+def video_object(record: RequestRecord) -> dict[str, object]:
     """The request as a video of OpenAI's shape, which has four statuses: one that was ended without result failed."""
     context, status = record.context, record.status
     request, params = context.request, context.request.params
@@ -158,7 +158,7 @@ def result_path(context: RequestContext, index: int) -> str:
     return f"/v1/requests/{context.id}/result/{index}"
 
 
-def progress(record: Record) -> int:
+def progress(record: RequestRecord) -> int:
     """Percent of the predicted seconds that are behind it; 100 only at the end.
 
     It never falls: predictions are those of when it was accepted, and what an attempt reached counts for the next ones.
@@ -174,7 +174,7 @@ def progress(record: Record) -> int:
     return min(99, int(100 * behind / sum(costs.values())))
 
 
-def _cost(record: Record, prices: Prices, wall: float) -> dict[str, object]:
+def _cost(record: RequestRecord, prices: Prices, wall: float) -> dict[str, object]:
     """Return seconds of devices: predicted when it was accepted, and used so far, as its workers have reported."""
     used = billed_seconds(record.context, record.running, wall)
     return {
@@ -193,7 +193,7 @@ def _rounded(number: float | None, digits: int = 3) -> float | None:
     return None if number is None else round(number, digits)
 
 
-def _steps(record: Record) -> tuple[int, int]:
+def _steps(record: RequestRecord) -> tuple[int, int]:
     """The steps of the stage that runs; of a request of which none does, those of the stage that has most."""
     if record.running:
         return record.running[-1].step, record.running[-1].steps
@@ -201,7 +201,7 @@ def _steps(record: Record) -> tuple[int, int]:
     return max(known, key=lambda pair: pair[1], default=(0, 0))
 
 
-def _attempts(record: Record) -> int:
+def _attempts(record: RequestRecord) -> int:
     """How often the stage was begun that was begun most often.
 
     An attempt that was handed back before it began does not count. One whose lease ended with its scheduler does.
@@ -213,7 +213,7 @@ def _attempts(record: Record) -> int:
     )
 
 
-def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) -> dict[str, object]:
+def _stage(context: RequestContext, planned: PlannedStage, run: RunningStage | None) -> dict[str, object]:
     state = context.stages[planned.name]
     return {
         "name": planned.name,

@@ -8,12 +8,12 @@ from contextlib import suppress
 from anyio import to_thread
 
 from unfuse import __version__
-from unfuse.core.card import ModelCard
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import Damaged, NotFound, TransientError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
-from unfuse.core.request import Caller, Delivery, GenerationRequest, Record, RequestContext, ResultFile
+from unfuse.core.request import Caller, Delivery, GenerationRequest, RequestContext, RequestRecord, ResultFile
 from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stores.results import ResultStore
@@ -22,7 +22,7 @@ LOOKED_AT = 8  # how many earlier requests with the same body are looked at, the
 
 
 def result_key(
-    card: ModelCard, given: Mapping[str, object], params: Params, derived: Derived, n: int, delivery: Delivery
+    card: ModelSpec, given: Mapping[str, object], params: Params, derived: DerivedFacts, n: int, delivery: Delivery
 ) -> str:
     """A hash of what the bytes of a request's results depend on beside the pools that make them.
 
@@ -41,7 +41,7 @@ class ResultCache:
     def __init__(self, scheduler: Scheduler, results: ResultStore) -> None:
         self._scheduler, self._results = scheduler, results
 
-    async def answer(self, request: GenerationRequest, caller: Caller, delivery: Delivery) -> Record | None:
+    async def answer(self, request: GenerationRequest, caller: Caller, delivery: Delivery) -> RequestRecord | None:
         """The request that is asked for, completed; None if it has to be made."""
         if not request.result_cache_key:
             return None

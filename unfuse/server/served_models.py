@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.card import ModelCard, name_of
 from unfuse.core.errors import ConfigError
+from unfuse.core.model_spec import ModelSpec, name_of
 
 DIGITS = 6  # of a hash, behind the name of a model whose name another one has
 
@@ -51,7 +51,7 @@ class ModelNames:
         if own != name and name not in self._given:
             del self._own[name], self._shown[own]
 
-    def of(self, cards: Mapping[str, ModelCard]) -> dict[str, ModelCard]:
+    def of(self, cards: Mapping[str, ModelSpec]) -> dict[str, ModelSpec]:
         """Return these models by all names that clients use: first those that were given, in their order."""
         renamed = {name: cards[own] for name, own in self._given.items() if own in cards}
         return renamed | {self.shown(own): card for own, card in cards.items() if own not in self._given.values()}

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from unfuse.core.errors import InvalidParameter, NotFound, ResultsUnavailable, UnfuseError
-from unfuse.core.media import LAST_FRAME, VIDEO
-from unfuse.core.request import Event, Record, RequestContext
+from unfuse.core.modalities import LAST_FRAME, VIDEO
+from unfuse.core.request import Event, RequestContext, RequestRecord
 from unfuse.edge.access import BrokenOff, Refusal
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Known
@@ -199,14 +199,14 @@ async def unknown(request: Request) -> None:
     raise NotFound(f"{request.scope['path']} is not served: make a new video with POST /v1/videos")
 
 
-async def _load(gateway: Gateway, id: str, tenant: str | None) -> Record:
+async def _load(gateway: Gateway, id: str, tenant: str | None) -> RequestRecord:
     record = await gateway.load(id, tenant)
     if not record.context.video:
         raise NotFound(f"request {id} is no video: read /v1/requests/{id}")
     return record
 
 
-def _answer(record: Record) -> JSONResponse:
+def _answer(record: RequestRecord) -> JSONResponse:
     headers = {} if record.context.over else {"openai-poll-after-ms": str(POLL_MS)}
     return JSONResponse(video_object(record), headers=headers)
 

@@ -20,7 +20,7 @@ from standardwebhooks import Webhook as Signer
 
 from unfuse import __version__
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError, UsageError
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import RequestContext, RequestRecord
 from unfuse.core.supervisor import Supervisor
 from unfuse.edge.keys import is_path_like
 from unfuse.scheduler.observer import Observer
@@ -111,7 +111,7 @@ class Webhooks(Observer):
         happened = context.status if context.status in ("completed", "cancelled") else "failed"
         at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
         sign = await self._links.signer(WEBHOOK_LASTS_S)
-        data = request_object(Record(context), context.caller.base_url, prices=self._prices, sign=sign)
+        data = request_object(RequestRecord(context), context.caller.base_url, prices=self._prices, sign=sign)
         body = msgspec.json.encode({"type": f"request.{happened}", "timestamp": at, "data": data})
         now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
         signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from unfuse.client import Client
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check, size_from
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import medium_for
+from unfuse.core.modalities import medium_for
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.pixels import size_of
 from unfuse.launch.base import Hear
 from unfuse.launch.local import Output
@@ -153,7 +153,7 @@ def predicted_s(plan: Plan, asked: dict[str, Any], costs: Path | None) -> float 
     return None if None in took else sum(seconds or 0.0 for seconds in took)
 
 
-def sized(card: ModelCard, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
+def sized(card: ModelSpec, asked: dict[str, Any], image: Path | None) -> dict[str, Any]:
     """Return the parameters with the size that follows from the picture, so that both sides make the same size."""
     return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 

@@ -12,9 +12,9 @@ from functools import partial
 import structlog
 from typing_extensions import override
 
-from unfuse.core.card import ModelCard, without_source
 from unfuse.core.errors import ConfigError
-from unfuse.core.request import Record
+from unfuse.core.model_spec import ModelSpec, without_source
+from unfuse.core.request import RequestRecord
 from unfuse.core.supervisor import first, in_own_thread
 from unfuse.edge.access import Refusal
 from unfuse.launch.base import Launcher
@@ -248,7 +248,7 @@ class Crews(Joining):
         else:
             self.begin(planned)
 
-    async def _refuse(self, card: ModelCard, reason: str, server: str) -> None:
+    async def _refuse(self, card: ModelSpec, reason: str, server: str) -> None:
         """Serve a model no more that cannot be served; its requests fail with the reason, which is recorded.
 
         The `server`, if any, tries it again when it starts.
@@ -332,7 +332,7 @@ class Crews(Joining):
                 return found
         return []
 
-    async def _pages(self) -> AsyncIterator[Sequence[Record]]:
+    async def _pages(self) -> AsyncIterator[Sequence[RequestRecord]]:
         """The requests that are not over, in pages of the list."""
         after = None
         while page := await self._scheduler.queue.list(Filter(over=False), after=after, limit=500):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unfuse.arena.protocol import is_refused
-from unfuse.core.media import MEDIA
+from unfuse.core.modalities import MEDIA
 from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
 from unfuse.service.settings import Size

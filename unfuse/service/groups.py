@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.compute import ComputeOptions, MaxLoadedModels
+from unfuse.core.compute_options import ComputeOptions, MaxLoadedModels
 from unfuse.queues.base import Limits
 from unfuse.scheduler.admission import Order
 from unfuse.scheduler.backpressure import Dispatch

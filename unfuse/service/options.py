@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import structlog
 
-from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Unsuitable, UsageError
-from unfuse.core.media import IMAGE, UPLOADS, VIDEO
-from unfuse.core.messages import Places
-from unfuse.core.plan import Choice, Params, StageSpec, roles_of
+from unfuse.core.messages import StorageLocations
+from unfuse.core.modalities import IMAGE, UPLOADS, VIDEO
+from unfuse.core.model_spec import ModelSpec
+from unfuse.core.plan import Params, StageSelector, StageSpec, roles_of
 from unfuse.edge.access import Access
 from unfuse.edge.keys import Keys
 from unfuse.launch import opener
@@ -66,7 +66,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     access: Access
     prices: Prices
     queue: str
-    places: Places
+    places: StorageLocations
     listen: tuple[str, ...]
     trust: Trust
     workers: Wanted
@@ -103,7 +103,7 @@ def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Plan
     cards = [model.card for model in planned.models]
     check_stage_kinds(serve, cards)
     for worker in planned.workers:
-        pools_of(cards, Choice(roles_of(worker.role)), options.resources)
+        pools_of(cards, StageSelector(roles_of(worker.role)), options.resources)
     if options.launcher is None:
         require_libraries(planned, options.places.loras)
     return planned
@@ -152,7 +152,7 @@ def standard(settings: Settings) -> Params:
     return {}
 
 
-def places(settings: Settings) -> Places:
+def places(settings: Settings) -> StorageLocations:
     """Where these settings have workers keep things; DATA_DIR stands for the data folder. Raises ConfigError."""
     serve = settings.serve
     Policy.parse(serve.checkpoint)
@@ -169,7 +169,7 @@ def places(settings: Settings) -> Places:
     if serve.loras and not Path(serve.loras).is_dir():
         raise UsageError(f"--loras {serve.loras}: there is no such folder")
     loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill
-    return Places(
+    return StorageLocations(
         results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,
         serve.checkpoint, loras,
     )  # fmt: skip
@@ -218,7 +218,7 @@ BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(sp
 """Kinds of stages of our own families; families of other packages may have more."""
 
 
-def check_stage_kinds(serve: Serve, cards: Sequence[ModelCard]) -> None:
+def check_stage_kinds(serve: Serve, cards: Sequence[ModelSpec]) -> None:
     """Raise UsageError if --encode or --durable-stages names a kind that no stage has."""
     known = BUILT_IN | {stage.kind for card in cards for stage in card.pipeline.stages}
     entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from unfuse.core.card import ModelCard
-from unfuse.core.compute import SHARD, fewer, own_spreads, parse_parallel, refuse
+from unfuse.core.compute_options import SHARD, fewer, own_spreads, parse_parallel, refuse
 from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.task import ARENA, SLOTS
@@ -66,7 +66,7 @@ class Component(msgspec.Struct, frozen=True):
 class Model(msgspec.Struct, frozen=True):
     """A model and its components. `dtypes` is `--dtype` with "auto" replaced by a type."""
 
-    card: ModelCard
+    card: ModelSpec
     folder: Path
     dtypes: str
     components: dict[str, Component]
@@ -163,7 +163,7 @@ def plan_for(
         return Plan(models, needed, wanted, devices, (), str(error), looked)
 
 
-def roles_apart(cards: Iterable[ModelCard]) -> tuple[str, ...]:
+def roles_apart(cards: Iterable[ModelSpec]) -> tuple[str, ...]:
     """The roles of which no stage needs the result store, so that they may run where it is not seen."""
     stages = [stage for card in cards for stage in card.pipeline.stages]
     needing = {stage.role for stage in stages if stage.needs_results}
@@ -225,7 +225,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
     return Component(name, kind, whole, files.size(name), dtype, memory, mapped, shared * width)
 
 
-def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
+def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
     """Return the dtype of each component by `--dtype`. "auto" is bfloat16 on GPUs, but float32 for VAEs and on CPUs.
 
     The result must be the same in the gateway and in workers, because they must agree on pools.

@@ -11,10 +11,10 @@ from typing import Any
 
 from unfuse import __version__
 from unfuse.arena.limits import readable_bytes
-from unfuse.core.card import ModelCard
-from unfuse.core.media import IMAGE, UPLOAD, VIDEO
+from unfuse.core.modalities import IMAGE, UPLOAD, VIDEO
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import declared
-from unfuse.core.words import TEXT
+from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
 from unfuse.service.plan import Plan
@@ -57,7 +57,7 @@ class StartScreen:
         return f"curl {url}{path}{key} {sent}"
 
 
-def _first_request(card: ModelCard) -> tuple[str, dict[str, object], bool]:
+def _first_request(card: ModelSpec) -> tuple[str, dict[str, object], bool]:
     """The path and fields of a request that the model can answer, and whether they are sent as a form."""
     if TEXT.made_by(card.limits):
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, False

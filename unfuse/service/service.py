@@ -27,8 +27,8 @@ from anyio import to_thread
 from unfuse import queues
 from unfuse.client import Client
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError, UnfuseError, UsageError
-from unfuse.core.messages import Borrow, Lent, Refused, ToScheduler, ToWorker, WorkerInfo
-from unfuse.core.plan import Choice, roles_of
+from unfuse.core.messages import AdapterBytes, FetchAdapter, Rejected, ToScheduler, ToWorker, WorkerInfo
+from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.supervisor import Supervisor, first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import Keys as ApiKeys
@@ -157,16 +157,16 @@ class Lending:
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         """The reply to one message."""
-        if not isinstance(message, Borrow):
+        if not isinstance(message, FetchAdapter):
             return await self._dispatcher.answer(peer, message)
         if self._loras is None:
-            return Refused("no lora is served here: start the server with --loras FOLDER")
+            return Rejected("no lora is served here: start the server with --loras FOLDER")
         try:
-            return Lent(*await to_thread.run_sync(self._loras.part, message.name, message.id, message.offset))
+            return AdapterBytes(*await to_thread.run_sync(self._loras.part, message.name, message.id, message.offset))
         except (NotFound, PermanentError) as error:
-            return Refused(str(error))
+            return Rejected(str(error))
         except OSError as error:
-            return Refused(f"lora {message.name!r} cannot be read: {error.strerror}")
+            return Rejected(f"lora {message.name!r} cannot be read: {error.strerror}")
 
 
 class Service(Stoppable):
@@ -287,12 +287,20 @@ class Service(Stoppable):
         if options.places.store.partition(":")[0] in ARENAS:
             arenas.expected = [
                 WorkerInfo(
-                    f"{at}-{number}", "", worker.role,
-                    pools_of([model.card for model in plan.models], Choice(roles_of(worker.role)), options.resources),
-                    1, "", options.workers.arena, resources=dict(options.resources),
+                    f"{at}-{number}",
+                    "",
+                    worker.role,
+                    pools_of(
+                        [model.card for model in plan.models], StageSelector(roles_of(worker.role)), options.resources
+                    ),
+                    1,
+                    "",
+                    options.workers.arena,
+                    resources=dict(options.resources),
                 )
-                for at, plan in enumerate(plans) for number, worker in enumerate(plan.workers)
-            ]  # fmt: skip
+                for at, plan in enumerate(plans)
+                for number, worker in enumerate(plan.workers)
+            ]
 
     def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> Plan:
         """Plan models, by name and where each is, beside others, which take or (`coming`) will take bytes of devices.

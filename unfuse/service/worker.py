@@ -17,10 +17,10 @@ import msgspec
 from msgspec.structs import replace
 
 from unfuse import __version__
-from unfuse.core.card import ModelCard
-from unfuse.core.compute import AUTO
+from unfuse.core.compute_options import AUTO
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Hello, Refused, Welcome, WorkerInfo
+from unfuse.core.messages import Register, Registered, Rejected, WorkerInfo
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.supervisor import first
 from unfuse.launch.local import HURRY, Forks, LocalLauncher
 from unfuse.models import card_of
@@ -167,7 +167,7 @@ async def work(
             await launcher.stop(0)
 
 
-STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
+STRANGER = Register(WorkerInfo("", "", "", (), 0, "", 0))  # a worker without pools, which asks what there is to serve
 
 
 class MachineWorkers(Stoppable):
@@ -212,7 +212,7 @@ class MachineWorkers(Stoppable):
         return await asyncio.to_thread(plan_here, self._settings, welcome)
 
 
-def plan_here(settings: Settings, welcome: Welcome) -> Plan:
+def plan_here(settings: Settings, welcome: Registered) -> Plan:
     """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
@@ -284,7 +284,7 @@ async def _port(address: str) -> Check:
     return Check("port", True, f"{host}:{port} can be reached")
 
 
-async def _welcome(address: str, trusted: Trust) -> Welcome | str:
+async def _welcome(address: str, trusted: Trust) -> Registered | str:
     """The answer to a worker that comes, or why a version cannot be understood. Raises ConnectionError."""
     dealer = Dealer(address, trusted)
     try:
@@ -296,13 +296,13 @@ async def _welcome(address: str, trusted: Trust) -> Welcome | str:
         ) from error
     finally:
         await dealer.close()
-    if isinstance(answer, Welcome):
+    if isinstance(answer, Registered):
         return answer
-    why = answer.message if isinstance(answer, Refused) else type(answer).__name__
+    why = answer.message if isinstance(answer, Rejected) else type(answer).__name__
     return f"{address} does not understand this version, {__version__} ({why}): install the same one on both machines"
 
 
-def _version(welcome: Welcome) -> Check:
+def _version(welcome: Registered) -> Check:
     there = welcome.version
     if there == __version__:
         return Check("version", True, f"both have {__version__}")
@@ -310,7 +310,7 @@ def _version(welcome: Welcome) -> Check:
     return Check("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
 
 
-def _clock(welcome: Welcome, now: float) -> Check:
+def _clock(welcome: Registered, now: float) -> Check:
     if not welcome.now:
         return Check("clock", True, "the scheduler does not tell its time")
     ahead = now - welcome.now
@@ -321,7 +321,7 @@ def _clock(welcome: Welcome, now: float) -> Check:
     return Check("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
 
 
-def _models(welcome: Welcome) -> Iterator[Check]:
+def _models(welcome: Registered) -> Iterator[Check]:
     for name, source, _ in welcome.models:
         try:
             resolve_source(source, None, ())
@@ -338,8 +338,8 @@ def _models(welcome: Welcome) -> Iterator[Check]:
         yield Check("models", False, "the scheduler serves no model yet: start it with one")
 
 
-def _results(welcome: Welcome) -> Check:
-    places, cards = welcome.places, list[ModelCard]()
+def _results(welcome: Registered) -> Check:
+    places, cards = welcome.places, list[ModelSpec]()
     if sees(places.results, places.mark):
         return Check("results", True, "this machine can run all stages")
     for _, source, _ in welcome.models:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import PIXELS
+from unfuse.core.modalities import PIXELS
 from unfuse.core.plan import Params
-from unfuse.core.text import TextLoad
+from unfuse.core.text import TextStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class StageInput(msgspec.Struct, frozen=True):
     prefix: tuple[Tensors, ...] = ()
     received: Any = None
     extends: bool = False
-    derived: Derived = Derived()
+    derived: DerivedFacts = DerivedFacts()
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ class HasTexts(Protocol):
 
     retracted: int
 
-    def load(self) -> TextLoad:
+    def load(self) -> TextStats:
         """The present numbers."""
 
     def leftovers(self) -> Mapping[str, int]:
@@ -163,7 +163,7 @@ class Stage(ABC):
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
 
-    def uploads_of(self, derived: Derived) -> Sequence[str]:
+    def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
         """The attachments that a task of such a request brings. Raises PermanentError."""
         return self.uploads
 
@@ -186,7 +186,7 @@ class Stage(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
 
-    def receive(self, derived: Derived, priority: int, names: Collection[str]) -> Receiving | None:
+    def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> Receiving | None:
         """Begin to take an input, which has tensors of these names, before its task begins; None: it is to be whole."""
         return None
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.parallel.group import Mesh

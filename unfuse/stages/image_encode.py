@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import InvalidParameter, PermanentError
-from unfuse.core.media import MASK, UPLOAD
+from unfuse.core.modalities import MASK, UPLOAD
 from unfuse.core.pixels import read_alpha, read_rgb
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
@@ -53,7 +53,7 @@ class ImageEncode(Stage):
         return brings if self._encoder.each else (brings, super().batch_key(task))
 
     @override
-    def uploads_of(self, derived: Derived) -> Sequence[str]:
+    def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
         return (UPLOAD, *(name for name in self._encoder.beside if name in derived.pictures))
 
     def __init__(self, encoder: ImageEncoder) -> None:

@@ -18,11 +18,11 @@ import torch
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.derived import GRAMMAR, PROMPT, Derived
+from unfuse.core.derived_facts import GRAMMAR, PROMPT, DerivedFacts
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import CHUNK, MOST_SHARED, Answer, Piece, unpacked
-from unfuse.core.vision import Shown
+from unfuse.core.text import CHUNK, MOST_SHARED, Answer, TokenDelta, unpacked
+from unfuse.core.vision import MediaItem
 from unfuse.language.detokenize import Ending, Words
 from unfuse.language.grammars import BehindReasoning, GrammarMatcher, Grammars
 from unfuse.language.paged_kv import KvSequence, NoBlocks
@@ -168,7 +168,7 @@ class Writing(Growing):
     words: Words = field(kw_only=True)
     sampled: Sampled | None = None
     constraint: GrammarMatcher | None = None
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[MediaItem, ...] = ()
     """The pictures and videos of the prompt, as JSON."""
     extends: bool = False
     """Whether the answer goes into the prefix cache."""
@@ -250,11 +250,11 @@ class Decode(PromptStage[Writing]):
         self.grown(made)
 
     @override
-    def uploads_of(self, derived: Derived) -> Sequence[str]:
+    def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
         return (PROMPT, GRAMMAR) if derived.grammar else (PROMPT,)
 
     @override
-    def receive(self, derived: Derived, priority: int, names: Collection[str]) -> ReceivedKv | None:
+    def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> ReceivedKv | None:
         if {*names} != {CHUNKS, REST}:
             return None
         return ReceivedKv(self._sequences, priority, derived.prompt_tokens - 1)
@@ -267,7 +267,7 @@ class Decode(PromptStage[Writing]):
         words = Words(self._tokenizer, ending(task.params, derived), most, derived.reading)
         ids = [*prompt]
         for data in task.recorded:
-            piece: Piece = decode(data, Piece)
+            piece: TokenDelta = decode(data, TokenDelta)
             words.add(piece.id, piece.logprob, tuple((id, logprob) for id, _, logprob in piece.top))
             ids.append(piece.id)
         sight = self._sequences.sight(prompt, task)
@@ -441,7 +441,7 @@ def sampling(params: Params) -> Sampling:
     return Sampling(**said, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
 
 
-def ending(params: Params, derived: Derived) -> Ending:
+def ending(params: Params, derived: DerivedFacts) -> Ending:
     """Return the stop conditions of a request."""
     return Ending(
         tuple(json.loads(need(params, "stop", str))),

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.vision import Shown, TokenRun, Vision
+from unfuse.core.vision import MediaItem, TokenRun, VisionConfig
 from unfuse.language.paged_kv import KvSequence, PagedKv, Span, joined
 from unfuse.stages.base import Tensors
 from unfuse.stages.refusal import refusal
@@ -36,7 +36,7 @@ class Sight:
     """
 
     def __init__(
-        self, ids: Sequence[int], shown: Sequence[Shown], tensors: Tensors, vision: Vision, layers: int
+        self, ids: Sequence[int], shown: Sequence[MediaItem], tensors: Tensors, vision: VisionConfig, layers: int
     ) -> None:
         """`tensors` has what was encoded, each with so many `layers` of deepstack. Raises PermanentError."""
         runs = [*vision.runs(ids, shown)]
@@ -76,7 +76,7 @@ def _part(tensors: Tensors, run: TokenRun, end: str, tokens: int) -> Tensor:
     return value[run.first : run.first + tokens]
 
 
-def _positions(length: int, runs: Sequence[TokenRun], vision: Vision) -> Tensor:
+def _positions(length: int, runs: Sequence[TokenRun], vision: VisionConfig) -> Tensor:
     """Those of transformers: text goes on by one in all rows; what is shown has frame, row and column behind it."""
     parts: list[Tensor] = []
     place = position = 0

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from unfuse.core.derived import PROMPT
+from unfuse.core.derived_facts import PROMPT
 from unfuse.core.errors import PermanentError
-from unfuse.core.text import CHUNK, TextLoad, beginnings, unpacked
-from unfuse.core.vision import Shown, Vision, places_of
+from unfuse.core.text import CHUNK, TextStats, beginnings, unpacked
+from unfuse.core.vision import MediaItem, VisionConfig, places_of
 from unfuse.language.grammars import GrammarMatcher
 from unfuse.language.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
@@ -69,7 +69,12 @@ class Sequences:
     """
 
     def __init__(
-        self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0, axis: Axis | None = None
+        self,
+        model: LanguageModel,
+        kv: PagedKv,
+        vision: VisionConfig | None = None,
+        deep: int = 0,
+        axis: Axis | None = None,
     ) -> None:
         self._model, self._kv, self._vision, self._deep, self._axis = model, kv, vision, deep, axis
         rank, self._share = axis.rank if axis else 0, kv.keys[0].shape[0]
@@ -101,11 +106,11 @@ class Sequences:
         """What of the KV is taken."""
         return self._kv.usage()
 
-    def load(self) -> TextLoad:
+    def load(self) -> TextStats:
         """What there is of blocks and prompts, and of texts whose grammar is not compiled yet."""
         usage = self.usage()
         compiling = sum(constraint.compiling for constraint in self.constraints)
-        return TextLoad(usage.used, usage.free, self.prompts, compiling)
+        return TextStats(usage.used, usage.free, self.prompts, compiling)
 
     def sight(self, ids: Sequence[int], task: StageInput) -> Sight | None:
         """What a prompt of these ids shows; None of one that shows nothing. Raises PermanentError."""
@@ -137,7 +142,7 @@ class Sequences:
             self.end(sequence)
             raise
 
-    def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[Shown]) -> tuple[str, ...]:
+    def digests(self, prompt: Sequence[int], answer: Sequence[int], shown: Sequence[MediaItem]) -> tuple[str, ...]:
         """The digests by which prompts that go on behind an answer find its chunks and those of its prompt.
 
         `shown` is what the prompt shows.
@@ -276,7 +281,7 @@ class PromptStage(SteppedStage[State]):
 
 
 def open_model(
-    model: Any, device: str, tokens: int, vision: Vision | None = None, deep: int = 0, axis: Axis | None = None
+    model: Any, device: str, tokens: int, vision: VisionConfig | None = None, deep: int = 0, axis: Axis | None = None
 ) -> Sequences:
     """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served.
 

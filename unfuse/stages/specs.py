@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.core.media import PIXELS, Workload
+from unfuse.core.modalities import PIXELS, Workload
 from unfuse.core.plan import StageSpec
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")

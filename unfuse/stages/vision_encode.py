@@ -11,9 +11,9 @@ from PIL import Image
 from typing_extensions import override
 
 from unfuse.core.codec import MAX_UPLOAD_BYTES, decode
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
-from unfuse.core.vision import Grid, Shown
+from unfuse.core.vision import Grid, MediaItem
 from unfuse.stages.base import OneStepState, Outline, Stage, StageInput, StageOutput
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import read_frames
@@ -59,7 +59,7 @@ class VisionEncode(Stage):
         self._encoder = encoder
 
     @override
-    def uploads_of(self, derived: Derived) -> Sequence[str]:
+    def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
         return (_shown(derived).upload,)
 
     @override
@@ -90,7 +90,7 @@ class VisionEncode(Stage):
         return outputs
 
 
-def _shown(derived: Derived) -> Shown:
+def _shown(derived: DerivedFacts) -> MediaItem:
     """What a task encodes."""
     if len(derived.shown) != 1:
         raise PermanentError(f"a task of vision_encode must be for one picture or video, not {len(derived.shown)}")
@@ -102,7 +102,7 @@ def _names(task: StageInput, deep: int) -> list[str]:
     return [name, *(f"{name}.{layer}" for layer in range(deep))]
 
 
-def _images(task: StageInput, shown: Shown) -> Iterator[Image.Image]:
+def _images(task: StageInput, shown: MediaItem) -> Iterator[Image.Image]:
     (data,) = task.uploads.values()
     if shown.picked:
         yield from read_frames(data, [int(number) for number in shown.picked.split(",")])

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 from typing_extensions import override
 
-from unfuse.core.derived import Derived
+from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
-from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
+from unfuse.core.modalities import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
@@ -165,7 +165,7 @@ class Whole(SteppedStage[RunningCall]):
         self._generator_device = device if draws_there else torch.device("cpu")
 
     @override
-    def uploads_of(self, derived: Derived) -> Sequence[str]:
+    def uploads_of(self, derived: DerivedFacts) -> Sequence[str]:
         return [name for name in UPLOADS if name in derived.pictures]
 
     @override

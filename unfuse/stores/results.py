@@ -18,8 +18,8 @@ from pathlib import Path
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
-from unfuse.core.media import MEDIA
-from unfuse.core.messages import Places
+from unfuse.core.messages import StorageLocations
+from unfuse.core.modalities import MEDIA
 from unfuse.core.paths import expanded
 from unfuse.core.request import ResultFile
 from unfuse.stores import BLOB_STORES
@@ -204,7 +204,7 @@ def sees(url: str, mark: str) -> bool:
         return False
 
 
-def copies_here(places: Places) -> str:
+def copies_here(places: StorageLocations) -> str:
     """Return the URL where objects of this machine's workers are copied to outlive them; "none" if there is none."""
     is_here = places.durable != "none" or sees(places.results, places.mark)
     return places.copies if is_here else "none"

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Hello, ToScheduler, ToWorker
+from unfuse.core.messages import Register, ToScheduler, ToWorker
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
 from unfuse.wire.address import UNIX
 from unfuse.wire.router import Router
@@ -98,7 +98,7 @@ class Meeting:
         await self._router.close()
 
     async def _hear(self, peer: bytes, message: ToScheduler | ToWorker) -> None:
-        if isinstance(message, Hello) and message.worker.pid not in self._known:
+        if isinstance(message, Register) and message.worker.pid not in self._known:
             self._known[message.worker.pid] = Started(message.worker.role, os.pidfd_open(message.worker.pid))
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.request import Event
-from unfuse.core.task import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Claim, Grown
+from unfuse.core.task import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Claim, OutputDeltas
 from unfuse.queues.base import QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
@@ -94,7 +94,7 @@ async def a_gap_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
         await submitted(queue, name)
     first, second = await leased(queue), await leased(queue)
     await raised(ProtocolError, append(queue, first.claim, 1, [b"b"]))
-    together = [Grown(first.claim, 0, (b"a",)), Grown(second.claim, 1, (b"b",))]
+    together = [OutputDeltas(first.claim, 0, (b"a",)), OutputDeltas(second.claim, 1, (b"b",))]
     await raised(ProtocolError, queue.append_all(together))
     await raised(ProtocolError, queue.append_all(together[::-1]))
     assert await queue.appended("a", "s") == await queue.appended("b", "s") == []
@@ -111,7 +111,7 @@ async def growth_is_bounded(queue: QueueBackend, clock: ManualClock) -> None:
     await raised(ProtocolError, append(queue, claim, 0, [b"a"] * (PIECES_AT_ONCE + 1)))
     await raised(ProtocolError, append(queue, claim, -1, [b"a"]))
     await raised(ProtocolError, append(queue, claim, MOST_PIECES, [b"a"]))
-    await raised(ProtocolError, queue.append_all([Grown(claim, 0, (b"a",)), Grown(claim, 1, (b"b",))]))
+    await raised(ProtocolError, queue.append_all([OutputDeltas(claim, 0, (b"a",)), OutputDeltas(claim, 1, (b"b",))]))
     assert await queue.appended("a", "s") == []
     assert await append(queue, claim, 0, [bytes(PIECE_BYTES)] * PIECES_AT_ONCE)
     assert await queue.append_all([]) == []
@@ -123,9 +123,9 @@ async def several_grow_in_one_call(queue: QueueBackend, clock: ManualClock) -> N
         await submitted(queue, name)
     leases = await queue.lease("w", wanted("p", slots=4), TTL)
     await queue.hand_back(leases[1].claim)
-    grown = [Grown(lease.claim, 0, (lease.task.request.encode(), b"!")) for lease in leases[:3]]
+    grown = [OutputDeltas(lease.claim, 0, (lease.task.request.encode(), b"!")) for lease in leases[:3]]
     nobody = Claim("nobody", "s", 1, bytes(16))
-    assert await queue.append_all([*grown, Grown(nobody, 0, (b"n",))]) == [True, False, True, False]
+    assert await queue.append_all([*grown, OutputDeltas(nobody, 0, (b"n",))]) == [True, False, True, False]
     found = [b"".join(await queue.appended(name, "s")) for name in "abcd"]
     assert found == [b"a!", b"", b"c!", b""]
 
@@ -155,7 +155,7 @@ async def of_a_stage_only_the_last_count_is_kept(queue: QueueBackend, clock: Man
     record = await queue.submit(request("a"), [task("a"), task("a", "t")], [Event("queued")], LIMITS)
     first, second = await leased(queue), await leased(queue)
     for number in range(600):
-        await queue.append_all([Grown(one.claim, number, (b"x",)) for one in (first, second)])
+        await queue.append_all([OutputDeltas(one.claim, number, (b"x",)) for one in (first, second)])
     await append(queue, first.claim, 600, [b"x"])
     record = await queue.commit(done(record, first, events=(Event("stage_completed", stage="s"),)))
     await queue.commit(done(record, second, status="completed", events=(Event("completed"),)))

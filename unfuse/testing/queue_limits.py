@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from unfuse.core.errors import LimitReached, Overloaded
-from unfuse.core.request import Allowance, Record
+from unfuse.core.request import RequestRecord, TenantLimits
 from unfuse.queues.base import Limits, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import change, count_waiting, done, leased, raised, request, task
 
-TWO = Allowance(concurrent=2)
-THREE_A_MINUTE = Allowance(rate=3, per_s=60)
+TWO = TenantLimits(concurrent=2)
+THREE_A_MINUTE = TenantLimits(rate=3, per_s=60)
 
 
-async def _submit(queue: QueueBackend, name: str, may: Allowance, tenant: str = "t", **fields: str) -> Record:
+async def _submit(queue: QueueBackend, name: str, may: TenantLimits, tenant: str = "t", **fields: str) -> RequestRecord:
     limits = Limits(max_active=1000, tenant=may)
     return await queue.submit(request(name, tenant=tenant, **fields), [task(name)], [], limits)
 
@@ -59,7 +59,7 @@ async def a_tenant_s_limit_holds_among_many_at_once(queue: QueueBackend, clock: 
     """Of twenty that come at one time as many are accepted as may be."""
     tries = (_submit(queue, str(number), TWO) for number in range(20))
     answers = await asyncio.gather(*tries, return_exceptions=True)
-    assert sum(isinstance(answer, Record) for answer in answers) == 2
+    assert sum(isinstance(answer, RequestRecord) for answer in answers) == 2
     assert sum(isinstance(answer, LimitReached) for answer in answers) == 18
 
 
@@ -88,7 +88,7 @@ async def a_rate_is_there_again_as_time_passes(queue: QueueBackend, clock: Manua
 
 async def what_all_may_not_have_costs_no_rate(queue: QueueBackend, clock: ManualClock) -> None:
     """A request that is refused for the sake of all takes nothing of its tenant's rate."""
-    once = Allowance(rate=1, per_s=60)
+    once = TenantLimits(rate=1, per_s=60)
     await queue.submit(request("a"), [task("a")], [], Limits())
     full = await raised(Overloaded, queue.submit(request("b", tenant="t"), [task("b")], [], Limits(1, tenant=once)))
     assert not isinstance(full, LimitReached)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from unfuse.core.errors import NotFound
-from unfuse.core.request import REQUEST_MOVES, Record, WebhookDelivery
+from unfuse.core.request import REQUEST_MOVES, RequestRecord, WebhookDelivery
 from unfuse.queues.base import INDEXED_FIELDS, Filter, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
@@ -103,7 +103,7 @@ async def check_lists(queue: QueueBackend) -> None:
     await asyncio.gather(*(_check_list(queue, which, everything) for which in filters))
 
 
-async def _check_list(queue: QueueBackend, which: Filter, everything: list[Record]) -> None:
+async def _check_list(queue: QueueBackend, which: Filter, everything: list[RequestRecord]) -> None:
     found = [record for record in everything if _is_asked_for(record, which)]
     assert await queue.list(which) == found, which
     assert await queue.list(which, oldest_first=True) == found[::-1], which
@@ -112,7 +112,7 @@ async def _check_list(queue: QueueBackend, which: Filter, everything: list[Recor
         assert pages == [found[at + 1 : at + 3], found[:at][::-1][:2]], which
 
 
-def _is_asked_for(record: Record, which: Filter) -> bool:
+def _is_asked_for(record: RequestRecord, which: Filter) -> bool:
     has = {name: read(record.context) for name, read in INDEXED_FIELDS.items()} | {"status": record.status}
     return all(has[name] == value for name, value in which.asked().items())
 

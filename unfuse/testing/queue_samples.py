@@ -12,8 +12,17 @@ import msgspec
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params, PlannedStage
-from unfuse.core.request import Caller, Change, Delivery, Event, GenerationRequest, Record, RequestContext, StageState
-from unfuse.core.task import ARENA, SLOTS, Claim, Grown, Lease, Task
+from unfuse.core.request import (
+    Caller,
+    Change,
+    Delivery,
+    Event,
+    GenerationRequest,
+    RequestContext,
+    RequestRecord,
+    StageState,
+)
+from unfuse.core.task import ARENA, SLOTS, Claim, Lease, OutputDeltas, Task
 from unfuse.queues.base import Limits, Offer, QueueBackend, Wanted
 from unfuse.testing.clock import ManualClock
 
@@ -71,7 +80,7 @@ def task_of(
     return Task(request, PlannedStage(stage, kind, pool, **stage_fields), attempt, model, params, inputs, **fields)
 
 
-async def submitted(queue: QueueBackend, name: str, **fields: Any) -> Record:
+async def submitted(queue: QueueBackend, name: str, **fields: Any) -> RequestRecord:
     """A stored request with one queued task that has these fields."""
     return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
 
@@ -116,18 +125,18 @@ async def count_waiting(queue: QueueBackend, pool: str) -> int:
 
 async def append(queue: QueueBackend, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
     """Append pieces to the output of one task. Returns whether its lease is held."""
-    (is_held,) = await queue.append_all([Grown(claim, offset, tuple(pieces))])
+    (is_held,) = await queue.append_all([OutputDeltas(claim, offset, tuple(pieces))])
     return is_held
 
 
-def change(record: Record, claim: Claim | None = None, **fields: Any) -> Change:
+def change(record: RequestRecord, claim: Claim | None = None, **fields: Any) -> Change:
     """The next version of a context; `push`, `close` and `events` go to the change, other fields to the context."""
     parts = {name: fields.pop(name) for name in ("push", "close", "events") if name in fields}
     context = msgspec.structs.replace(record.context, version=record.context.version + 1, **fields)
     return Change(context, claim, **parts)
 
 
-def done(record: Record, lease: Lease, **fields: Any) -> Change:
+def done(record: RequestRecord, lease: Lease, **fields: Any) -> Change:
     """The change that completes the leased stage, and nothing more unless `fields` say so."""
     state = StageState("done", attempt=lease.task.attempt, token=lease.token)
     stages = record.context.stages | {lease.task.stage: state}

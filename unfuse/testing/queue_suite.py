@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, Event, StageState, Timings
 from unfuse.queues.base import Declaration, QueueBackend
@@ -312,7 +312,7 @@ async def old_progress_is_dropped_first(queue: QueueBackend, clock: ManualClock)
 
 async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: ManualClock) -> None:
     """Each name's last word counts, for itself, and no worker has to be there."""
-    card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     assert await queue.declared() == {}
     await queue.declare("serve", Declaration((card,)))
     sleepy = Declaration((card,), {"p": 3}, ("gone",))
@@ -326,7 +326,7 @@ async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: Manual
 
 async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: ManualClock) -> None:
     """Of two that are stored at once one is refused; one that is gone, or failed, is replaced."""
-    card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     first = Declaration((card,), source="admin", server="one")
     second = msgspec.structs.replace(first, server="two")
     stored = await gather(*(queue.declare("model m", one, new=True) for one in (first, second)))
@@ -345,7 +345,7 @@ async def workers_come_and_go(queue: QueueBackend, clock: ManualClock) -> None:
 
     What is leased to one that goes, and nothing else, expires then; it is said again until somebody ends it.
     """
-    card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
+    card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     await queue.hello(worker("v"), [card])
     await queue.hello(worker("w"))
     await submitted(queue, "a")

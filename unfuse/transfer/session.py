@@ -22,7 +22,7 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError, UnfuseError
-from unfuse.core.messages import Moved
+from unfuse.core.messages import TransferStats
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
@@ -148,20 +148,20 @@ class TransferCounters:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._moved: dict[str, Moved] = {}
+        self._moved: dict[str, TransferStats] = {}
 
-    def add(self, engine: str, moved: Moved) -> None:
+    def add(self, engine: str, moved: TransferStats) -> None:
         """Add to the sums of an engine."""
         with self._lock:
-            self._moved[engine] = self._moved.get(engine, Moved()) + moved
+            self._moved[engine] = self._moved.get(engine, TransferStats()) + moved
 
-    def take(self) -> dict[str, Moved]:
+    def take(self) -> dict[str, TransferStats]:
         """Return the sums, and reset them."""
         with self._lock:
             taken, self._moved = self._moved, {}
             return taken
 
-    def put_back(self, taken: Mapping[str, Moved]) -> None:
+    def put_back(self, taken: Mapping[str, TransferStats]) -> None:
         """Add sums that were taken and could not be reported."""
         for engine, moved in taken.items():
             self.add(engine, moved)
@@ -273,10 +273,10 @@ class Session:
         try:
             self._pull(pieces)
         except LinkBroken:
-            self._links.counters.add(self._engine, Moved(failures=1))
+            self._links.counters.add(self._engine, TransferStats(failures=1))
             raise
         finally:
-            self._links.counters.add(self._engine, Moved(self.good - good, time.monotonic() - began))
+            self._links.counters.add(self._engine, TransferStats(self.good - good, time.monotonic() - began))
         if self.whole:
             self._sink.finish()
             return self._end(None)
@@ -427,7 +427,7 @@ class PeerLinks:
         try:
             link.ping()
         except LinkBroken:
-            self.counters.add(name, Moved(failures=1))
+            self.counters.add(name, TransferStats(failures=1))
             raise
         return name, link
 

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from unfuse.core.card import is_path
 from unfuse.core.errors import ConfigError, UsageError
+from unfuse.core.model_spec import is_path
 from unfuse.core.paths import expanded
 from unfuse.core.registry import nearest
 from unfuse.weights.fingerprints import FINGERPRINTS

@@ -16,7 +16,7 @@ import zmq
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
-from unfuse.core.messages import Refused, ToScheduler, ToWorker
+from unfuse.core.messages import Rejected, ToScheduler, ToWorker
 from unfuse.core.supervisor import LogThrottle
 from unfuse.wire.address import Trust, keys_for, open_socket, unix_path
 from unfuse.wire.listener import BoundedListener, listen
@@ -109,7 +109,7 @@ class Router:
         except ProtocolError as error:
             if times := self._throttle.count_if_due("refused"):
                 log.warning("refused a message", reason=str(error), times=times)
-            await self._send(peer, number, Refused(str(error)))
+            await self._send(peer, number, Rejected(str(error)))
             return
         self._pending[peer] += 1
         try:
@@ -128,11 +128,11 @@ class Router:
             if times := self._throttle.count_if_due("again"):
                 reason, name = str(error), type(message).__name__
                 log.warning("a message failed, the worker repeats it", message=name, reason=reason, times=times)
-            return Refused(str(error))
+            return Rejected(str(error))
         except Exception as error:  # one worker's message must not end the service of all
             if times := self._throttle.count_if_due(type(error).__name__):
                 log.exception("a message could not be answered", message=type(message).__name__, times=times)
-            return Refused(f"the scheduler failed on this message: {error}")
+            return Rejected(f"the scheduler failed on this message: {error}")
 
     async def _send(self, peer: bytes, number: bytes, reply: ToWorker) -> None:
         """Send without waiting; a reply that cannot be sent is undelivered."""

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import structlog
 
-from unfuse.core.compute import USUAL_BATCH
-from unfuse.core.messages import Sharing
+from unfuse.core.compute_options import USUAL_BATCH
+from unfuse.core.messages import ExactBatchStats
 from unfuse.core.retries import MEMORY, rule_of
 from unfuse.stages.base import Media, Stage
 from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
@@ -279,7 +279,7 @@ class Batches:
         self.sizes, self._most = BatchSizes(few if exactness else usual), most
         self._exactness, self._ranks = exactness, ranks
         self._turns, self._turn = dict[str, int](), 0
-        self.sharing: dict[str, Sharing] = {}
+        self.sharing: dict[str, ExactBatchStats] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
         """The next batch of these: the task whose place is first, and those that may share its forward.
@@ -301,13 +301,13 @@ class Batches:
         exact_key, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
         best = 0 if exact_key is None else self._exactness.largest(first.key, size)
         if best < size and exact_key is not None:
-            self._note(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
+            self._note(first, ExactBatchStats(blame={size: self._exactness.of(first.key, size).blame}))
             self.sizes.too_large(first.key, size)
         if best == 0 or (best == 1 and not first.stage.differs_alone):
             return [first], "alone"
         if self._exactness.must_compare(first.key, best):
             return mates[:best], "compared"
-        self._note(first, Sharing(best))
+        self._note(first, ExactBatchStats(best))
         return mates[:best], "together"
 
     def compute(self, batch: list[Job], how: How) -> list[tuple[Job, Any]]:
@@ -347,10 +347,10 @@ class Batches:
         own = job.turn if self._exactness and job.stage.all_together else 0
         return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.planned.pool, 0), own
 
-    def _note(self, job: Job, found: Sharing) -> None:
+    def _note(self, job: Job, found: ExactBatchStats) -> None:
         """Add to what is known of how requests of this job's pool share forwards."""
         pool = job.lease.task.planned.pool
-        known = self.sharing.get(pool, Sharing())
+        known = self.sharing.get(pool, ExactBatchStats())
         if known | found != known:
             self.sharing[pool] = known | found
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.messages import Accepted, Keep, Saved
+from unfuse.core.messages import Accepted, CachePrefix, CheckpointSaved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Checkpoint, Tensors
@@ -102,7 +102,7 @@ class SavedStates:
         """A task begins, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def share(self, kept: Keep) -> None:
+    async def share(self, kept: CachePrefix) -> None:
         """Have a prefix block recorded, which others find from then on, and hold it for them."""
         self._unshared[kept.claim] += 1
         try:
@@ -114,7 +114,7 @@ class SavedStates:
                 self._unshared -= Counter([kept.claim])
                 self._shared.notify_all()
 
-    async def save(self, saved: Saved) -> None:
+    async def save(self, saved: CheckpointSaved) -> None:
         """Copy a checkpoint to any durable store, have it recorded, delete what it replaces; itself if not recorded.
 
         One that cannot be copied, as when the disk is full, replaces none that is.

@@ -22,10 +22,10 @@ from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.protocol import peer_of
-from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
-from unfuse.core.compute import own_spreads
+from unfuse.core.compute_options import own_spreads
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSpec, pool_name
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
@@ -173,14 +173,14 @@ def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[st
         )
 
 
-def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelCard, Path]]:
+def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
     """Return the stages to load, by declared pool. Raises ConfigError if there are none, or a model cannot be read.
 
     If the worker has registered, models whose files have changed since then are left out.
     """
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole
-    takes, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelCard, Path]]()
+    takes, wanted = load.pools or load.registered, dict[str, tuple[StageSpec, ModelSpec, Path]]()
     refusal = ConfigError("the files of all models have changed since the worker started: start it again")
     for name, folder, dtype in models:
         if alone and name not in alone:

@@ -11,28 +11,28 @@ from typing import Any, Literal
 import msgspec
 
 from unfuse.core.codec import HEADER_BYTES, MAX_BYTES, decode, encode, frame, length_of, read_message
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ObjectLost, UnfuseError
 from unfuse.core.messages import (
     REFUSED,
-    Announced,
-    Done,
-    Failed,
-    Keep,
+    CachePrefix,
+    CheckpointSaved,
+    ExactBatchStats,
     Memory,
-    Places,
-    Progress,
-    Saved,
-    Sharing,
-    Spent,
-    Stopped,
+    OutputAnnounced,
+    RankTimes,
+    StepProgress,
+    StorageLocations,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice
+from unfuse.core.plan import StageSelector
 from unfuse.core.request import Timings
 from unfuse.core.retries import MEMORY, REQUEST, UNKNOWN, rule_of, type_name
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
-from unfuse.core.text import TextLoad
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
+from unfuse.core.text import TextStats
 
 How = Literal["together", "alone", "compared"]
 EXACTNESS = "exactness.json"  # the file, in the data folder, with what batches were found exact
@@ -55,13 +55,13 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """
 
     models: tuple[tuple[str, str, str], ...]
-    choice: Choice
+    choice: StageSelector
     compute: ComputeOptions
     owner: str
     node: str
     arena: str
     write_token: bytes
-    places: Places
+    places: StorageLocations
     run_dir: str = ""
     data_dir: str = ""
     rank: int = 0
@@ -200,19 +200,19 @@ class RankStatus(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """What one compute process does and uses. Sent when it has changed."""
 
     #: Seconds that it has computed steps and waited for other ranks. Zeros if there is one rank.
-    time: Spent = Spent()
+    time: RankTimes = RankTimes()
 
     #: Bytes that it holds on its GPU. 0 on a CPU.
     device_memory: int = 0
 
     #: KV blocks and prompts of its language stages. None without such stages, and of all ranks but the first.
-    texts: TextLoad | None = None
+    texts: TextStats | None = None
 
     #: Number of texts whose KV was given up for others since the process started.
     retracted: int = 0
 
     #: By pool, how requests of an exact pool share forwards. Known to the first rank.
-    batch_invariance: dict[str, Sharing] = {}
+    batch_invariance: dict[str, ExactBatchStats] = {}
 
 
 class Leak(msgspec.Struct, frozen=True):
@@ -240,9 +240,25 @@ ForLoop = Run | Arrived | Cancel | Turn  # what the step loop is sent
 ToCompute = Load | ForLoop | PairCall
 
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | RankStatus | PairDone | Taken
-    | Progress | Saved | Announced | Grown | Keep | LeaksFound | Waits | Stopped | Done | Failed
-)  # fmt: skip
+    Loading
+    | Loaded
+    | Ready
+    | LoadFailed
+    | Turn
+    | RankStatus
+    | PairDone
+    | Taken
+    | StepProgress
+    | CheckpointSaved
+    | OutputAnnounced
+    | OutputDeltas
+    | CachePrefix
+    | LeaksFound
+    | Waits
+    | TaskStopped
+    | TaskCompleted
+    | TaskFailed
+)
 
 
 class ComputeChannel:
@@ -261,14 +277,14 @@ class ComputeChannel:
 
     def receive(self) -> ToCompute:
         """The next message. Raises EOFError if the parent is gone."""
-        while isinstance(message := self._next(), Grown):
+        while isinstance(message := self._next(), OutputDeltas):
             self._recorded.setdefault(message.claim, []).extend(message.pieces)
         if isinstance(message, Run):
             return msgspec.structs.replace(message, recorded=tuple(self._recorded.pop(message.lease.claim, ())))
         return message
 
-    def _next(self) -> ToCompute | Grown:
-        message: ToCompute | Grown = decode(read_message(self._read, MAX_BYTES), ToCompute | Grown)
+    def _next(self) -> ToCompute | OutputDeltas:
+        message: ToCompute | OutputDeltas = decode(read_message(self._read, MAX_BYTES), ToCompute | OutputDeltas)
         return message
 
     def _read(self, size: int) -> bytes:
@@ -298,7 +314,7 @@ class ParentChannel:
         if isinstance(message, Run):
             for at in range(0, len(message.recorded), PIECES_AT_ONCE):
                 some = message.recorded[at : at + PIECES_AT_ONCE]
-                self._writer.write(frame(encode(Grown(message.lease.claim, at, some))))
+                self._writer.write(frame(encode(OutputDeltas(message.lease.claim, at, some))))
             message = msgspec.structs.replace(message, recorded=())
         self._writer.write(frame(encode(message)))
 
@@ -315,14 +331,14 @@ class ParentChannel:
         self._writer.close()
 
 
-def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> Failed:
+def failure(claim: Claim, error: Exception, timings: Timings | None = None) -> TaskFailed:
     """The report for a task that ended with this error; `timings` say what it has used."""
     rule = rule_of(error)
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
     if rule is MEMORY:
         message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
-    return Failed(
+    return TaskFailed(
         claim, rule.kind, sendable(message), sendable(evidence),
         object_id=error.object_id if isinstance(error, ObjectLost) else "",
         reason=REFUSED if rule is REQUEST else "",

@@ -18,7 +18,7 @@ import structlog
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.codec import decode, encode
-from unfuse.core.compute import compute_environment
+from unfuse.core.compute_options import compute_environment
 from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.supervisor import Supervisor
 from unfuse.worker import compute_messages as messages

@@ -19,19 +19,19 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import (
-    Announced,
-    Done,
-    Failed,
+    CachePrefix,
+    CheckpointSaved,
+    ExactBatchStats,
     FailureKind,
-    Keep,
-    Progress,
-    Saved,
-    Sharing,
-    Stopped,
+    OutputAnnounced,
+    StepProgress,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
     WorkerStatus,
 )
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import Claim, Grown, Lease
+from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.transfer.base import Pairs
 from unfuse.worker.compute_messages import (
     Arrived,
@@ -149,7 +149,19 @@ def resident(pids: Iterable[int]) -> int:
 
 
 Report = Callable[
-    [Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed], Awaitable[None]
+    [
+        Ready
+        | StepProgress
+        | CheckpointSaved
+        | OutputAnnounced
+        | OutputDeltas
+        | CachePrefix
+        | LeaksFound
+        | TaskStopped
+        | TaskCompleted
+        | TaskFailed
+    ],
+    Awaitable[None],
 ]
 
 
@@ -186,7 +198,7 @@ class Executor:
         self.ready = False
         self._busy = BusyShare()
         self._statuses = [RankStatus()] * len(loads)
-        self._batch_invariance: dict[str, Sharing] = {}  # of earlier processes too
+        self._batch_invariance: dict[str, ExactBatchStats] = {}  # of earlier processes too
         self.retracted = 0  # texts whose KV was given up and that no heartbeat has reported yet
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
@@ -277,7 +289,9 @@ class Executor:
         It is handed back if a process that had taken an input of it is gone.
         """
         if not self.passing.begins(lease.claim):
-            await self._report(Failed(lease.claim, "hand_back", f"{ENDED}, and its inputs with it", reason="compute"))
+            await self._report(
+                TaskFailed(lease.claim, "hand_back", f"{ENDED}, and its inputs with it", reason="compute")
+            )
             return
         self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
         await self._feed()
@@ -288,7 +302,7 @@ class Executor:
         With `if_saved`, it goes on where its state cannot be saved.
         """
         if self._waiting.pop(claim, None):
-            await self._report(Stopped(claim))
+            await self._report(TaskStopped(claim))
             await self._feed()
         elif claim in self._given:
             await self._processes[0].send(Cancel(claim, save, if_saved))
@@ -369,18 +383,18 @@ class Executor:
                 await self._send(message, self._processes[1:])
             case Waits():
                 self._unwritten |= {message.claim} & self._given.keys()
-            case Progress():
+            case StepProgress():
                 self._unwritten.discard(message.claim)
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case Saved() | Announced() | Grown() | Keep():
+            case CheckpointSaved() | OutputAnnounced() | OutputDeltas() | CachePrefix():
                 await self._report(message)
             case PairDone():
                 self.pairs.heard(message)
-            case Failed(kind="crash"):  # killing the process reports this task and all others that it had begun
+            case TaskFailed(kind="crash"):  # killing the process reports this task and all others that it had begun
                 self._processes[0].kill(f"killed, because its device failed: {message.message}")
-            case Stopped() | Done() | Failed():
+            case TaskStopped() | TaskCompleted() | TaskFailed():
                 self._begun.discard(message.claim)
                 self._unwritten.discard(message.claim)
                 if self._given.pop(message.claim, None):
@@ -419,4 +433,4 @@ class Executor:
             kind: FailureKind = "crash" if crashed else "hand_back"
             reason = "" if crashed else "compute"
             company = crashed and len(begun) > 1
-            await self._report(Failed(claim, kind, message, evidence, company=company, reason=reason))
+            await self._report(TaskFailed(claim, kind, message, evidence, company=company, reason=reason))

@@ -13,11 +13,11 @@ import structlog
 
 from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.core.errors import PermanentError, ProtocolError, ResultsUnavailable, TransientError
-from unfuse.core.messages import Announced, Keep
+from unfuse.core.messages import CachePrefix, OutputAnnounced
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared, prefix_key
 from unfuse.core.request import ResultFile, Timings
-from unfuse.core.task import Claim, Grown, Lease, check_growth
+from unfuse.core.task import Claim, Lease, OutputDeltas, check_growth
 from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore, Unsealed
@@ -67,12 +67,12 @@ class Job:
     prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)  # see `read_prefix_blocks`
     output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
 
-    def growth(self) -> Grown | None:
+    def growth(self) -> OutputDeltas | None:
         """What the last step has added to its output, if anything; raises PermanentError where that is too much."""
         pieces = tuple(self.stage.grown(self.state))
         if not pieces:
             return None
-        grown = Grown(self.claim, self.grown, pieces)
+        grown = OutputDeltas(self.claim, self.grown, pieces)
         try:
             check_growth([grown])
         except ProtocolError as error:
@@ -285,7 +285,7 @@ def start_of(run: Run, begun: Job | Exception) -> TaskStart:
 
 
 def announce(
-    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[Announced], object] | None
+    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[OutputAnnounced], object] | None
 ) -> None:
     """Have a task that begins write its output where others may read it meanwhile, and `tell` of it.
 
@@ -302,7 +302,7 @@ def announce(
     if job.output:
         job.opened.callback(job.output.abort)
         job.stage.write_to(job.state, job.output)
-        tell(Announced(job.claim, job.output.ref))
+        tell(OutputAnnounced(job.claim, job.output.ref))
 
 
 def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
@@ -340,7 +340,7 @@ def read_prefix_blocks(job: Job) -> list[tuple[str, str, Tensors]]:
     return found
 
 
-def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[Keep]:
+def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
     """Store what `read_prefix_blocks` has read. A block that cannot be stored is left out, with those behind it."""
     task, blocks = job.lease.task, job.prefix_blocks
     job.prefix_blocks = []
@@ -350,7 +350,7 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[Keep]:
         except Exception as error:  # as above
             log.info("not kept", request=task.request, stage=task.stage, reason=str(error))
             return
-        yield Keep(job.claim, key, ref, digest)
+        yield CachePrefix(job.claim, key, ref, digest)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:

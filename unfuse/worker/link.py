@@ -12,23 +12,23 @@ from functools import partial
 import structlog
 
 from unfuse.core.messages import (
-    Append,
-    Ask,
-    Beat,
-    Hello,
-    Progress,
-    Pulse,
-    Recall,
-    Recorded,
-    Refused,
-    Steps,
-    Stranger,
+    AppendOutput,
+    Heartbeat,
+    HeartbeatReply,
+    ReadOutput,
+    RecordedOutput,
+    Register,
+    Registered,
+    Rejected,
+    ReportProgress,
+    RequestTasks,
+    StepProgress,
     ToScheduler,
     ToWorker,
-    Welcome,
+    UnknownWorker,
 )
 from unfuse.core.supervisor import Supervisor
-from unfuse.core.task import PIECES_AT_ONCE, Claim, Grown, Lease
+from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
 from unfuse.worker.objects import Objects
@@ -43,9 +43,9 @@ class ProgressReporter:
 
     def __init__(self, link: Link, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
         self._link, self._background, self._ended = link, background, ended
-        self._steps: list[Progress] = []
+        self._steps: list[StepProgress] = []
 
-    def add(self, progress: Progress) -> None:
+    def add(self, progress: StepProgress) -> None:
         """Report this within GATHER_S."""
         self._steps.append(progress)
         if len(self._steps) == 1:
@@ -55,15 +55,15 @@ class ProgressReporter:
         """Report now whatever waits, before the next message."""
         steps, self._steps = self._steps, []
         if steps:
-            self._background.once("reporting steps", partial(self._send, Steps(tuple(steps))))
+            self._background.once("reporting steps", partial(self._send, ReportProgress(tuple(steps))))
 
     async def _soon(self) -> None:
         await asyncio.sleep(GATHER_S)
         self.flush()
 
-    async def _send(self, message: Steps) -> None:
+    async def _send(self, message: ReportProgress) -> None:
         answer = await self._link.call(message)
-        for claim in answer.ended if isinstance(answer, Pulse) else ():
+        for claim in answer.ended if isinstance(answer, HeartbeatReply) else ():
             await self._ended(claim)
 
 
@@ -92,7 +92,7 @@ class OutputRecorder:
         self._hurry = asyncio.Event()
         self._sending = False
 
-    def add(self, message: Grown) -> None:
+    def add(self, message: OutputDeltas) -> None:
         """Have these pieces recorded soon."""
         self._unrecorded.setdefault(message.claim, _Growth(message.offset)).pieces += message.pieces
         if not self._sending:
@@ -109,10 +109,10 @@ class OutputRecorder:
         """Return the pieces that earlier attempts have made; None if the lease is lost."""
         found: list[bytes] = []
         while len(found) < lease.appended:
-            match await self._link.call(Recall(lease.claim, len(found))):
-                case Recorded(pieces) if pieces:
+            match await self._link.call(ReadOutput(lease.claim, len(found))):
+                case RecordedOutput(pieces) if pieces:
                     found += pieces
-                case Refused(lease_lost=False):
+                case Rejected(lease_lost=False):
                     await asyncio.sleep(PAUSE_S)
                 case _:
                     return None
@@ -131,18 +131,18 @@ class OutputRecorder:
         finally:
             self._sending = False
 
-    def _some(self) -> list[Grown]:
+    def _some(self) -> list[OutputDeltas]:
         """As much as one message takes, of those first that have waited longest."""
-        found, room = list[Grown](), PIECES_AT_ONCE
+        found, room = list[OutputDeltas](), PIECES_AT_ONCE
         for claim, growth in self._unrecorded.items():
-            found += [Grown(claim, growth.offset, tuple(growth.pieces[:room]))] if room else []
+            found += [OutputDeltas(claim, growth.offset, tuple(growth.pieces[:room]))] if room else []
             room -= min(room, len(growth.pieces))
         return found
 
-    async def _record(self, grown: list[Grown]) -> bool:
+    async def _record(self, grown: list[OutputDeltas]) -> bool:
         """Have these recorded; False if that failed, and may be tried again."""
-        answer = await self._link.call(Append(tuple(grown)))
-        if not isinstance(answer, Pulse):
+        answer = await self._link.call(AppendOutput(tuple(grown)))
+        if not isinstance(answer, HeartbeatReply):
             log.warning("what has grown is not recorded yet", answer=str(answer))
             return False
         for one in grown:
@@ -160,7 +160,7 @@ class OutputRecorder:
 
 WAIT_S = 20.0  # seconds that an Ask waits at the scheduler for tasks
 
-WITHDRAW = Ask(0, 0, 0.0)  # an Ask for nothing: it replaces an Ask that waits at the scheduler
+WITHDRAW = RequestTasks(0, 0, 0.0)  # an Ask for nothing: it replaces an Ask that waits at the scheduler
 
 ANSWER_S = 10.0  # seconds, beside those the message asks to wait, after which a silent scheduler counts as gone
 
@@ -218,7 +218,7 @@ class Holding:
         unplaced = self.leases.keys() - self._placed
         return max(0, free - sum(self.leases[claim].task.planned.room for claim in unplaced))
 
-    def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> Ask:
+    def ask(self, room: int | None, loaded: str, holds: str = "", after: str = "") -> RequestTasks:
         """The next Ask, of what it `holds`: for free slots, or one more urgent task; or one `after` a task's end."""
         held = [lease.task for lease in self.leases.values()]
         if any(task.alone for task in held):
@@ -230,7 +230,7 @@ class Holding:
         for task in held:
             taken.update(task.planned.needs)
         amounts = {name: max(0, amount - taken[name]) for name, amount in self.resources.items()}
-        return Ask(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)
+        return RequestTasks(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)
 
 
 class Link:
@@ -245,8 +245,8 @@ class Link:
             keys_for(address, trust)
         self._addresses, self._trust, self._renewed = list(addresses), trust, renewed
         self._dealer = Dealer(self._addresses[0], trust)
-        self._hello: Hello
-        self._welcome: Welcome | None = None
+        self._hello: Register
+        self._welcome: Registered | None = None
         self._lock = asyncio.Lock()
         self._tried = 0
         self._missed = 0
@@ -257,7 +257,7 @@ class Link:
         """Whether a scheduler has welcomed the worker, and is not known to be gone."""
         return self._welcome is not None
 
-    async def hello(self, hello: Hello) -> Welcome:
+    async def hello(self, hello: Register) -> Registered:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""
         self._hello, self._welcome = hello, None
         _, welcome = await self._connected()
@@ -276,9 +276,9 @@ class Link:
         """
         dealer, _ = await self._connected()
         try:
-            answer = await dealer.call(message, timeout + (message.wait if isinstance(message, Ask) else 0))
+            answer = await dealer.call(message, timeout + (message.wait if isinstance(message, RequestTasks) else 0))
         except TimeoutError:
-            self._missed += 1 if isinstance(message, Beat) else MISSES
+            self._missed += 1 if isinstance(message, Heartbeat) else MISSES
             if self._missed >= MISSES:
                 await self._leave(dealer, "it does not answer")
             raise
@@ -287,7 +287,7 @@ class Link:
             raise
         self._missed = 0
         self.heard += 1
-        if isinstance(answer, Stranger):
+        if isinstance(answer, UnknownWorker):
             if dealer is self._dealer:
                 self._welcome = None
             raise ConnectionError("it was restarted")
@@ -297,7 +297,7 @@ class Link:
         """Close the connection."""
         await self._dealer.close(linger=1.0)
 
-    async def _connected(self) -> tuple[Dealer, Welcome]:
+    async def _connected(self) -> tuple[Dealer, Registered]:
         """The connection to a scheduler that has answered Hello, and its Welcome."""
         async with self._lock:
             while self._welcome is None:
@@ -306,7 +306,7 @@ class Link:
                 except OSError as error:
                     await self._next(str(error) or "it does not answer")
                     continue
-                if not isinstance(answer, Welcome):
+                if not isinstance(answer, Registered):
                     await self._next(f"it did not welcome this worker: {answer}")
                     continue
                 self._welcome = answer

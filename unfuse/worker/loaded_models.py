@@ -18,11 +18,11 @@ import structlog
 import xxhash
 from msgspec.structs import replace
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, NotFound, PermanentError, TransientError
-from unfuse.core.messages import Borrow, ChangedFile, Lent, Refused
+from unfuse.core.messages import AdapterBytes, ChangedFile, FetchAdapter, Rejected
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import scales
-from unfuse.core.plan import Choice, declared, manned
+from unfuse.core.plan import StageSelector, declared, manned
 from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stages.specs import ADAPTED
@@ -53,7 +53,7 @@ class LoadedModel(NamedTuple):
     `files` has only the files that are loaded from this model's folder.
     """
 
-    card: ModelCard
+    card: ModelSpec
     folder: Path
     dtype: str
     pools: Mapping[str, str]
@@ -69,7 +69,7 @@ class WeightFiles:
     """
 
     def __init__(
-        self, models: Models, cards: Sequence[ModelCard], choice: Choice, before: States, in_turns: bool = False
+        self, models: Models, cards: Sequence[ModelSpec], choice: StageSelector, before: States, in_turns: bool = False
     ) -> None:
         self.changed: dict[str, ChangedFile] = {}
         self.left_out: frozenset[str] = frozenset()
@@ -187,7 +187,9 @@ def _name_of(model: LoadedModel, path: Path) -> str:
     return path.name if path == model.folder else path.relative_to(model.folder).as_posix()
 
 
-def _loaded_model(card: ModelCard, folder: Path, dtype: str, choice: Choice, known: frozenset[str]) -> LoadedModel:
+def _loaded_model(
+    card: ModelSpec, folder: Path, dtype: str, choice: StageSelector, known: frozenset[str]
+) -> LoadedModel:
     """Return the part of a model that is loaded: the chosen stages, except those whose pools are `known`."""
     pools, files, reads = card.pools(choice), defaultdict[Path, set[str]](set), files_of(folder)
     for stage in card.pipeline.stages:
@@ -209,7 +211,7 @@ def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
 class Swapping:
     """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
 
-    def __init__(self, sets: Sets, loads: Sequence[Load], cards: Sequence[ModelCard] = ()) -> None:
+    def __init__(self, sets: Sets, loads: Sequence[Load], cards: Sequence[ModelSpec] = ()) -> None:
         self.sets, self._loads, self._cards, self._read = sets, loads, cards, ""
         self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
         """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
@@ -258,7 +260,7 @@ class Swapping:
             await asyncio.to_thread(_read_ahead, self._loads[0].models, self._cards, self.sets[name])
 
 
-def _read_ahead(models: Models, cards: Sequence[ModelCard], pools: Collection[str]) -> None:
+def _read_ahead(models: Models, cards: Sequence[ModelSpec], pools: Collection[str]) -> None:
     """Ask for the files of these declared pools. What cannot be read loading will tell of."""
     folders = {name: source for name, source, _ in models}
     named = {
@@ -302,9 +304,9 @@ class Borrowing:
             self._kept.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as stream:
                 while at < size:
-                    answer = await self._link.call(Borrow(name, id, at))
-                    if not isinstance(answer, Lent):
-                        raise NotFound(answer.message if isinstance(answer, Refused) else f"lora {name!r} is not lent")
+                    answer = await self._link.call(FetchAdapter(name, id, at))
+                    if not isinstance(answer, AdapterBytes):
+                        raise NotFound(answer.message if isinstance(answer, Rejected) else f"lora {name!r} is not lent")
                     size = size if at else self._room(name, answer.size)
                     if answer.size != size or not answer.data or at + len(answer.data) > size:
                         raise TransientError(f"lora {name!r} was changed while it was copied")

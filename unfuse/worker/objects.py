@@ -13,7 +13,7 @@ import structlog
 from unfuse.arena.extents import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
-from unfuse.core.messages import Done, Failed, Memory, Places, Stopped
+from unfuse.core.messages import Memory, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import CACHED, Lease, cached_as
 from unfuse.stores.results import copies_here
@@ -43,7 +43,7 @@ class Objects:
     def __init__(
         self,
         store: TensorStore,
-        places: Places,
+        places: StorageLocations,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
         passing: Passing | None = None,
@@ -82,28 +82,30 @@ class Objects:
         held = self._arena.requests() if self._arena and self.store.bounded else frozenset()
         return frozenset(name for name in held if not name.startswith(CACHED)) - self._elsewhere
 
-    def end_task(self, lease: Lease, message: Stopped | Done | Failed, read_here: bool) -> Stopped | Done | Failed:
+    def end_task(
+        self, lease: Lease, message: TaskStopped | TaskCompleted | TaskFailed, read_here: bool
+    ) -> TaskStopped | TaskCompleted | TaskFailed:
         """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
 
         Copies stay for a while if its compute process died, or an input came to nothing, since it may come here again;
         and if its output is `read_here`, by a stage that may read the same inputs. If the report names a lost copy, it
         gets the id of the original, which is the one that the scheduler knows.
         """
-        if isinstance(message, Failed) and message.object_id:
+        if isinstance(message, TaskFailed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
-        elif isinstance(message, Done):
+        elif isinstance(message, TaskCompleted):
             self.made(message, lease.task.planned.kind)
-        crashed = isinstance(message, Failed) and (message.kind == "crash" or message.reason == "compute")
-        withdrawn = isinstance(message, Stopped) and not all(ref.whole for ref in lease.task.inputs)
-        if crashed or withdrawn or (isinstance(message, Failed) and message.kind == "object_lost"):
+        crashed = isinstance(message, TaskFailed) and (message.kind == "crash" or message.reason == "compute")
+        withdrawn = isinstance(message, TaskStopped) and not all(ref.whole for ref in lease.task.inputs)
+        if crashed or withdrawn or (isinstance(message, TaskFailed) and message.kind == "object_lost"):
             self.copies.keep(message.claim)
-        elif isinstance(message, Done) and read_here:
+        elif isinstance(message, TaskCompleted) and read_here:
             self.copies.keep(message.claim, again=False)
         else:
             self.copies.let_go(message.claim)
         return message
 
-    def made(self, done: Done, kind: str) -> None:
+    def made(self, done: TaskCompleted, kind: str) -> None:
         """A stage of this kind has stored its output: begin to write a durable copy, if it is to have one."""
         if done.output is None:
             return

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.messages import Failed, Spent
+from unfuse.core.messages import RankTimes, TaskFailed
 from unfuse.worker.compute_messages import Turn, Waits
 
-TaskStart = Failed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
+TaskStart = TaskFailed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
 
 
 class Exchange(Protocol):
@@ -46,9 +46,9 @@ class Ranks:
         return self._others.waited_s if self._others else 0.0
 
     @property
-    def time(self) -> Spent:
+    def time(self) -> RankTimes:
         """Seconds of steps and exchanges so far; zeros if there is one rank."""
-        return Spent(self._stepped_s, self.exchange_s)
+        return RankTimes(self._stepped_s, self.exchange_s)
 
     def tell(self, turn: Turn) -> None:
         """Have the other ranks carry out a turn."""
@@ -90,7 +90,7 @@ class Ranks:
 
 def _common(starts: Sequence[TaskStart]) -> TaskStart:
     """The first failure, else a wait, else the step."""
-    for kind in (Failed, Waits):
+    for kind in (TaskFailed, Waits):
         if found := next((start for start in starts if isinstance(start, kind)), None):
             return found
     return starts[0] if len({*starts}) == 1 else -1

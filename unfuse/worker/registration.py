@@ -8,8 +8,7 @@ from itertools import chain
 import msgspec
 import structlog
 
-from unfuse.core.card import ModelCard, is_path, name_of
-from unfuse.core.compute import (
+from unfuse.core.compute_options import (
     AUTO,
     USUAL_BATCH,
     ComputeOptions,
@@ -21,8 +20,9 @@ from unfuse.core.compute import (
     refuse,
 )
 from unfuse.core.errors import ConfigError, UsageError
-from unfuse.core.messages import Places, Welcome
-from unfuse.core.plan import Choice, StageSpec, roles_of, slots_of
+from unfuse.core.messages import Registered, StorageLocations
+from unfuse.core.model_spec import ModelSpec, is_path, name_of
+from unfuse.core.plan import StageSelector, StageSpec, roles_of, slots_of
 from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
@@ -86,7 +86,7 @@ class Served(msgspec.Struct, frozen=True):
     """
 
     models: Models
-    cards: tuple[ModelCard, ...]
+    cards: tuple[ModelSpec, ...]
     pools: tuple[str, ...]
     slots: int
     devices: tuple[str, ...]
@@ -95,7 +95,7 @@ class Served(msgspec.Struct, frozen=True):
     parallel: str = ""
 
 
-def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
+def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSelector) -> Served:
     """Decide what a worker of the chosen stages serves for this scheduler, and fetch its models.
 
     Raises ConfigError if their settings contradict, if there is nothing to serve, or a stage needs results that are not
@@ -169,7 +169,7 @@ def _source_here(name: str, offered: str) -> str:
     return name if is_by_name else offered
 
 
-def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
+def refuse_unseen(stages: Sequence[StageSpec], places: StorageLocations) -> None:
     """Raise ConfigError for stages that need the result store, where that is another machine's folder."""
     needing = sorted({stage.role for stage in stages if stage.needs_results})
     if needing and not sees(places.results, places.mark):
@@ -180,7 +180,7 @@ def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
         )
 
 
-def _read_here(cards: Sequence[ModelCard], choice: Choice) -> frozenset[str]:
+def _read_here(cards: Sequence[ModelSpec], choice: StageSelector) -> frozenset[str]:
     """The declared pools of the chosen stages whose outputs chosen stages read."""
     found = set[str]()
     for card in cards:
@@ -190,7 +190,9 @@ def _read_here(cards: Sequence[ModelCard], choice: Choice) -> frozenset[str]:
     return frozenset(found)
 
 
-def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: TensorStore, places: Places) -> list[Load]:
+def loads_of(
+    served: Served, choice: StageSelector, options: WorkerOptions, store: TensorStore, places: StorageLocations
+) -> list[Load]:
     """What each rank is to load."""
     replace = msgspec.structs.replace
     own = store.owner, store.node, store.address, store.write_token
@@ -207,7 +209,7 @@ def _tell(brought: Brought) -> None:
     log.info("fetching", passing=True, **msgspec.structs.asdict(brought))
 
 
-def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[str] = ()) -> tuple[str, ...]:
+def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Collection[str] = ()) -> tuple[str, ...]:
     """The declared pools of the chosen stages.
 
     Raises ConfigError for a role that no stage has, a choice without a stage, or a stage whose resource is missing.
@@ -238,10 +240,10 @@ def sets_of(served: Served, options: WorkerOptions) -> Sets:
             f"--max-loaded-models 1 and --role {options.role} both say what is loaded at a time: leave one out"
         )
     if one_model:
-        choice = Choice(roles_of(options.role), options.components)
+        choice = StageSelector(roles_of(options.role), options.components)
         found = {card.name: {*card.pools(choice).values()} for card in cards}
     else:
-        chosen = {part.strip(): Choice(roles_of(part), options.components) for part in parts}
+        chosen = {part.strip(): StageSelector(roles_of(part), options.components) for part in parts}
         found = {name: {pool for card in cards for pool in card.pools(one).values()} for name, one in chosen.items()}
     sets = {name: frozenset(pools) for name, pools in found.items() if pools}
     return sets if len(sets) > 1 else {}

@@ -15,7 +15,7 @@ import structlog
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, ObjectLost, TransientError
-from unfuse.core.messages import Granted
+from unfuse.core.messages import LeasesGranted
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
@@ -278,7 +278,7 @@ class Copies:
         """How much each engine has brought."""
         return self._transfers.counters if "_transfers" in self.__dict__ else TransferCounters()
 
-    async def bring(self, lease: Lease, granted: Granted) -> Lease | None:
+    async def bring(self, lease: Lease, granted: LeasesGranted) -> Lease | None:
         """Fetch the task's inputs that cannot be mapped. Returns the lease with the copies in their place.
 
         Waits for inputs that are still written, and meanwhile fetches what there is of them. An input that is longer

@@ -16,11 +16,20 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ResultsUnavailable
-from unfuse.core.messages import Done, Failed, Keep, Memory, Progress, Saved, Sharing, Stopped
+from unfuse.core.messages import (
+    CachePrefix,
+    CheckpointSaved,
+    ExactBatchStats,
+    Memory,
+    StepProgress,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
+)
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
-from unfuse.core.task import Claim, Grown
-from unfuse.core.text import TextLoad
+from unfuse.core.task import Claim, OutputDeltas
+from unfuse.core.text import TextStats
 from unfuse.stages.base import HasTexts, Media, Stage
 from unfuse.stores.results import ResultStore, part_name, parts_of
 from unfuse.stores.tensor_store import TensorStore
@@ -57,7 +66,7 @@ class StepReporter:
         self,
         store: TensorStore,
         results: ResultStore,
-        send: Callable[[Grown | Keep | Progress], object],
+        send: Callable[[OutputDeltas | CachePrefix | StepProgress], object],
         leads: bool,
         overlap: bool,
     ) -> None:
@@ -101,7 +110,7 @@ class StepReporter:
     def _report_progress(self, job: Job, step: int, steps: int) -> None:
         now = time.monotonic()
         if step == steps or now - job.reported_at >= PROGRESS_INTERVAL_S:
-            self._send(Progress(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
+            self._send(StepProgress(job.claim, step, steps, job.reported + 1, tuple(job.previews), job.share_s))
             job.reported, job.reported_at, job.previews = step, now, []
 
 
@@ -214,7 +223,7 @@ class StatusReporter:
     def __init__(
         self,
         stages: Iterable[Stage],
-        sharing: Mapping[str, Sharing],
+        sharing: Mapping[str, ExactBatchStats],
         ranks: Ranks,
         device_memory: Callable[[], int],
         send: Callable[[messages.RankStatus], object],
@@ -231,7 +240,7 @@ class StatusReporter:
         status = messages.RankStatus(
             time=self._ranks.time,
             device_memory=self._device_memory(),
-            texts=sum((texts.load() for texts in self._texts), TextLoad()) if self._texts else None,
+            texts=sum((texts.load() for texts in self._texts), TextStats()) if self._texts else None,
             retracted=sum(texts.retracted for texts in self._texts),
             batch_invariance=dict(self._sharing),
         )
@@ -402,7 +411,7 @@ class StepLoop:
                 continue
             if isinstance(own, Job):
                 self._let_go(own)
-            if isinstance(start, Failed):
+            if isinstance(start, TaskFailed):
                 self._intake.forget(claim)
                 self._send(start)
                 continue
@@ -415,7 +424,7 @@ class StepLoop:
                 self._begin([msgspec.structs.replace(run, lease=lease)])
 
     def _begun(self, run: messages.Run) -> Job | Exception:
-        self._send(Progress(run.lease.claim, 0, 0, 0))
+        self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
             return self._intake.begin(run)
         except Exception as error:  # an error of one task must not end the process
@@ -501,7 +510,7 @@ class StepLoop:
             checkpoint = job.stage.save(job.state)
             if checkpoint:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
-                self._send(Saved(job.claim, ref, step))
+                self._send(CheckpointSaved(job.claim, ref, step))
                 job.safe = step
                 self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
@@ -533,7 +542,7 @@ class StepLoop:
             self._park(job.claim, error, partial(self._deliver, job, ref, media, finished), job.timings)
             return
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)
-        self._send(Done(job.claim, ref, results, timings))
+        self._send(TaskCompleted(job.claim, ref, results, timings))
 
     def _drop(self, message: messages.Cancel) -> None:
         self._intake.forget(message.claim)
@@ -543,6 +552,6 @@ class StepLoop:
             if self._ranks.leads:
                 delete_parts(self._results, job)
             self._let_go(job)
-            self._send(Stopped(message.claim, job.timings))
+            self._send(TaskStopped(message.claim, job.timings))
         elif parked := self._parked.pop(message.claim, None):
-            self._send(Stopped(message.claim, parked.timings))
+            self._send(TaskStopped(message.claim, parked.timings))

@@ -19,28 +19,28 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
 from unfuse.core.messages import (
-    Announced,
-    Ask,
-    Beat,
-    Bye,
-    Done,
-    Failed,
-    Granted,
-    Hello,
-    Keep,
-    Progress,
-    Pulse,
-    Refused,
-    Saved,
-    Stopped,
+    CachePrefix,
+    CheckpointSaved,
+    Heartbeat,
+    HeartbeatReply,
+    LeasesGranted,
+    OutputAnnounced,
+    Register,
+    Rejected,
+    RequestTasks,
+    StepProgress,
+    TaskCompleted,
+    TaskFailed,
+    TaskStopped,
     ToScheduler,
+    Unregister,
     WorkerInfo,
     WorkerStatus,
 )
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice, declared, manned, roles_of
+from unfuse.core.plan import StageSelector, declared, manned, roles_of
 from unfuse.core.supervisor import StopBudget, Supervisor
-from unfuse.core.task import Claim, Grown, Lease
+from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine
@@ -81,7 +81,7 @@ class Worker:
     ) -> None:
         self._options, self._engines, self._forks = options, engines or {}, forks
         self._id, self._secret = f"{options.role}-{secrets.token_hex(6)}", secrets.token_bytes(16)
-        self._choice = Choice(roles_of(options.role), options.components)
+        self._choice = StageSelector(roles_of(options.role), options.components)
         self._changed, self._draining = asyncio.Event(), asyncio.Event()
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -153,7 +153,7 @@ class Worker:
         """Ask the scheduler what to serve, load it, and register with its pools."""
         options = self._options
         info = WorkerInfo(self._id, options.node, options.role, (), options.slots, "", 0, os.getpid())
-        welcome = await self._link.hello(Hello(info, secret=self._secret))
+        welcome = await self._link.hello(Register(info, secret=self._secret))
         self._beat_s, places = welcome.beat, welcome.places
         self._served = served = await asyncio.to_thread(decide_served, welcome, options, self._choice)
         sets = sets_of(served, options)
@@ -198,7 +198,7 @@ class Worker:
             device=self._started.device, resources=self._holding.resources, outcome=outcome,
             sets=self._swapping.pools_of_sets(outcome, changed), changed=changed, status=self._status(),
         )  # fmt: skip
-        await self._link.hello(Hello(info, self._served.cards, self._secret))
+        await self._link.hello(Register(info, self._served.cards, self._secret))
 
     def _status(self) -> WorkerStatus:
         usage, swapping = self._objects.usage(), self._swapping
@@ -247,7 +247,7 @@ class Worker:
             self._newest_ask += 1
             self._background.once("asking for work", partial(self._ask, self._newest_ask, self._wanted()))
 
-    def _wanted(self, ended: str = "") -> Ask:
+    def _wanted(self, ended: str = "") -> RequestTasks:
         """The next Ask, when a task of that pool has `ended` well; for nothing where nothing can run."""
         after = ended if self._swapping.going else ""
         if not self._executor.ready or self._swapping.going and not after:
@@ -257,32 +257,32 @@ class Worker:
         room = self._holding.room(self._objects.free, self._objects.usage().used)
         return self._holding.ask(room, self._affinity, self._swapping.holds, after)
 
-    async def _ask(self, number: int, ask: Ask) -> None:
+    async def _ask(self, number: int, ask: RequestTasks) -> None:
         """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
         answer = None
         with suppress(OSError):  # the next Ask replaces this one
             answer = await self._link.once(ask)
         match answer:
-            case Granted():
+            case LeasesGranted():
                 await self._take(answer)
-            case Refused():
+            case Rejected():
                 log.warning("the scheduler refused an Ask", reason=answer.message)
                 await asyncio.sleep(PAUSE_S)
         if number == self._newest_ask and ask is not WITHDRAW:
             self._changed.set()
 
-    async def _take(self, granted: Granted) -> None:
+    async def _take(self, granted: LeasesGranted) -> None:
         for lease in granted.leases:
             self._holding.take(lease)
             self._affinity = lease.task.affinity if lease.task.derived.lora_id else self._affinity
             self._idle.clear()
             self._saved_states.begin(lease)
             if self.draining:
-                await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
+                await self._end(TaskFailed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
             else:
                 self._background.once("beginning a task", partial(self._run, lease, granted))
 
-    async def _run(self, lease: Lease, granted: Granted) -> None:
+    async def _run(self, lease: Lease, granted: LeasesGranted) -> None:
         """Fetch inputs that cannot be mapped, then have compute run the task."""
         try:
             await self._borrowing.bring(lease)
@@ -300,36 +300,46 @@ class Worker:
             return
         await self._executor.passing.drop(lease.claim)
         if brought is None or recorded is None:
-            await self._end(Stopped(lease.claim))
+            await self._end(TaskStopped(lease.claim))
         else:
-            await self._end(Failed(lease.claim, "hand_back", CANNOT_RUN, reason="compute"))
+            await self._end(TaskFailed(lease.claim, "hand_back", CANNOT_RUN, reason="compute"))
 
-    async def _announce(self, news: Announced) -> None:
+    async def _announce(self, news: OutputAnnounced) -> None:
         """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
         lease = self._active.get(news.claim)
         if lease and pool_of(lease) not in self._served.read_here:
             await self._link.call(news)
 
     async def _hear(
-        self, message: Ready | Progress | Saved | Announced | Grown | Keep | LeaksFound | Stopped | Done | Failed
+        self,
+        message: Ready
+        | StepProgress
+        | CheckpointSaved
+        | OutputAnnounced
+        | OutputDeltas
+        | CachePrefix
+        | LeaksFound
+        | TaskStopped
+        | TaskCompleted
+        | TaskFailed,
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         match message:
             case Ready():
                 self._has_loaded(message)
                 self._background.once("asking for work", self._go_on)
-            case Progress(step=0):
+            case StepProgress(step=0):
                 log.debug("task began", **about(message.claim))
-            case Progress():
+            case StepProgress():
                 self._progress.add(message)
-            case Saved():
+            case CheckpointSaved():
                 self._background.once("recording what a task has so far", partial(self._saved_states.save, message))
-            case Keep():
+            case CachePrefix():
                 self._background.once("recording what a task has so far", partial(self._saved_states.share, message))
-            case Announced():
+            case OutputAnnounced():
                 self._holding.placed(message.claim)
                 self._background.once("announcing an output", partial(self._announce, message))
-            case Grown():
+            case OutputDeltas():
                 self._outputs.add(message)
             case LeaksFound():
                 self._leaks.found(message.leaks)
@@ -341,11 +351,11 @@ class Worker:
         if not self._objects.copies.cancel(claim):
             await self._executor.cancel(claim, save, if_saved=if_saved)
 
-    async def _end(self, message: Stopped | Done | Failed) -> None:
+    async def _end(self, message: TaskStopped | TaskCompleted | TaskFailed) -> None:
         """Have all recorded that it grew, free the task's slot, then report its end until that is recorded."""
         self._reporting += 1
         try:
-            if isinstance(message, Done):
+            if isinstance(message, TaskCompleted):
                 message = await self._unless_overwritten(message)
             await self._outputs.wait_until_recorded(message.claim)
             await self._report_end(message, self._holding.end(message.claim))
@@ -354,23 +364,23 @@ class Worker:
             if not self._active and not self._reporting:
                 self._idle.set()
 
-    async def _unless_overwritten(self, message: Done) -> Done | Failed:
+    async def _unless_overwritten(self, message: TaskCompleted) -> TaskCompleted | TaskFailed:
         """Return the result of a task, or hand the task back if its weights, which may be mapped, changed in place."""
         while lease := self._active.get(message.claim):
             file = await asyncio.to_thread(self._weights.overwritten, pool_of(lease))
             if file is None:
                 break
             if file.compared:
-                return Failed(message.claim, "hand_back", str(file), reason="compute", timings=message.timings)
+                return TaskFailed(message.claim, "hand_back", str(file), reason="compute", timings=message.timings)
             await asyncio.sleep(self._beat_s)
         return message
 
-    async def _report_end(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
-        if isinstance(message, Stopped) and self.draining:
-            message = Failed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
-        if isinstance(message, Failed):
+    async def _report_end(self, message: TaskStopped | TaskCompleted | TaskFailed, lease: Lease | None) -> None:
+        if isinstance(message, TaskStopped) and self.draining:
+            message = TaskFailed(message.claim, "hand_back", LEAVES, reason="drain", timings=message.timings)
+        if isinstance(message, TaskFailed):
             await self._saved_states.wait_until_saved()  # the next attempt resumes from there
-        if isinstance(message, Done) and lease and lease.task.planned.extends:
+        if isinstance(message, TaskCompleted) and lease and lease.task.planned.extends:
             await self._saved_states.wait_until_shared(message.claim)  # none is taken any more once the request is over
         if lease:
             message = self._objects.end_task(lease, message, pool_of(lease) in self._served.read_here)
@@ -378,7 +388,7 @@ class Worker:
         if not self._executor.ready:
             await self._link.call(WITHDRAW)
         waits = self.draining or (self._asks_with_outcome and not self._swapping.going)
-        if asks := isinstance(message, Done) and not waits:
+        if asks := isinstance(message, TaskCompleted) and not waits:
             self._asks_with_outcome = True
             self._newest_ask += 1
             with self._background.besides("asking for work"):
@@ -390,26 +400,26 @@ class Worker:
             if asks:
                 self._asks_with_outcome = False
                 self._changed.set()
-        if recorded and lease and isinstance(message, Done):
+        if recorded and lease and isinstance(message, TaskCompleted):
             self._objects.share(lease.task.planned.cache, message.output)
-        await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
+        await self._saved_states.end(message.claim, recorded and isinstance(message, TaskCompleted))
 
-    async def _send_end(self, message: Stopped | Done | Failed) -> bool:
+    async def _send_end(self, message: TaskStopped | TaskCompleted | TaskFailed) -> bool:
         """Send the end of a task until it is recorded (True), or the lease is known to be lost (False).
 
         A task that was dropped and has used nothing is not reported.
         """
-        if isinstance(message, Stopped) and not message.timings.share_s:
+        if isinstance(message, TaskStopped) and not message.timings.share_s:
             return False
-        while isinstance(answer := await self._link.call(message), Refused):
-            if answer.lease_lost or isinstance(message, Stopped):
-                if isinstance(message, Done) and message.output:
+        while isinstance(answer := await self._link.call(message), Rejected):
+            if answer.lease_lost or isinstance(message, TaskStopped):
+                if isinstance(message, TaskCompleted) and message.output:
                     await self._objects.delete(message.output)
                     self._changed.set()
                 return False
             log.warning("the scheduler refused a report", reason=answer.message, **about(message.claim))
             await asyncio.sleep(PAUSE_S)
-        if isinstance(answer, Granted):
+        if isinstance(answer, LeasesGranted):
             await self._take(answer)
         return True
 
@@ -418,7 +428,7 @@ class Worker:
         await asyncio.sleep(BEAT_PAUSE_S)
         objects, executor = self._objects, self._executor
         self._leaks.look(objects, idle=self._idle.is_set() and executor.ready)
-        beat = Beat(
+        beat = Heartbeat(
             claims=tuple(self._active.keys() - self._ended),
             holding=tuple(objects.holding()),
             wait=self._beat_s,
@@ -437,12 +447,12 @@ class Worker:
             self._leaks.put_back(beat.leaked)
             executor.retracted += beat.retracted
             return
-        if isinstance(pulse, Pulse):
+        if isinstance(pulse, HeartbeatReply):
             await self._obey(pulse)
         else:
             await asyncio.sleep(self._beat_s)
 
-    async def _obey(self, pulse: Pulse) -> None:
+    async def _obey(self, pulse: HeartbeatReply) -> None:
         """Do what the answer to a heartbeat asks for."""
         if pulse.load:
             withdraw = partial(self._link.call, WITHDRAW)
@@ -469,8 +479,8 @@ class Worker:
         await budget.within(LEAVE_S, self._link.call(WITHDRAW))
         if self._joined:
             await self._hand_over()
-        unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in active)
-        last: list[ToScheduler] = [*unfinished, Bye()]
+        unfinished = (TaskFailed(claim, "hand_back", LEAVES, reason="drain") for claim in active)
+        last: list[ToScheduler] = [*unfinished, Unregister()]
         most = LEAVE_S if budget.hurry.is_set() else max(LEAVE_S, min(3 * LEAVE_S, budget.left() / 2))
         with suppress(TimeoutError):
             async with asyncio.timeout(most):
@@ -520,23 +530,23 @@ def pool_of(lease: Lease) -> str:
     return declared(lease.task.planned.pool)
 
 
-def unfetched(claim: Claim, error: Exception, ready: bool) -> Failed:
+def unfetched(claim: Claim, error: Exception, ready: bool) -> TaskFailed:
     """The report for a task whose inputs did not come; it is no fault of it if compute is not `ready`."""
     if isinstance(error, ObjectLost | PermanentError | NotFound):
         return failure(claim, error)
     if not ready:
-        return Failed(claim, "hand_back", CANNOT_RUN, reason="compute")
-    return Failed(claim, "transient", sendable(f"an input cannot be fetched: {error}"))
+        return TaskFailed(claim, "hand_back", CANNOT_RUN, reason="compute")
+    return TaskFailed(claim, "transient", sendable(f"an input cannot be fetched: {error}"))
 
 
-def log_outcome(message: Stopped | Done | Failed) -> None:
+def log_outcome(message: TaskStopped | TaskCompleted | TaskFailed) -> None:
     """Log how a task ended."""
     match message:
-        case Done():
+        case TaskCompleted():
             log.debug("task done", run_s=message.timings.run_s, **about(message.claim))
-        case Failed(reason="drain"):
+        case TaskFailed(reason="drain"):
             log.info("task handed back", reason=message.message, **about(message.claim))
-        case Failed():
+        case TaskFailed():
             log.warning("task failed", kind=message.kind, reason=message.message, **about(message.claim))
-        case Stopped():
+        case TaskStopped():
             log.info("task stopped", run_s=message.timings.run_s, **about(message.claim))

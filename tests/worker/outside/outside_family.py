@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import TransientError, Unsuitable
-from unfuse.core.media import Limits, Room
+from unfuse.core.modalities import MediaLimits, OutputSize
+from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
@@ -123,8 +123,8 @@ class Write(Stage):
 
 PIPELINE = Pipeline(
     (
-        replace(TEXT_ENCODE, components=("tokenizer",), outputs=("text",), room=Room(65536), reads=("prompt",)),
-        replace(DENOISE, components=("tokenizer_2",), inputs=("text",), outputs=("turned",), room=Room(65536)),
+        replace(TEXT_ENCODE, components=("tokenizer",), outputs=("text",), room=OutputSize(65536), reads=("prompt",)),
+        replace(DENOISE, components=("tokenizer_2",), inputs=("text",), outputs=("turned",), room=OutputSize(65536)),
         replace(VAE_DECODE, components=("tokenizer_3",), inputs=("turned",)),
     )
 )
@@ -133,14 +133,14 @@ PIPELINE = Pipeline(
 class Outside(Family):
     torch = False
 
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
         weights = weights_ids(ModelFolder(folder), PIPELINE, "outside")
         defaults = {
             "width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 3, "guidance_scale": 1.0,
             "output_format": "png",
         }  # fmt: skip
         dtypes = dict.fromkeys(weights, "float32")
-        return ModelCard(name, str(folder), "outside", PIPELINE, asdict(Limits()), defaults, weights, dtypes)
+        return ModelSpec(name, str(folder), "outside", PIPELINE, asdict(MediaLimits()), defaults, weights, dtypes)
 
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         no_torch()

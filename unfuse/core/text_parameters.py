@@ -14,7 +14,7 @@ from unfuse.core.parameters import (
     DELIVERED,
     MAX_SEED,
     MIN_SEED,
-    Medium,
+    Modality,
     Parameter,
     Params,
     integer,
@@ -207,7 +207,7 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
     }
 
 
-TEXT = Medium(
+TEXT = Modality(
     "text", plural="texts", prefix="chatcmpl-", sign="max_tokens", least=1, limits=TextLimits,
     settle=_settle,
     parameters=(

@@ -9,10 +9,10 @@ from typing import Literal
 
 import msgspec
 
-from unfuse.core.media import UPLOAD
+from unfuse.core.modalities import UPLOAD
 from unfuse.core.paths import without_paths
-from unfuse.core.plan import Choice, Params, Pipeline, pool_name
-from unfuse.core.vision import Vision
+from unfuse.core.plan import Params, Pipeline, StageSelector, pool_name
+from unfuse.core.vision import VisionConfig
 
 MAX_NAME = 128  # characters; messages of workers hold no longer ones
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]*"
@@ -59,7 +59,7 @@ MOST_NAMED, MOST_CHARS = 5, 30
 """The most unknown words that a hint names, and the most characters that it shows of one."""
 
 
-class Vocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The words that a model knows, in any case; `makes` says what it makes, to follow the word "makes"."""
 
     words: tuple[str, ...]
@@ -98,7 +98,7 @@ START_PICTURE = AcceptedInput(UPLOAD, min=1)
 """The input of a model that always starts from a picture."""
 
 
-class ModelCard(msgspec.Struct, frozen=True):
+class ModelSpec(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
 
     `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
@@ -124,10 +124,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     quality: dict[str, Params] = {}
     accepts: tuple[AcceptedInput, ...] = ()
     undivided: str = ""
-    vision: Vision | None = None
+    vision: VisionConfig | None = None
     follows_picture: bool = True
     picture_scale: int = 0
-    vocabulary: Vocabulary | None = None
+    vocabulary: PromptVocabulary | None = None
 
     def accepted(self, upload: str) -> AcceptedInput:
         """How many uploads of this name a request may bring, and what for."""
@@ -138,7 +138,7 @@ class ModelCard(msgspec.Struct, frozen=True):
         """The usual strength with each upload that lets a picture be redrawn."""
         return {one.name: one.strength for one in self.accepts if one.mode == "redraw"}
 
-    def pools(self, choice: Choice | None = None) -> dict[str, str]:
+    def pools(self, choice: StageSelector | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes)

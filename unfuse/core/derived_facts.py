@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from unfuse.core.parameters import Params
-from unfuse.core.text import Reading
-from unfuse.core.vision import Shown
+from unfuse.core.text import AnswerParsing
+from unfuse.core.vision import MediaItem
 
 PROMPT, GRAMMAR = "prompt", "grammar"
 """Attachments of a chat: its prompt as packed token ids, and the packed grammar of its answer."""
@@ -14,7 +14,7 @@ PROMPT, GRAMMAR = "prompt", "grammar"
 MAX_EXPECTED_TOKENS = 256  # few answers are as long as they may be
 
 
-class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
+class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the server found out about one request when it accepted it."""
 
     #: Number of tokens of the prompt; 0 for a request that has no tokens.
@@ -22,13 +22,13 @@ class Derived(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Predicted number of tokens of each answer.
     expected_tokens: int = 0
     #: Pictures and videos in the prompt of a chat, in order. A stage for one of them gets only that one.
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[MediaItem, ...] = ()
     #: Whether the answer continues a text in the prompt.
     continues: bool = False
     #: Hash of the attachment GRAMMAR; "": the answer may be any text.
     grammar: str = ""
     #: How the answer is parsed; None: it is not.
-    reading: Reading | None = None
+    reading: AnswerParsing | None = None
     #: Hashes of the contents of the adapters, in the order of the parameter `lora`, joined by commas.
     lora_id: str = ""
     #: The sha256 of each uploaded picture, by the name of its attachment.

@@ -16,17 +16,17 @@ from unfuse.core.parameters import (
     MIN_S,
     MIN_SEED as MIN_SEED,
     PIXELS as PIXELS,
-    Medium as Medium,
+    Modality as Modality,
+    OutputSize as OutputSize,
     Parameter,
     Params,
-    Room as Room,
     Work as Work,
     Workload as Workload,
     default_of,
     integer,
     printable,
 )
-from unfuse.core.words import TEXT as TEXT
+from unfuse.core.text_parameters import TEXT as TEXT
 
 MAX_STEPS, MAX_FRAMES, MAX_SIDE = 1000, 1_000_000, 999_999  # bounds that are above what any model can do
 
@@ -45,7 +45,7 @@ UPLOADS = (*REFERENCES, MASK, LAST_FRAME)
 FRAME_SLACK = 0.001  # the part of a frame by which a length in seconds may be too short, because it was rounded
 
 
-class Limits(msgspec.Struct, frozen=True):
+class MediaLimits(msgspec.Struct, frozen=True):
     """What a model can be asked for. Sizes are in pixels; a `frame_multiple` of k allows k·i + 1 frames."""
 
     size_multiple: int = 16
@@ -66,16 +66,16 @@ def seconds_of(frames: float, fps: float) -> str:
     return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
 
 
-def _settle_image(limits: Limits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+def _settle_image(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
     return _settle_common(limits, params, read) | {"num_frames": 1}
 
 
-def _settle_video(limits: Limits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+def _settle_video(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
     frames = _frames(limits, params, read)
     return _settle_common(limits, params, read) | {"num_frames": frames}
 
 
-def _settle_common(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+def _settle_common(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> Params:
     settled: Params = {}
     if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
         settled["preview_every"] = every
@@ -89,7 +89,7 @@ def asks_size(given: Mapping[str, Any]) -> bool:
     return given.get("size") not in (None, "auto") or any(given.get(side) is not None for side in ("width", "height"))
 
 
-def _frames(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
+def _frames(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> int:
     """Return the number of frames of a video: `num_frames`, else the fewest that last for `seconds`.
 
     Without either it is the model's default, or the model's maximum if that default is 1.
@@ -123,7 +123,7 @@ def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
     return math.ceil(steps / (partial + 1)) if partial else every
 
 
-def _checked_size(limits: Limits, params: Params, read: Mapping[str, Any]) -> tuple[int, int]:
+def _checked_size(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> tuple[int, int]:
     """Return the requested width and height, from `size` or `width` and `height`; a missing side has its default."""
     size, sides = read.get("size", "auto"), ("width", "height")
     if size == "auto":
@@ -145,7 +145,7 @@ def _checked_size(limits: Limits, params: Params, read: Mapping[str, Any]) -> tu
     return width, height
 
 
-def size_like(limits: Limits, area: float, width: int, height: int) -> tuple[int, int]:
+def size_like(limits: MediaLimits, area: float, width: int, height: int) -> tuple[int, int]:
     """Return a size of about `area` pixels with the shape of width x height that the model can make.
 
     Sides are rounded down to multiples, as in diffusers' image-to-video scripts. A size with a side above the model's
@@ -159,7 +159,7 @@ def size_like(limits: Limits, area: float, width: int, height: int) -> tuple[int
     return nearest_size(limits, columns, rows)
 
 
-def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
+def nearest_size(limits: MediaLimits, width: int, height: int) -> tuple[int, int]:
     """The size in pixels that the model can make and that is closest to this one (or this one)."""
     multiple = limits.size_multiple
     low, high = -(-limits.min_size // multiple) * multiple, limits.max_size // multiple * multiple
@@ -213,8 +213,8 @@ COMMON = (
 )  # fmt: skip
 """The parameters of pictures and videos alike. The last few are fields that the `openai` client may send."""
 
-IMAGE = Medium(
-    "image", plural="pictures", prefix="req_", sign="max_size", least=1, limits=Limits, settle=_settle_image,
+IMAGE = Modality(
+    "image", plural="pictures", prefix="req_", sign="max_size", least=1, limits=MediaLimits, settle=_settle_image,
     parameters=(
         *COMMON,
         Parameter("output_format", "choice", choices=("png", "jpeg", "webp"), default="png",
@@ -237,8 +237,8 @@ IMAGE = Medium(
             description="previews of each picture; needs stream", flag=None),
     ),
 )  # fmt: skip
-VIDEO = Medium(
-    "video", plural="videos", prefix="video_", sign="max_frames", least=2, limits=Limits, settle=_settle_video,
+VIDEO = Modality(
+    "video", plural="videos", prefix="video_", sign="max_frames", least=2, limits=MediaLimits, settle=_settle_video,
     parameters=(
         *COMMON,
         Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4",
@@ -255,12 +255,12 @@ VIDEO = Medium(
 MEDIA = (IMAGE, VIDEO, TEXT)
 
 
-def medium_of(id: str) -> Medium:
+def medium_of(id: str) -> Modality:
     """The medium of the request with this id."""
     return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)
 
 
-def medium_for(asked: Mapping[str, object]) -> Medium:
+def medium_for(asked: Mapping[str, object]) -> Modality:
     """The medium that these parameters suggest: image, unless only another medium has one of them."""
     not_image = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.takes(name, value)]
     return next((medium for medium in MEDIA if any(medium.takes(*one) for one in not_image)), IMAGE)

@@ -23,7 +23,7 @@ MOST = 64  # the most ranks of a worker
 AUTO = "auto"  # as --parallel of a worker: as many ranks as it has devices, see `choose_parallel`
 
 
-class Spread(msgspec.Struct, frozen=True):
+class ParallelDegrees(msgspec.Struct, frozen=True):
     """The degree of each kind. Without any, a stage is on one rank."""
 
     degrees: Mapping[str, int] = {}
@@ -48,7 +48,7 @@ class Spread(msgspec.Struct, frozen=True):
         return "+".join(f"{kind}:{degree}" for kind, degree in self.degrees.items())
 
     @classmethod
-    def parse(cls, text: str) -> Spread:
+    def parse(cls, text: str) -> ParallelDegrees:
         """Of `ulysses:2+cfg:2`. Raises ConfigError."""
         degrees: dict[str, int] = {}
         for entry in text.split("+"):
@@ -63,12 +63,12 @@ class Spread(msgspec.Struct, frozen=True):
             raise UsageError(f"--parallel: {text} is {found.size} ranks, and a worker has at most {MOST}")
         return found
 
-    def smaller(self) -> Spread:
+    def smaller(self) -> ParallelDegrees:
         """One with half of the ranks, or with none of the last kind where that cannot be halved."""
         *others, (kind, degree) = self.ranks.items()
         ranks = dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2}
         shares = {kind: gcd(self.degrees.get(kind, 1), prod(ranks.values())) for kind in SHARING}
-        return Spread(ranks | {kind: share for kind, share in shares.items() if share > 1})
+        return ParallelDegrees(ranks | {kind: share for kind, share in shares.items() if share > 1})
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
@@ -92,17 +92,17 @@ class Spread(msgspec.Struct, frozen=True):
         return ""
 
 
-def parse_parallel(text: str) -> dict[str, Spread]:
+def parse_parallel(text: str) -> dict[str, ParallelDegrees]:
     """How the stages of each role are spread, of `denoiser=ulysses:2+cfg:2,decoder=tiles:2`. Raises ConfigError."""
     if text == AUTO:
         raise UsageError(f"--parallel {AUTO} is for one worker: give it to `unfuse worker`, or write ROLE=KIND:N")
-    found: dict[str, Spread] = {}
+    found: dict[str, ParallelDegrees] = {}
     for entry in filter(None, text.split(",")):
         role, _, how = (part.strip() for part in entry.partition("="))
         roles = TOGETHER.get(role, (role,))
         if not role or not how or not found.keys().isdisjoint(roles):
             raise UsageError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, each role once")
-        found |= dict.fromkeys(roles, Spread.parse(how))
+        found |= dict.fromkeys(roles, ParallelDegrees.parse(how))
     return found
 
 
@@ -112,7 +112,7 @@ def joined_by(text: str) -> dict[str, str]:
     return {role: word for word in named for role in TOGETHER.get(word, ())}
 
 
-def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, Spread]:
+def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, ParallelDegrees]:
     """What `--parallel` says of a worker of these roles (None: all).
 
     Raises ConfigError if they differ in size, and for roles with one model that do not share it out alike.
@@ -131,7 +131,7 @@ def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, Spread]:
     return own
 
 
-def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
+def ranked(devices: str, spreads: Mapping[str, ParallelDegrees]) -> tuple[str, ...]:
     """The device of each rank of a worker that is so spread, of `cpu`, `cpu+cpu` or `cuda:0+cuda:1`.
 
     With auto, each finds its own. Raises ConfigError for a number that does not fit, and for two ranks on one GPU.
@@ -152,7 +152,7 @@ def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
     return named
 
 
-def fewer(devices: str, spreads: Mapping[str, Spread]) -> Iterator[tuple[str, str]]:
+def fewer(devices: str, spreads: Mapping[str, ParallelDegrees]) -> Iterator[tuple[str, str]]:
     """Devices of a worker that is so spread, and `--parallel`, with which it may go on where it has not all of them:
     half of them, either half, and so on; the last is one device.
     """
@@ -165,7 +165,7 @@ def fewer(devices: str, spreads: Mapping[str, Spread]) -> Iterator[tuple[str, st
         yield from ((part, parallel) for part in dict.fromkeys(parts))
 
 
-def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: str = "none") -> None:
+def refuse(spreads: Mapping[str, ParallelDegrees], stages: Iterable[StageSpec], offload: str = "none") -> None:
     """Raise ConfigError for a role that no stage has, or one of whose stages none can be spread so, naming what can."""
     stages = list(stages)
     for role, spread in spreads.items():
@@ -204,14 +204,14 @@ def _roles(stages: Iterable[StageSpec]) -> dict[str, None]:
 
 
 def _common(ways: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The kinds by which all of several stages can be spread, as `Spread.refusal` reads them."""
+    """The kinds by which all of several stages can be spread, as `ParallelDegrees.refusal` reads them."""
     each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
     return {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
 
 
-def _fitting(size: int, allowed: Mapping[str, int]) -> Spread | None:
+def _fitting(size: int, allowed: Mapping[str, int]) -> ParallelDegrees | None:
     """The first way in which a stage can be spread over so many ranks, or None."""
-    ways = (Spread(degrees) for degrees in _ways(size))
+    ways = (ParallelDegrees(degrees) for degrees in _ways(size))
     return next((spread for spread in ways if not spread.refusal(allowed)), None)
 
 
