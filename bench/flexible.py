@@ -38,7 +38,7 @@ from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.models import card_of
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -151,7 +151,7 @@ async def burst(words: list[str], seconds: tuple[float, ...], load_s: float, pic
     before, began = sum(worker.busy_s for worker in workers), clock.now()
     await asyncio.gather(*(one(seed) for seed in range(1, pictures + 1)))
     wall, busy = clock.now() - began, sum(worker.busy_s for worker in workers) - before
-    assert len(await scheduler.queue.list(Filter(status="completed"), limit=2 * pictures)) == pictures + 1
+    assert len(await scheduler.queue.list(RequestFilter(status="completed"), limit=2 * pictures)) == pictures + 1
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

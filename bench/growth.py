@@ -26,7 +26,7 @@ from unfuse.core.messages import TaskCompleted
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Lease, OutputDeltas
-from unfuse.queues.base import Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import wanted
 
@@ -69,7 +69,7 @@ async def measured(url: str, rounds: int) -> dict[str, object]:
     queue = queues.open(url)
     for _ in range(TASKS):
         change = admitted()
-        await queue.submit(change.context, change.push, change.events, Limits(10**6, 10**6))
+        await queue.submit(change.context, change.push, change.events, QueueLimits(10**6, 10**6))
     leases, said = await queue.lease("w", wanted(POOLS["a"], slots=TASKS), 3600.0), [0]
     calls, committed, reads = list[float](), list[float](), list[float]()
     for _ in range(rounds):

@@ -37,7 +37,7 @@ from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues import open as open_queue
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service.logs import Logs
@@ -61,7 +61,7 @@ TENSORS = lay_out(
 async def control(url: str, card: ModelSpec) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
     Logs().open_log()
-    scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
+    scheduler = Scheduler(open_queue(url), limits=QueueLimits(10**6, 10**6), cards=[card])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
     await scheduler.start()

@@ -24,11 +24,11 @@ from unfuse.core.messages import TaskCompleted
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import Change, GenerationRequest, Timings, new_request_id
-from unfuse.queues.base import Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import request_context, wanted
 
-LIMITS = Limits(10**7, 10**7)
+LIMITS = QueueLimits(10**7, 10**7)
 COUNT = 400
 LEASES = 2000
 

@@ -18,18 +18,18 @@ from bench.report import show
 from bench.servers import redis_server
 from unfuse import queues
 from unfuse.core.request import Event
-from unfuse.queues.base import Filter, Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits, RequestFilter
 from unfuse.testing.queue_samples import count_waiting, planned, request, task
 
 ACTIVE, TIMES = 256, 200
 POOLS = ("encode", "denoise", "vae_decode")
-MANY = Limits(10**6, 10**6)
+MANY = QueueLimits(10**6, 10**6)
 
 
 async def by_records(queue: QueueBackend) -> dict[str, float]:
     """What a scrape did: records of all that is active, and of the first four of each line."""
     left = dict.fromkeys(POOLS, 0.0)
-    for record in await queue.list(Filter(over=False), limit=1000):
+    for record in await queue.list(RequestFilter(over=False), limit=1000):
         for stage in record.context.plan.stages:
             left[POOLS[ord(stage.pool) - ord("a")]] += stage.cost
     for pool in POOLS:

@@ -30,7 +30,7 @@ from unfuse import queues
 from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import GenerationRequest, RequestContext, new_request_id
-from unfuse.queues.base import Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import create_app
@@ -41,7 +41,7 @@ from unfuse.testing.queue_samples import request_context
 
 FEW, MANY, TIMES = 200, 100_000, 300
 ACTIVE = 100
-LIMITS = Limits(10**7, 10**7)
+LIMITS = QueueLimits(10**7, 10**7)
 SUBMITTERS = 64
 PARAMS: dict[str, Any] = {"prompt": "a red circle on white", "size": "64x64"}
 ROUTES = {

@@ -31,7 +31,7 @@ from unfuse.core.errors import (
     UsageError,
 )
 from unfuse.models import find, resolve_source, served_classes
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
 from unfuse.worker.batches import Exactness
@@ -562,7 +562,7 @@ def test_a_request_nobody_made_is_exit_1(asking: Run) -> None:
 @pytest.fixture
 def drawing(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, Served]]:
     """Run a command line whose server has a worker, that can be poisoned."""
-    with capture_logs(), serve(tmp_path, limits=Limits(max_active=1)) as served:
+    with capture_logs(), serve(tmp_path, limits=QueueLimits(max_active=1)) as served:
         monkeypatch.setenv("UNFUSE_SERVER", served.url)
         yield unfuse, served
 

@@ -21,7 +21,7 @@ from unfuse.core.errors import (
     TransientError,
     UnknownModel,
 )
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 
 MODEL = "test/pictures"
 
@@ -83,7 +83,7 @@ async def test_nobody_there_is_said_with_what_to_do_and_events_give_up() -> None
 
 
 async def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
-    with serve(tmp_path, keys=["anna key"], limits=Limits(max_active=1)) as guarded:
+    with serve(tmp_path, keys=["anna key"], limits=QueueLimits(max_active=1)) as guarded:
         async with aconnect(guarded.url, "wrong") as stranger:
             with pytest.raises(ConfigError):
                 await stranger.requests()

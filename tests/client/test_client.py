@@ -30,7 +30,7 @@ from unfuse.core.errors import (
     TransientError,
     UnknownModel,
 )
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 
 MODEL = "test/pictures"
 
@@ -107,7 +107,7 @@ def test_refusals_come_back_as_the_errors_they_were(client: Client) -> None:
 
 
 def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
-    with serve(tmp_path, keys=["anna key"], limits=Limits(max_active=1)) as served:
+    with serve(tmp_path, keys=["anna key"], limits=QueueLimits(max_active=1)) as served:
         with connect(served.url, "wrong") as stranger, pytest.raises(ConfigError):
             stranger.models()
         with connect(served.url, "key") as anna:

@@ -14,7 +14,7 @@ from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.request import Caller, TenantLimits
 from unfuse.core.task import Task
-from unfuse.queues.base import Limits, QueueBackend, Stats, Wanted
+from unfuse.queues.base import LeaseRequest, QueueBackend, QueueLimits, QueueStats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
@@ -81,10 +81,10 @@ class ShardedTwins(Twins):
     def opened(self) -> QueueBackend:
         return ShardedQueue([MemoryQueue(self.clock) for _ in range(self.shards)])
 
-    def named(self, name: str, tenant: str, key: str, limits: Limits) -> tuple[str, Limits]:
+    def named(self, name: str, tenant: str, key: str, limits: QueueLimits) -> tuple[str, QueueLimits]:
         self.clock.advance(1 / 64)
         may = limits.tenant if limits.tenant != TenantLimits() else TenantLimits(50)
-        limits = Limits(10**6, 10**6, tenant=may if tenant == "u" else TenantLimits())
+        limits = QueueLimits(10**6, 10**6, tenant=may if tenant == "u" else TenantLimits())
         if name in self.sides[0].queue._requests:  # type: ignore[attr-defined]
             return name, limits
         names = (f"{name}.{number}" for number in count())
@@ -94,7 +94,7 @@ class ShardedTwins(Twins):
         tasks = super().pushed(side, name, pushed)
         return [in_pool(task, f"{name}/{task.planned.pool}") for task in tasks]
 
-    def asked(self, wanted: Wanted, with_outcome_of: str = "") -> Wanted:
+    def asked(self, wanted: LeaseRequest, with_outcome_of: str = "") -> LeaseRequest:
         """With an outcome, what lives in its shard: where that has nothing one other shard is asked, and not all."""
         name, home = self.chosen(int(1000 * abs(wanted.rank))), self.sides[1].queue.home  # type: ignore[attr-defined]
         if with_outcome_of and home(name) != home(with_outcome_of):
@@ -110,7 +110,7 @@ class ShardedTwins(Twins):
     def pools(self) -> list[str]:
         return [*POOLS, *(f"{name}/{pool}" for name in self.names[-1:] for pool in POOLS)]
 
-    async def stats(self, side: Side) -> Stats:
+    async def stats(self, side: Side) -> QueueStats:
         """Sums that are made in another order are equal but for the last digit."""
         found = await super().stats(side)
         pools = {n: msgspec.structs.replace(one, left_s=round(one.left_s, 6)) for n, one in found.pools.items()}

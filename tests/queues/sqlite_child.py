@@ -16,7 +16,7 @@ from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import Change, RequestRecord, ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
 from unfuse.testing.queue_samples import append, wanted
@@ -41,7 +41,7 @@ async def caller(queue: SqliteQueue, chance: random.Random) -> None:
     while True:
         if chance.random() < 0.3:
             admitted = lifecycle.admitted(request_for(PIPELINE, chance.randint(1, 3)), 1.0)
-            say(await queue.submit(admitted.context, admitted.push, admitted.events, Limits(10**6, 10**6)))
+            say(await queue.submit(admitted.context, admitted.push, admitted.events, QueueLimits(10**6, 10**6)))
         for lease in await queue.lease("w", wanted(*POOLS, slots=chance.randint(1, 3)), 60.0):
             with suppress(Conflict, LeaseLost):
                 await transition(queue, chance, lease)

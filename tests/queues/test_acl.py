@@ -11,7 +11,7 @@ from redis.exceptions import NoPermissionError
 from tests.queues.conftest import Address, Server, users
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
-from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.base import QueueBackend, RequestFilter
 from unfuse.stores.redis import RedisBlobs
 from unfuse.testing.queue_samples import TTL, drained, leased, started, submitted, wanted, worker
 
@@ -92,10 +92,10 @@ async def test_two_installations_in_one_redis_know_nothing_of_each_other(server:
     await submitted(blue, "a", priority=7)
     await submitted(blue, "b")
     assert not waiting.done()
-    assert (await green.list(Filter()), await green.workers(), (await green.stats(["p"])).active) == ([], [], 0)
+    assert (await green.list(RequestFilter()), await green.workers(), (await green.stats(["p"])).active) == ([], [], 0)
     await submitted(green, "a")
     assert [(lease.task.request, lease.task.priority) for lease in await waiting] == [("a", 0)]
     assert (await leased(blue)).task.priority == 7
     assert await drained(blue) == ["b"]
-    assert [record.context.id for record in await green.list(Filter())] == ["a"]
+    assert [record.context.id for record in await green.list(RequestFilter())] == ["a"]
     await asyncio.gather(blue.close(), green.close())

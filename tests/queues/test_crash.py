@@ -19,8 +19,8 @@ from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import TERMINAL_EVENTS, Event, GenerationRequest, RequestContext, StageState
 from unfuse.core.task import Lease
-from unfuse.queues.base import Filter, QueueBackend
-from unfuse.queues.journal import Journal, Row
+from unfuse.queues.base import QueueBackend, RequestFilter
+from unfuse.queues.journal import Journal, RequestRow
 from unfuse.queues.redis import RedisQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
@@ -159,7 +159,7 @@ STEPS: tuple[tuple[bool, Callable[[Life], Awaitable[object]]], ...] = (
 
 async def seen(queue: QueueBackend, tasks: Iterable[tuple[str, str, int]]) -> object:
     """What a queue knows and has to do, without how far it is; a task may be leased or wait."""
-    contexts = [record.context for record in await queue.list(Filter())]
+    contexts = [record.context for record in await queue.list(RequestFilter())]
     grown = {c.id: [await queue.appended(c.id, stage) for stage in ("one", *FOLLOWS.values())] for c in contexts}
     known = [
         (c.id, c.version, c.status, c.dead, [(name, s.status, s.attempt) for name, s in c.stages.items()], grown[c.id])
@@ -170,14 +170,14 @@ async def seen(queue: QueueBackend, tasks: Iterable[tuple[str, str, int]]) -> ob
 
 async def all_goes_on(queue: QueueBackend, clock: ManualClock) -> None:
     """Whoever is there now brings what is not over to its end, each stage completed once."""
-    while unfinished := await queue.list(Filter(over=False)):
+    while unfinished := await queue.list(RequestFilter(over=False)):
         for lease in await queue.lease("another", wanted("p", slots=9), TTL):
             await complete(queue, lease)
         for late in await passing(queue, clock, TTL + 1):
             await again(queue, late)
-        assert len(await queue.list(Filter(over=False))) <= len(unfinished)
+        assert len(await queue.list(RequestFilter(over=False))) <= len(unfinished)
     assert await count_waiting(queue, "p") == 0
-    for record in await queue.list(Filter()):
+    for record in await queue.list(RequestFilter()):
         events = await history(queue, record.context.id)
         assert [event.seq for event in events] == sorted({event.seq for event in events})
         assert [event.type for event in events if event.type in {"queued", *TERMINAL_EVENTS}] == [
@@ -272,13 +272,13 @@ class TestSqlite:
 
     def test_rows_of_one_transaction_are_there_together(self, tmp_path: Path) -> None:
         """Given a disk that stops at any write of a transaction, then all of its rows are there, or none."""
-        rows = [(number, Row(_context(f"r{number}"), (), (), (), 0)) for number in range(3)]
+        rows = [(number, RequestRow(_context(f"r{number}"), (), (), (), 0)) for number in range(3)]
         found: set[int] = set()
         for stops_after in range(1, 100):
             path = tmp_path / f"{stops_after}.db"
             with failing_disk() as disk:
                 journal = Journal(path)
-                journal.write([(9, Row(_context("before"), (), (), (), 0))], durable=True)
+                journal.write([(9, RequestRow(_context("before"), (), (), (), 0))], durable=True)
                 disk.stops_at = disk.changes + stops_after
                 try:
                     journal.write([*rows, (9, None)], durable=True)

@@ -12,7 +12,7 @@ from unfuse import queues
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.request import Event
 from unfuse.core.task import Claim
-from unfuse.queues.base import EXACT, Filter, QueueBackend
+from unfuse.queues.base import EXACT, QueueBackend, RequestFilter
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
 
@@ -74,7 +74,7 @@ async def outcome(queue: QueueBackend, sent: dict[str, Any], wish: dict[str, Any
         lambda: queue.lease(name, wanted(pool, **wish, later={pool: 1}, keep={pool: 1}), TTL),
         lambda: queue.renew([stolen], TTL),
         lambda: queue.hand_back(stolen),
-        lambda: queue.list(Filter(tenant=name)),
+        lambda: queue.list(RequestFilter(tenant=name)),
         lambda: queue.over([name, pool]),
         lambda: queue.stats([name, pool]),
     ):

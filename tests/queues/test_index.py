@@ -10,26 +10,26 @@ import pytest
 
 from tests.queues.conftest import Server
 from unfuse import queues
-from unfuse.queues.base import Filter, Limits, QueueBackend
-from unfuse.queues.index import Entry
+from unfuse.queues.base import QueueBackend, QueueLimits, RequestFilter
+from unfuse.queues.index import IndexEntry
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import TTL, change, done, leased, planned, request, task, wanted
 
-LIMITS = Limits(max_active=10_000, max_queue=10_000)
+LIMITS = QueueLimits(max_active=10_000, max_queue=10_000)
 ASKED = (
-    Filter(tenant="t", idempotency_key="k"),
-    Filter(tenant="t", fingerprint="f"),
-    Filter(tenant="t"),
-    Filter(tenant="t", over=False),
-    Filter(tenant="t", status="queued"),
-    Filter(tenant="t", status="in_progress"),
-    Filter(tenant="t", status="completed"),
-    Filter(tenant="t", dead=True),
-    Filter(tenant="t", video=True),
-    Filter(over=False),
-    Filter(status="completed"),
+    RequestFilter(tenant="t", idempotency_key="k"),
+    RequestFilter(tenant="t", fingerprint="f"),
+    RequestFilter(tenant="t"),
+    RequestFilter(tenant="t", over=False),
+    RequestFilter(tenant="t", status="queued"),
+    RequestFilter(tenant="t", status="in_progress"),
+    RequestFilter(tenant="t", status="completed"),
+    RequestFilter(tenant="t", dead=True),
+    RequestFilter(tenant="t", video=True),
+    RequestFilter(over=False),
+    RequestFilter(status="completed"),
 )
 """All that the server asks."""
 
@@ -64,7 +64,7 @@ async def redis_queue(server: Server) -> AsyncIterator[QueueBackend]:
 async def test_a_question_runs_as_many_commands_in_redis(redis_queue: QueueBackend, server: Server) -> None:
     """Given ten times as many stored requests of others, then it is the same commands, for every question."""
 
-    async def commands(which: Filter, oldest_first: bool) -> Counter[str]:
+    async def commands(which: RequestFilter, oldest_first: bool) -> Counter[str]:
         server.client.config_resetstat()
         await redis_queue.list(which, limit=2, oldest_first=oldest_first)
         stats = server.client.info("commandstats")
@@ -85,10 +85,10 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     """Given ten times as many stored requests of others, then it looks at as many, for every question."""
     clock = ManualClock()
     queue = MemoryQueue(clock) if kind == "memory" else SqliteQueue(tmp_path / "queue.db", clock)
-    looked: list[Entry] = []
-    fits = Entry.fits
+    looked: list[IndexEntry] = []
+    fits = IndexEntry.fits
 
-    def counting(entry: Entry, which: Filter) -> bool:
+    def counting(entry: IndexEntry, which: RequestFilter) -> bool:
         looked.append(entry)
         return fits(entry, which)
 
@@ -96,7 +96,7 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     for first, more in ((0, 40), (40, 1000)):
         await fill(queue, more, first)
         counted.append([])
-        with patch.object(Entry, "fits", counting):
+        with patch.object(IndexEntry, "fits", counting):
             for which in ASKED:
                 looked.clear()
                 await queue.list(which, limit=2)
@@ -162,7 +162,7 @@ async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBacken
     lease = await leased(redis_queue)
     await redis_queue.hand_back(lease.claim)
     assert len(server.client.keys()) > 60
-    for record in await redis_queue.list(Filter(over=False)):
+    for record in await redis_queue.list(RequestFilter(over=False)):
         await redis_queue.commit(change(record, status="cancelled", completed_at=1.0))
     await redis_queue.drop("t")
     await redis_queue.forget(3e9)
@@ -173,7 +173,7 @@ async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: QueueBacken
 async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
     queue = MemoryQueue(ManualClock())
     await fill(queue, 20)
-    for record in await queue.list(Filter(over=False)):
+    for record in await queue.list(RequestFilter(over=False)):
         await queue.commit(change(record, status="cancelled", completed_at=1.0))
     await queue.drop("t")
     await queue.forget(3e9)

@@ -15,8 +15,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
 from unfuse.core.request import Change, Event
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.base import Offer, Wanted
-from unfuse.queues.index import MAX_EVENTS, Entry, History
+from unfuse.queues.base import LeaseRequest, PoolOffer
+from unfuse.queues.index import MAX_EVENTS, EventHistory, IndexEntry
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.tasks import LeasedTask, Leases, QueuedTask
 from unfuse.testing import ManualClock, check_queue
@@ -124,7 +124,7 @@ class TestTheSuiteCanFail:
     )
     async def test_when_an_offer_is_ignored(self, ignored: dict[str, object], rules: set[str]) -> None:
         class Deaf(MemoryQueue):
-            async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+            async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
                 replace = msgspec.structs.replace
                 pools = {pool: replace(offer, **ignored) for pool, offer in wanted.pools.items()}
                 return await super().lease(worker, replace(wanted, pools=pools), ttl, wait)
@@ -133,20 +133,20 @@ class TestTheSuiteCanFail:
 
     async def test_when_who_waits_has_no_rank(self) -> None:
         class Deaf(MemoryQueue):
-            async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+            async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
                 return await super().lease(worker, msgspec.structs.replace(wanted, rank=0.0), ttl, wait)
 
         assert await self.broken_rules(Deaf, patience=2.0) == {"who_waits_is_served_by_rank"}
 
     @pytest.mark.parametrize("lacks", [set(), {"slots", "kv"}], ids=["none is counted", "all count as one"])
     async def test_when_resources_are_not_told_apart(self, lacks: set[str]) -> None:
-        lacking = Offer.lacks
+        lacking = PoolOffer.lacks
 
-        def confused(offer: Offer, needs: dict[str, int], used: dict[str, int]) -> set[str]:
+        def confused(offer: PoolOffer, needs: dict[str, int], used: dict[str, int]) -> set[str]:
             found = lacking(offer, needs, used)
             return lacks if "kv" in found else found
 
-        with patch.object(Offer, "lacks", confused):
+        with patch.object(PoolOffer, "lacks", confused):
             assert await self.broken_rules() == {"every_resource_is_counted_for_itself"}
 
     @pytest.mark.parametrize("swept", [-math.inf, math.inf])
@@ -160,7 +160,7 @@ class TestTheSuiteCanFail:
 
     async def test_when_only_the_pools_that_were_taken_from_are_told(self) -> None:
         class Absent(MemoryQueue):
-            def _claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
+            def _claim(self, worker: str, wanted: LeaseRequest, ttl: float) -> list[Lease]:
                 leases = super()._claim(worker, wanted, ttl)
                 self._changed_pools = dict.fromkeys(lease.task.planned.pool for lease in leases)
                 return leases
@@ -170,7 +170,7 @@ class TestTheSuiteCanFail:
 
     async def test_when_effects_come_before_checks(self) -> None:
         class Hasty(MemoryQueue):
-            def _commit(self, change: Change) -> Entry:
+            def _commit(self, change: Change) -> IndexEntry:
                 for id, stage in change.close:
                     self._remove_task(self._requests[id], stage)
                 return super()._commit(change)
@@ -321,7 +321,7 @@ async def _next(stream: object) -> Event:
 
 async def test_a_history_of_structure_alone_is_bounded_too() -> None:
     """Given more hand-backs than the log holds, then the oldest events go."""
-    history = History()
+    history = EventHistory()
     for number in range(MAX_EVENTS + 10):
         history.publish(Event("stage_started", attempt=number), wall=5.0)
     history.end()
@@ -368,7 +368,7 @@ def test_structs_of_the_port_are_frozen() -> None:
 
 async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
     """Given followers who leave before anything happens, as clients of event streams do, then none is kept."""
-    history = History()
+    history = EventHistory()
     for _ in range(3):
         waiting = asyncio.ensure_future(anext(history.follow(0)))
         await asyncio.sleep(0)

@@ -23,7 +23,7 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.request import Event, RequestRecord
 from unfuse.queues import script
-from unfuse.queues.base import Filter, Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits, RequestFilter
 from unfuse.queues.connection import RUN_BYTES, RUN_CALLS, runs
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
@@ -145,7 +145,7 @@ class TestTwoQueuesOverOneServer:
             for number, name in enumerate(names)
         )
         assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
-        assert (len(await other.list(Filter())), await count_waiting(queue, "p")) == (1, 1)
+        assert (len(await other.list(RequestFilter())), await count_waiting(queue, "p")) == (1, 1)
 
     async def test_pieces_that_both_record_are_there_once(self, queue: QueueBackend, other: QueueBackend) -> None:
         """As one worker says them again to a second scheduler; and a lease that ended at one has ended at both."""
@@ -341,13 +341,13 @@ async def test_more_wait_than_share_a_call(queue: QueueBackend) -> None:
 
 async def test_long_lists_are_read_in_pieces(queue: QueueBackend) -> None:
     names = [f"{number:04}" for number in range(2 * SCANNED + 1)]
-    limits = Limits(max_active=10_000)
+    limits = QueueLimits(max_active=10_000)
     await asyncio.gather(*(queue.submit(request(n, tenant=n[-1]), [], [], limits) for n in names))
-    found = await queue.list(Filter(tenant="7"), limit=1000)
+    found = await queue.list(RequestFilter(tenant="7"), limit=1000)
     assert [record.context.id for record in found] == [name for name in reversed(names) if name[-1] == "7"]
     for record in found:
         await queue.commit(change(record, status="completed", completed_at=1.0))
-    assert len(await queue.list(Filter(over=False), limit=5000)) == len(names) - len(found)
+    assert len(await queue.list(RequestFilter(over=False), limit=5000)) == len(names) - len(found)
     assert sorted(await queue.forget(2.0)) == [name for name in names if name[-1] == "7"]
 
 
@@ -497,7 +497,7 @@ async def test_a_server_without_memory_is_noticed(unsteady: Server) -> None:
                 await queue.check()
             with pytest.raises(TransientError, match="has no memory left"):
                 await queue.submit(request("b"), [task("b")], [], LIMITS)
-            assert [record.context.id for record in await queue.list(Filter())] == ["a"]
+            assert [record.context.id for record in await queue.list(RequestFilter())] == ["a"]
         finally:
             unsteady.client.config_set("maxmemory", 0)
         await queue.check()

@@ -16,7 +16,7 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, Conflict, LeaseLost, Overloaded, TransientError
 from unfuse.core.request import Caller, request_ids
 from unfuse.core.task import Lease
-from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.base import QueueBackend, RequestFilter
 from unfuse.queues.connection import parse_address
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
@@ -260,12 +260,12 @@ async def test_a_server_is_killed_under_load(pair: tuple[Server, Server], freeze
         await asyncio.sleep(0.01)
     load.over = True
     await asyncio.gather(*clients)
-    while await opened[0].list(Filter(over=False), limit=1):
+    while await opened[0].list(RequestFilter(over=False), limit=1):
         await asyncio.sleep(0.05)
     for one in workers:
         one.cancel()
     await asyncio.gather(*workers, return_exceptions=True)
-    records = [record.context for record in await opened[0].list(Filter(), limit=10**5)]
+    records = [record.context for record in await opened[0].list(RequestFilter(), limit=10**5)]
     assert {context.id for context in records} >= load.accepted.keys()
     assert {context.status for context in records} == {"completed"}
     assert set(load.made.values()) == {1}
@@ -291,13 +291,13 @@ async def test_the_shards_of_a_cluster_are_where_their_slots_are(masters: list[S
     assert sum(map(bool, found)) > 1
     assert "not 'shards'" not in await refused(url)
     assert "a queue without shards" in await refused(url.partition("?")[0])
-    assert [record.context.id for record in await queue.list(Filter(), oldest_first=True)] == names
+    assert [record.context.id for record in await queue.list(RequestFilter(), oldest_first=True)] == names
     waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
     tag = min(found[0] | found[1] | found[2])
     source = next(one for one, tags in zip(masters, found, strict=True) if tag in tags)
     target = next(one for one in masters if one is not source)
     move(masters, source, target, tag)
-    while len(await queue.list(Filter(), limit=100)) < 40:
+    while len(await queue.list(RequestFilter(), limit=100)) < 40:
         await asyncio.sleep(0.02)
     moved = next(name for name in iter(lambda: queue.placed(request_ids(), Caller()), "") if home(queue, name) == tag)
     await until_done(lambda: submitted(queue, moved, pool="q"))

@@ -12,8 +12,8 @@ from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.request import Event
 from unfuse.queues.base import QueueBackend
-from unfuse.queues.connection import SWEEP_S, Call, Calls
-from unfuse.queues.remote_waiters import MAX_BATCH, Background
+from unfuse.queues.connection import SWEEP_S, Call, PipelinedCalls
+from unfuse.queues.remote_waiters import MAX_BATCH, NamedTasks
 from unfuse.testing.queue_samples import TTL, change, following, started, submitted, wanted
 
 
@@ -31,7 +31,7 @@ class Slow:
         return [verb for verb, _ in calls]
 
 
-async def asked(calls: Calls, *verbs: str) -> list[asyncio.Task[Any]]:
+async def asked(calls: PipelinedCalls, *verbs: str) -> list[asyncio.Task[Any]]:
     tasks = [asyncio.create_task(calls.answer(verb, b"")) for verb in verbs]
     for _ in range(3):
         await asyncio.sleep(0)
@@ -41,14 +41,14 @@ async def asked(calls: Calls, *verbs: str) -> list[asyncio.Task[Any]]:
 class TestCalls:
     async def test_those_of_one_moment_go_together_and_at_once(self) -> None:
         slow = Slow()
-        tasks = await asked(Calls(slow.execute, Background()), "a", "b", "c")
+        tasks = await asked(PipelinedCalls(slow.execute, NamedTasks()), "a", "b", "c")
         assert slow.batches == [["a", "b", "c"]]
         slow.ends[0].set_result(None)
         assert await asyncio.gather(*tasks) == ["a", "b", "c"]
 
     async def test_those_that_come_while_others_are_under_way_go_next(self) -> None:
         slow = Slow()
-        calls = Calls(slow.execute, Background())
+        calls = PipelinedCalls(slow.execute, NamedTasks())
         first = await asked(calls, "a")
         others = [*await asked(calls, "b"), *await asked(calls, "c")]
         assert slow.batches == [["a"]]
@@ -62,7 +62,7 @@ class TestCalls:
     async def test_what_those_who_were_answered_ask_next_goes_together(self) -> None:
         """Also with what waited already."""
         slow = Slow()
-        calls = Calls(slow.execute, Background())
+        calls = PipelinedCalls(slow.execute, NamedTasks())
 
         async def caller(*verbs: str) -> None:
             for verb in verbs:
@@ -79,7 +79,7 @@ class TestCalls:
 
     async def test_a_round_trip_takes_so_many(self) -> None:
         slow = Slow()
-        tasks = await asked(Calls(slow.execute, Background()), *["a"] * (MAX_BATCH + 1))
+        tasks = await asked(PipelinedCalls(slow.execute, NamedTasks()), *["a"] * (MAX_BATCH + 1))
         assert [len(batch) for batch in slow.batches] == [MAX_BATCH]
         for _ in range(2):
             slow.ends[-1].set_result(None)
@@ -90,7 +90,7 @@ class TestCalls:
         async def broken(calls: Sequence[Call]) -> list[Any]:
             raise ConnectionError("gone")
 
-        calls = Calls(broken, Background())
+        calls = PipelinedCalls(broken, NamedTasks())
         for _ in range(2):
             for task in await asked(calls, "a", "b"):
                 with pytest.raises(ConnectionError, match="gone"):
@@ -98,7 +98,7 @@ class TestCalls:
 
     async def test_who_was_cancelled_misses_nothing_of_the_others(self) -> None:
         slow = Slow()
-        one, other = await asked(Calls(slow.execute, Background()), "a", "b")
+        one, other = await asked(PipelinedCalls(slow.execute, NamedTasks()), "a", "b")
         one.cancel()
         slow.ends[0].set_result(None)
         assert await other == "b"

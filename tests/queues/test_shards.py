@@ -12,7 +12,7 @@ from unfuse.core.errors import NotFound, Overloaded, TransientError
 from unfuse.core.request import Caller, Event, TenantLimits, request_ids
 from unfuse.core.task import OutputDeltas
 from unfuse.queues import shards as sharding
-from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend
+from unfuse.queues.base import DeclaredModels, QueueBackend, QueueLimits, RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.shards import ShardedQueue
 from unfuse.testing import ManualClock
@@ -101,7 +101,7 @@ async def test_lists_are_merged(clock: TickingClock) -> None:
     for name in "cabgfedh":
         fields = {"tenant": "tu"[ord(name) % 2], "fingerprint": "xyz"[ord(name) % 3]}
         await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
-    assert [one.context.id for one in await queue.list(Filter(), oldest_first=True)] == [*"cabgfedh"]
+    assert [one.context.id for one in await queue.list(RequestFilter(), oldest_first=True)] == [*"cabgfedh"]
     await check_lists(queue)
     await leased(queue)
     for name in "bg":
@@ -118,10 +118,10 @@ async def test_of_two_that_came_at_one_moment_each_is_listed_once() -> None:
     for name in "abcdefgh":
         await submitted(queue, name)
     for oldest_first in (False, True):
-        everything = [one.context.id for one in await queue.list(Filter(), oldest_first=oldest_first)]
+        everything = [one.context.id for one in await queue.list(RequestFilter(), oldest_first=oldest_first)]
         assert sorted(everything) == [*"abcdefgh"]
         for at, name in enumerate(everything):
-            page = await queue.list(Filter(), after=name, limit=3, oldest_first=oldest_first)
+            page = await queue.list(RequestFilter(), after=name, limit=3, oldest_first=oldest_first)
             assert [one.context.id for one in page] == everything[at + 1 : at + 4]
 
 
@@ -144,7 +144,7 @@ async def test_ids_say_where_a_request_lives(clock: TickingClock) -> None:
 
 async def test_what_a_tenant_may_have_is_counted_in_one_place(clock: TickingClock) -> None:
     queue = ShardedQueue(memories(4, clock))
-    limits = Limits(1000, 1000, tenant=TenantLimits(concurrent=3))
+    limits = QueueLimits(1000, 1000, tenant=TenantLimits(concurrent=3))
     who = Caller("t", allowance=limits.tenant)
     for number in range(3):
         name = queue.placed(iter(ids(f"{number}.")), who)
@@ -158,14 +158,14 @@ async def test_a_key_is_found_whether_or_not_its_tenant_has_an_allowance_by_now(
     for may, key in ((TenantLimits(), "k"), (TenantLimits(5), "l")):
         name = queue.placed(iter(ids(key)), Caller("t", key, allowance=may))
         await queue.submit(request(name, tenant="t", idempotency_key=key), [task(name)], [], LIMITS)
-        found = await queue.list(Filter(tenant="t", idempotency_key=key))
+        found = await queue.list(RequestFilter(tenant="t", idempotency_key=key))
         assert [one.context.id for one in found] == [name]
 
 
 async def test_each_shard_has_its_part_of_the_limits(clock: TickingClock) -> None:
     """Rounded up, of requests and of tasks that wait; what costs more than a part is accepted where nothing else is."""
     queue = Spread(memories(2, clock))
-    limits = Limits(3, 1000, 10.0)
+    limits = QueueLimits(3, 1000, 10.0)
     for name in "abcd":
         await queue.submit(request(name, cost=2.0), [task(name)], [], limits)
     for name in "ef":
@@ -173,8 +173,8 @@ async def test_each_shard_has_its_part_of_the_limits(clock: TickingClock) -> Non
     queue = Spread(memories(2, clock))
     await queue.submit(request("a", cost=9.0), [task("a")], [], limits)
     await raised(Overloaded, queue.submit(request("c", cost=1.0), [], [], limits))
-    await queue.submit(request("b", cost=5.0), [task("b")], [], Limits(100, 1))
-    await raised(Overloaded, queue.submit(request("d"), [task("d")], [], Limits(100, 1)))
+    await queue.submit(request("b", cost=5.0), [task("b")], [], QueueLimits(100, 1))
+    await raised(Overloaded, queue.submit(request("d"), [task("d")], [], QueueLimits(100, 1)))
 
 
 class TestLeasing:
@@ -315,7 +315,7 @@ class TestOneAway:
         assert lease.task.request == "b"
         await queue.hello(worker("w"))
         assert [one.leased for one in await queue.workers()] == [1]
-        assert [one.context.id for one in await queue.list(Filter())] == ["b"]
+        assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
         assert (await queue.stats(["p"])).active == 1
         assert await queue.over(["a", "b", "d"]) == ["d"]
         assert await queue.expired(TTL) == []
@@ -340,7 +340,7 @@ class TestOneAway:
         key = next(key for key in "abcdef" if home in queue._together("t", key))
         self.away(queue, shards).gone = True
         await raised(TransientError, queue.load("a"))
-        await raised(TransientError, queue.list(Filter(tenant="t", idempotency_key=key)))
+        await raised(TransientError, queue.list(RequestFilter(tenant="t", idempotency_key=key)))
         who = Caller("t", next(key for key in "abcdef" if queue._together("t", key)[1] == home))
         assert queue.home(queue.placed(iter("abcdef"), who)) == home
 
@@ -357,7 +357,7 @@ class TestOneAway:
     ) -> None:
         monkeypatch.setattr(sharding, "PATIENCE_S", 0.01)
         self.away(queue, shards).frozen = True
-        assert [one.context.id for one in await queue.list(Filter())] == ["b"]
+        assert [one.context.id for one in await queue.list(RequestFilter())] == ["b"]
         assert "no answer in" in queue.away()[0]
         assert (await leased(queue)).task.request == "b"
 
@@ -365,14 +365,14 @@ class TestOneAway:
         await queue.cache("k", handle("o"), 100)
         shards[0].gone = True
         await raised(TransientError, queue.load(next(name for name in "ab" if queue.home(name) == 0)))
-        await queue.declare("serve", Declaration((), {"p": 1}))
-        assert await queue.declared() == {"serve": Declaration((), {"p": 1})}
+        await queue.declare("serve", DeclaredModels((), {"p": 1}))
+        assert await queue.declared() == {"serve": DeclaredModels((), {"p": 1})}
         assert (await queue.cached(["k"]), await queue.cached_bytes()) == ({}, 0)
         await raised(TransientError, queue.cached(["k"], use=False))
         shards[0].gone = False
         while queue.away():
             await asyncio.sleep(0.001)
-        assert await shards[0].declared() == {"serve": Declaration((), {"p": 1})}
+        assert await shards[0].declared() == {"serve": DeclaredModels((), {"p": 1})}
         assert list(await queue.cached(["k"])) == ["k"]
 
     async def test_one_that_comes_back_as_another_is_waited_for(self, queue: Spread, shards: list[Cut]) -> None:
@@ -383,11 +383,11 @@ class TestOneAway:
         one.gone, one.other = False, "name the same servers in the same order"
         while "name the same servers" not in queue.away()[0]:
             await asyncio.sleep(0.001)
-        assert [found.context.id for found in await queue.list(Filter())] == ["b"]
+        assert [found.context.id for found in await queue.list(RequestFilter())] == ["b"]
         one.other = ""
         while queue.away():
             await asyncio.sleep(0.001)
-        assert len(await queue.list(Filter())) == 2
+        assert len(await queue.list(RequestFilter())) == 2
 
     async def test_with_none_left_nothing_goes(self, queue: Spread, shards: list[Cut]) -> None:
         for shard in shards:
@@ -396,14 +396,14 @@ class TestOneAway:
             queue.check(),
             queue.now(),
             queue.lease("w", wanted("p"), TTL),
-            queue.list(Filter()),
+            queue.list(RequestFilter()),
             queue.load("b"),
         ):
             await raised(TransientError, ask)
         assert len(queue.away()) == 2
         for shard in shards:
             shard.gone = False
-        assert len(await queue.list(Filter())) == 2
+        assert len(await queue.list(RequestFilter())) == 2
 
 
 async def test_who_watches_follows_its_shard(clock: TickingClock) -> None:

@@ -33,7 +33,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Delivery, Event, StageState
 from unfuse.queues import journal
-from unfuse.queues.base import MOST_RETURNS, Declaration, Filter, Limits, PoolStats, Stats
+from unfuse.queues.base import MOST_RETURNS, DeclaredModels, PoolStats, QueueLimits, QueueStats, RequestFilter
 from unfuse.queues.journal import StoredTask
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
@@ -125,13 +125,13 @@ class TestARestart:
         await queue.close()
 
     async def test_keeps_keys_counts_costs_and_the_list(self, queue: SqliteQueue, clock: ManualClock) -> None:
-        tight = Limits(max_active=3, max_queue=2, max_cost=10.0)
+        tight = QueueLimits(max_active=3, max_queue=2, max_cost=10.0)
         for name in "abc":
             await queue.submit(request(name, tenant=name, idempotency_key="k", cost=3.0), [task(name)], [], LIMITS)
         await queue.commit(change(await queue.load("b"), status="failed", dead=True))
         queue = await again(queue, clock)
-        assert [record.context.id for record in await queue.list(Filter())] == list("cba")
-        assert [record.context.id for record in await queue.list(Filter(dead=True))] == ["b"]
+        assert [record.context.id for record in await queue.list(RequestFilter())] == list("cba")
+        assert [record.context.id for record in await queue.list(RequestFilter(dead=True))] == ["b"]
         assert (await queue.submit(request("z", tenant="a", idempotency_key="k"), [], [], tight)).context.id == "a"
         await raised(Overloaded, queue.submit(request("d", cost=5.0), [], [], tight))
         await raised(Overloaded, queue.submit(request("d"), [task("d")], [], tight))
@@ -142,25 +142,25 @@ class TestARestart:
     async def test_keeps_what_is_declared(self, queue: SqliteQueue, clock: ManualClock) -> None:
         """Given a process that is killed, then what was declared is there at the next start, as it was last."""
         card = ModelSpec("m", "/m", "f", Pipeline(()), {"max": 1.5}, {}, {"a": "1"}, {})
-        admitted = Declaration((card,), {"p": 3}, source="admin", server="here")
-        await queue.declare("model m", Declaration((card,)))
-        assert await queue.declare("model m", admitted) and await queue.declare("serve", Declaration((card,)))
-        await queue.declare("serve", Declaration(()))
+        admitted = DeclaredModels((card,), {"p": 3}, source="admin", server="here")
+        await queue.declare("model m", DeclaredModels((card,)))
+        assert await queue.declare("model m", admitted) and await queue.declare("serve", DeclaredModels((card,)))
+        await queue.declare("serve", DeclaredModels(()))
         with sqlite_copy(queue) as path:
             killed = SqliteQueue(path, clock)
-            assert await killed.declared() == {"model m": admitted, "serve": Declaration(())}
+            assert await killed.declared() == {"model m": admitted, "serve": DeclaredModels(())}
             assert not await killed.declare("model m", admitted, new=True)
             await killed.close()
 
     async def test_leaves_out_a_declaration_that_cannot_be_read(self, queue: SqliteQueue, clock: ManualClock) -> None:
-        await queue.declare("model m", Declaration(()))
-        await queue.declare("serve", Declaration(()))
+        await queue.declare("model m", DeclaredModels(()))
+        await queue.declare("serve", DeclaredModels(()))
         queue._journal._file.execute("UPDATE declarations SET body = x'ff' WHERE name = 'model m'")
         with capture_logs() as logs:
             queue = await again(queue, clock)
-        assert await queue.declared() == {"serve": Declaration(())}
+        assert await queue.declared() == {"serve": DeclaredModels(())}
         assert [line["name"] for line in logs if "cannot be read" in line["event"]] == ["model m"]
-        await queue.declare("model m", Declaration((), gone=("m",)))
+        await queue.declare("model m", DeclaredModels((), gone=("m",)))
         assert len(await queue.declared()) == 2
         await queue.close()
 
@@ -272,7 +272,7 @@ class TestARestart:
         assert queue._journal.path.stat().st_size > 50 * small
         assert len(await queue.forget(2.0)) == 1000
         queue = await again(queue, clock)
-        assert [record.context.id for record in await queue.list(Filter())] == ["kept"]
+        assert [record.context.id for record in await queue.list(RequestFilter())] == ["kept"]
         assert queue._journal.path.stat().st_size <= 2 * small
         await queue.close()
 
@@ -376,7 +376,7 @@ class TestADiskThatFails:
                 queue.expired(TTL),
                 queue.check(),
                 queue.load("a"),
-                queue.list(Filter()),
+                queue.list(RequestFilter()),
                 queue.workers(),
             ):
                 assert str(await raised(TransientError, call)) == str(refusal)
@@ -415,11 +415,11 @@ class TestADiskThatIsFull:
     async def test_refuses_a_declaration_and_keeps_the_one_before(self, path: Path, clock: ManualClock) -> None:
         with failing_disk() as disk, patch.object(journal, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
-            await queue.declare("model m", Declaration(()))
+            await queue.declare("model m", DeclaredModels(()))
             disk.full = True
-            gone = Declaration((), gone=("m",))
+            gone = DeclaredModels((), gone=("m",))
             assert "full" in str(await raised(TransientError, queue.declare("model m", gone)))
-            assert await queue.declared() == {"model m": Declaration(())}
+            assert await queue.declared() == {"model m": DeclaredModels(())}
             disk.full = False
             assert await queue.declare("model m", gone)
             queue = await again(queue, clock)
@@ -481,7 +481,7 @@ class TestADiskThatIsFull:
                 await raised(TransientError, queue.submit(request("d"), [], [], LIMITS))
 
             async def listed(**which: Any) -> list[tuple[str, str]]:
-                return [(one.context.id, one.status) for one in await queue.list(Filter(**which))]
+                return [(one.context.id, one.status) for one in await queue.list(RequestFilter(**which))]
 
             assert await listed() == [("c", "cancelled"), ("b", "queued"), ("a", "in_progress")]
             assert await listed(status="completed") == []
@@ -523,7 +523,7 @@ class TestADiskThatIsFull:
                 queue = SqliteQueue(disk / "queue.db", clock)
                 if is_new:
                     await submitted(queue, "a")
-                assert [record.context.id for record in await queue.list(Filter())] == ["a"]
+                assert [record.context.id for record in await queue.list(RequestFilter())] == ["a"]
                 await queue.close()
 
     @pytest.mark.slow
@@ -573,7 +573,7 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
             for work in (
                 queue.load("a"),
                 queue.over(["a"]),
-                queue.list(Filter()),
+                queue.list(RequestFilter()),
                 history(queue, "a", after=1),
                 submitted(queue, "a"),
                 queue.appended("a", "s"),
@@ -602,7 +602,7 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
         file.execute("UPDATE requests SET body = x'c1' WHERE id = 'c'")
     file.close()
     queue = SqliteQueue(path, ManualClock())
-    assert [record.context.id for record in await queue.list(Filter())] == ["b", "a"]
+    assert [record.context.id for record in await queue.list(RequestFilter())] == ["b", "a"]
     assert [(one.id, one.kind) for one in await queue.damaged()] == [("c", "request")]
     await raised(Damaged, queue.load("c"))
     assert await queue.over(["a", "c", "nobody"]) == ["nobody"]
@@ -611,7 +611,7 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     await raised(NotFound, queue.load("c"))
     queue = await again(queue, ManualClock())
     assert await queue.damaged() == []
-    assert [record.context.id for record in await queue.list(Filter())] == ["d", "b", "a"]
+    assert [record.context.id for record in await queue.list(RequestFilter())] == ["d", "b", "a"]
     await queue.close()
 
 
@@ -623,7 +623,7 @@ async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue
     lease = await leased(queue)
     before = await queue.stats(["p"])
     queue = await again(queue, clock)
-    assert await queue.stats(["p"]) == before == Stats(2, {"p": PoolStats(1, 5.0, 3.0)})
+    assert await queue.stats(["p"]) == before == QueueStats(2, {"p": PoolStats(1, 5.0, 3.0)})
     await queue.hand_back(lease.claim)
     assert (await queue.stats(["p"])).pools == {"p": PoolStats(2, 10.0, 3.0)}
     await queue.close()

@@ -23,7 +23,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Pipeline
 from unfuse.core.request import Change, RequestContext, ResultFile, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
@@ -171,7 +171,7 @@ class Histories(RuleBasedStateMachine):
     def submit(self, pipeline: Pipeline, samples: int, priority: int) -> None:
         request = priced(request_for(pipeline, samples, id=f"request{len(self.contexts):03}", priority=priority))
         admitted = lifecycle.admitted(request, self.clock.wall())
-        limits = Limits(max_active=10_000, max_queue=10_000)
+        limits = QueueLimits(max_active=10_000, max_queue=10_000)
         record = self.do(self.queue.submit(admitted.context, admitted.push, admitted.events, limits))
         for task in admitted.push:
             self.oracle.push(task)

@@ -14,7 +14,7 @@ from tests.queues.twins import Twins
 from unfuse import queues
 from unfuse.core.clock import Clock
 from unfuse.core.task import SLOTS
-from unfuse.queues.base import Offer, QueueBackend, Wanted
+from unfuse.queues.base import LeaseRequest, PoolOffer, QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 
@@ -99,8 +99,8 @@ def test_they_would_not_be_taken_for_equal() -> None:
 
     class Careless(MemoryQueue):
         async def lease(self, worker, wanted, ttl, wait=0.0):  # type: ignore[no-untyped-def]
-            careless = {pool: Offer({SLOTS: wanted.slots}) for pool in wanted.pools}
-            return await super().lease(worker, Wanted(careless), ttl, wait)
+            careless = {pool: PoolOffer({SLOTS: wanted.slots}) for pool in wanted.pools}
+            return await super().lease(worker, LeaseRequest(careless), ttl, wait)
 
     class CarelessTwins(Twins):
         lengths: list[int] = []

@@ -15,7 +15,7 @@ from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.errors import Damaged, NotFound
 from unfuse.core.request import Event
-from unfuse.queues.base import Filter, PoolStats, QueueBackend
+from unfuse.queues.base import PoolStats, QueueBackend, RequestFilter
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -123,9 +123,9 @@ async def all_answers(queue: QueueBackend, clock: ManualClock) -> None:
     assert lease.task.request == RUNS
 
     await queue.check()
-    healthy = [record.context.id for record in await queue.list(Filter()) if record.context.id != BAD]
+    healthy = [record.context.id for record in await queue.list(RequestFilter()) if record.context.id != BAD]
     assert healthy == [*reversed(HEALTHY), RUNS, OVER]
-    active = [record.context.id for record in await queue.list(Filter(over=False), limit=4)]
+    active = [record.context.id for record in await queue.list(RequestFilter(over=False), limit=4)]
     assert [name for name in active if name != BAD][:3] == [*reversed(HEALTHY)]
     assert {"v"} <= {found.info.id for found in await queue.workers()} <= {"v", "w"}
     assert (await queue.cached(["l", "k"]))["l"] == handle("l")

@@ -20,7 +20,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, StageState, TenantLimits
 from unfuse.core.task import Claim, Lease, OutputDeltas, Task
-from unfuse.queues.base import Declaration, Filter, Limits, QueueBackend, Stats, Wanted
+from unfuse.queues.base import DeclaredModels, LeaseRequest, QueueBackend, QueueLimits, QueueStats, RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import handle, request, task_of, wanted, worker
@@ -29,10 +29,10 @@ POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
 TTL = 8.0
 LIMITS = st.sampled_from(
-    [Limits(10**6, 10**6)] * 6
-    + [Limits(3, 10**6), Limits(10**6, 2), Limits(10**6, 10**6, 4.0)]
+    [QueueLimits(10**6, 10**6)] * 6
+    + [QueueLimits(3, 10**6), QueueLimits(10**6, 2), QueueLimits(10**6, 10**6, 4.0)]
     + [
-        Limits(10**6, 10**6, tenant=may)
+        QueueLimits(10**6, 10**6, tenant=may)
         for may in (TenantLimits(2), TenantLimits(4), TenantLimits(0, 2, 7), TenantLimits(3, 5, 1))
     ]
 )
@@ -79,7 +79,7 @@ wants = st.builds(
     rank=st.floats(-1, 1),
 )
 filters = st.builds(
-    Filter,
+    RequestFilter,
     over=st.sampled_from([None, True, False]),
     tenant=st.sampled_from([None, None, "t", "u"]),
     idempotency_key=st.sampled_from([None, None, None, "k", ""]),
@@ -157,11 +157,11 @@ class Twins(RuleBasedStateMachine):
     def opened(self) -> QueueBackend:
         raise NotImplementedError
 
-    def named(self, name: str, tenant: str, key: str, limits: Limits) -> tuple[str, Limits]:
+    def named(self, name: str, tenant: str, key: str, limits: QueueLimits) -> tuple[str, QueueLimits]:
         """What a new request is called, and the limits under which it comes."""
         return name, limits
 
-    def asked(self, wanted: Wanted, with_outcome_of: str = "") -> Wanted:
+    def asked(self, wanted: LeaseRequest, with_outcome_of: str = "") -> LeaseRequest:
         """What a worker wants; with its outcome of a task of this request, if any."""
         return wanted
 
@@ -215,7 +215,7 @@ class Twins(RuleBasedStateMachine):
         return self.names[number % len(self.names)] if self.names and number % 17 else "nobody"
 
     @rule(pushed=pushes, limits=LIMITS, key=st.sampled_from(["", "", "k", "l"]), again=st.integers(0, 40))
-    def submit(self, pushed: dict[str, Any], limits: Limits, key: str, again: int) -> None:
+    def submit(self, pushed: dict[str, Any], limits: QueueLimits, key: str, again: int) -> None:
         self.step()
         name = self.names[again] if again < len(self.names) else f"{('r', 'video_')[again % 2]}{self.submitted:03}"
         self.submitted += 1
@@ -236,7 +236,7 @@ class Twins(RuleBasedStateMachine):
             self.names.append(name)
 
     @rule(wanted=wants, name=st.sampled_from(["v", "w"]), ttl=st.sampled_from([1.0, TTL, 3 * TTL]))
-    def lease(self, wanted: Wanted, name: str, ttl: float) -> None:
+    def lease(self, wanted: LeaseRequest, name: str, ttl: float) -> None:
         self.step()
 
         async def ask(side: Side) -> list[Lease]:
@@ -309,7 +309,7 @@ class Twins(RuleBasedStateMachine):
         wanted=st.none() | wants,
     )
     def complete(
-        self, number: int, damage: str, pushed: dict[str, Any], is_last: bool, skipped: int, wanted: Wanted | None
+        self, number: int, damage: str, pushed: dict[str, Any], is_last: bool, skipped: int, wanted: LeaseRequest | None
     ) -> None:
         """Commit with a claim, which may be an old one, or one that was committed already; or ask for more with it."""
         self.step()
@@ -383,7 +383,7 @@ class Twins(RuleBasedStateMachine):
         which=filters,
         limit=st.integers(1, 4),
     )
-    def read_or_clean_up(self, verb: str, number: int, which: Filter, limit: int) -> None:
+    def read_or_clean_up(self, verb: str, number: int, which: RequestFilter, limit: int) -> None:
         self.step()
         name, member = self.chosen(number), "vw"[number % 2]
 
@@ -401,7 +401,7 @@ class Twins(RuleBasedStateMachine):
                 case "drop":
                     return await side.queue.drop(name)
                 case "declare":
-                    await side.queue.declare(member, Declaration(tuple(CARDS[: number % 3]), {"p": number}))
+                    await side.queue.declare(member, DeclaredModels(tuple(CARDS[: number % 3]), {"p": number}))
                     return await side.queue.declared()
                 case "over":
                     return await side.queue.over([name, "nobody", *self.names[number % 5 :: 3]])
@@ -452,12 +452,12 @@ class Twins(RuleBasedStateMachine):
             self.both(lambda side, pool=pool: side.queue.peek(pool, 100))  # type: ignore[misc]
         self.both(self.stats)
 
-    async def stats(self, side: Side) -> Stats:
+    async def stats(self, side: Side) -> QueueStats:
         """How much there is to do."""
         return await side.queue.stats(self.pools())
 
     def look_at_everything(self) -> None:
-        self.both(lambda side: side.queue.list(Filter(), limit=1000))
+        self.both(lambda side: side.queue.list(RequestFilter(), limit=1000))
         self.both(lambda side: side.queue.workers())
         self.both(lambda side: side.queue.cached(list("klmn")))
         for name in self.names:

@@ -32,7 +32,7 @@ from unfuse.core.messages import (
 )
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.base import QueueBackend, RequestFilter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -230,7 +230,7 @@ class Fleet:
 
     async def check(self) -> None:
         """Every second is on a bill, or lost, once."""
-        contexts = [record.context for record in await self.schedulers[0].queue.list(Filter(), limit=1000)]
+        contexts = [record.context for record in await self.schedulers[0].queue.list(RequestFilter(), limit=1000)]
         states = [state for context in contexts for state in context.stages.values()]
         billed = sum(state.timings.share_s * state.timings.devices for state in states)
         lost = sum(sum(state.lost_s.values()) for state in states)

@@ -12,7 +12,7 @@ from tools.asking import asking
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan, compile_plan
-from unfuse.queues.base import Member
+from unfuse.queues.base import RegisteredWorker
 from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.scheduler import Scheduler
 
@@ -36,9 +36,9 @@ async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: Arenas | 
     """What the plan is refused with, having looked again; nothing if it is not."""
     looked = []
 
-    async def look() -> list[Member]:
+    async def look() -> list[RegisteredWorker]:
         looked.append(True)
-        return [Member(worker, (), 0.0) for worker in live]
+        return [RegisteredWorker(worker, (), 0.0) for worker in live]
 
     try:
         await (arenas or Arenas()).require_room(plan, made, live, look)

@@ -30,7 +30,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits, Member
+from unfuse.queues.base import QueueLimits, RegisteredWorker
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.backpressure import AHEAD, Backpressure, InFlight, ordinal
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -51,8 +51,8 @@ BIG = msgspec.structs.replace(
 )
 
 
-def member(identity: str, *pools: str, slots: int = 1) -> Member:
-    return Member(msgspec.structs.replace(info(identity, *pools), slots=slots, room=ARENA), (), 0.0)
+def member(identity: str, *pools: str, slots: int = 1) -> RegisteredWorker:
+    return RegisteredWorker(msgspec.structs.replace(info(identity, *pools), slots=slots, room=ARENA), (), 0.0)
 
 
 @in_virtual_time
@@ -216,7 +216,7 @@ class Worker:
 async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worker]:
     """Have workers of these pools do that many requests, every tenth for three pictures, all queued before."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[BIG])
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, cards=[BIG])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     here = [Worker(dispatcher, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
     for worker in here:
@@ -270,7 +270,7 @@ async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: in
     """Given many small requests and some that need more than half of an arena, then all of them complete: what has to
     stay free for the large ones is not filled with encodings that wait behind them."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, cards=[LARGE])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     here = [Worker(dispatcher, f"worker-{n}", ENCODE, DENOISE, DECODE) for n in range(workers)]
     for worker in here:
@@ -296,7 +296,7 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     """Given a worker that waits with room for encodings, when a request comes whose latents take most of the arena,
     then the worker asks anew, and leaves that free."""
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(10**4, 10**4), clock=clock, cards=[LARGE])
     dispatcher = Dispatcher(scheduler, [], StorageLocations(""))
     worker = Worker(dispatcher, "worker", ENCODE, DENOISE, DECODE)
     await worker.say(Register(worker.info, (LARGE,)))
@@ -311,7 +311,7 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
 
 async def test_what_was_refused_or_has_ended_needs_nothing() -> None:
     """Given room for one request, when a larger one is refused and the first one ends, then only that was in flight."""
-    scheduler = Scheduler(MemoryQueue(ManualClock()), limits=Limits(max_active=1))
+    scheduler = Scheduler(MemoryQueue(ManualClock()), limits=QueueLimits(max_active=1))
     first = await scheduler.submit(*asking(CARD, params()))
     small = scheduler.in_flight.largest([ENCODE, DENOISE])
     with pytest.raises(Overloaded):

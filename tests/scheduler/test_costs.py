@@ -19,7 +19,7 @@ from tools.asking import asking
 from unfuse.core.errors import Overloaded
 from unfuse.core.plan import Value, compile_plan
 from unfuse.core.request import GenerationRequest, RequestContext, StageState, Timings
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.costs import LEARNED, UNMEASURED_S, Costs
 from unfuse.scheduler.scheduler import Scheduler
@@ -296,7 +296,7 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other() -> None:
 
 
 async def test_beyond_the_cost_that_is_accepted_it_refuses_until_there_is_room() -> None:
-    async with scheduling(limits=Limits(max_cost=30.0)) as (scheduler, _):
+    async with scheduling(limits=QueueLimits(max_cost=30.0)) as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         for _ in range(2):
@@ -311,7 +311,7 @@ async def test_beyond_the_cost_that_is_accepted_it_refuses_until_there_is_room()
 @pytest.mark.parametrize("every, retry_after", [(0.01, 1.0), (5.0, 5.0), (50.0, 50.0)])
 async def test_when_to_come_back_is_the_pace_of_completions_within_bounds(every: float, retry_after: float) -> None:
     clock = ManualClock()
-    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(max_active=9), clock=clock)
+    scheduler = Scheduler(MemoryQueue(clock), limits=QueueLimits(max_active=9), clock=clock)
     for _ in range(9):
         await scheduler.submit(*asking(CARD, params()))
     for _ in range(3):
@@ -325,7 +325,7 @@ async def test_when_to_come_back_is_the_pace_of_completions_within_bounds(every:
 
 
 async def test_nobody_is_sent_away_for_more_than_a_minute() -> None:
-    async with scheduling(limits=Limits(max_active=1)) as (scheduler, clock):
+    async with scheduling(limits=QueueLimits(max_active=1)) as (scheduler, clock):
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         clock.advance(50)

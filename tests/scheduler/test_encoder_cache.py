@@ -18,7 +18,7 @@ from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import RequestContext, RequestRecord, Timings
 from unfuse.core.task import Lease, cached_as
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -270,7 +270,7 @@ async def test_a_report_said_twice_is_kept_once() -> None:
 
 
 async def test_a_request_that_is_refused_counts_for_nothing() -> None:
-    async with caching(limits=Limits(max_active=1)) as (scheduler, counts):
+    async with caching(limits=QueueLimits(max_active=1)) as (scheduler, counts):
         await scheduler.submit(*asking(SHARING, params(), idempotency_key="k"))
         with pytest.raises(Overloaded):
             await scheduler.submit(*asking(SHARING, params()))
@@ -368,7 +368,7 @@ async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() ->
     """Given a cache with room for two of three prompts, when any input may be lost, then each request completes and
     no stage of it ran more often than it was lost, and once.
     """
-    async with caching(limits=Limits(1000, 1000)) as (scheduler, counts):
+    async with caching(limits=QueueLimits(1000, 1000)) as (scheduler, counts):
         requests: list[str] = []
         losses: set[tuple[str, str]] = set()
         for number in range(60):

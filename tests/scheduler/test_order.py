@@ -16,7 +16,7 @@ from unfuse.core.messages import LeasesGranted, Register, RequestTasks, StorageL
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.admission import NO_HURRY_S, PATIENCE, Order
 from unfuse.scheduler.backpressure import Dispatch
@@ -71,7 +71,9 @@ class Machine:
 
     def __init__(self, order: Order) -> None:
         self.clock = ManualClock()
-        self.scheduler = Scheduler(MemoryQueue(self.clock), limits=Limits(10**4, 10**4), clock=self.clock, order=order)
+        self.scheduler = Scheduler(
+            MemoryQueue(self.clock), limits=QueueLimits(10**4, 10**4), clock=self.clock, order=order
+        )
         self.asked: dict[str, Asked] = {}
 
     async def submit(self, asked: Asked) -> str:

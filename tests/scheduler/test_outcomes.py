@@ -16,7 +16,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared, manned, outcome_of
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Declaration
+from unfuse.queues.base import DeclaredModels
 from unfuse.scheduler.backpressure import AHEAD
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -201,7 +201,7 @@ class TestTwoCardsOfOneName:
 class TestWhoIsExpected:
     async def test_a_pool_is_manned_asleep_or_missing(self) -> None:
         async with scheduling() as (scheduler, _):
-            await scheduler.queue.declare("operator", Declaration((CARD,), {DENOISE: 3}))
+            await scheduler.queue.declare("operator", DeclaredModels((CARD,), {DENOISE: 3}))
             await come(scheduler, WORKER, f"{ENCODE}@1")
             assert await scheduler.registry.missing() == {CARD.name: [DECODE]}
             states = {pool: scheduler.registry.state(pool) for pool in (f"{ENCODE}@1", DENOISE, DECODE)}
@@ -210,7 +210,7 @@ class TestWhoIsExpected:
 
     async def test_work_piles_up_before_one_that_sleeps_as_far_as_it_would_awake(self) -> None:
         async with scheduling() as (scheduler, _):
-            await scheduler.queue.declare("operator", Declaration((CARD,), {DENOISE: 3}))
+            await scheduler.queue.declare("operator", DeclaredModels((CARD,), {DENOISE: 3}))
             dispatcher = Dispatcher(scheduler, [], StorageLocations("memory"))
             worker = msgspec.structs.replace(info(WORKER, ENCODE), slots=99)
             await dispatcher.answer(b"w", Register(worker, (CARD,)))

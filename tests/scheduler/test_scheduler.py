@@ -19,7 +19,7 @@ from unfuse.core.messages import CheckpointSaved, TaskCompleted, TaskFailed, Wor
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Event, ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import MOST_RETURNS, Filter, Limits
+from unfuse.queues.base import MOST_RETURNS, QueueLimits, RequestFilter
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import BLAMELESS, GIVEN_UP
 from unfuse.scheduler.scheduler import Scheduler
@@ -127,7 +127,7 @@ async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() 
 
 
 async def test_beyond_its_limit_or_while_it_drains_it_refuses_before_acceptance() -> None:
-    async with scheduling(limits=Limits(max_active=1)) as (scheduler, _):
+    async with scheduling(limits=QueueLimits(max_active=1)) as (scheduler, _):
         await scheduler.submit(*asking(CARD, params()))
         with pytest.raises(Overloaded):
             await scheduler.submit(*asking(CARD, params()))
@@ -434,7 +434,7 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
         await pass_by(scheduler, clock, 31.0)
         await scheduler.upkeep.requests()
 
-        statuses = [record.context.status for record in await scheduler.queue.list(Filter(), limit=9)]
+        statuses = [record.context.status for record in await scheduler.queue.list(RequestFilter(), limit=9)]
         assert statuses == ["queued", "queued", "expired", "completed"]
 
 

@@ -28,7 +28,7 @@ from unfuse.core.messages import (
     WorkerStatus,
 )
 from unfuse.core.model_spec import ModelSpec
-from unfuse.queues.base import Member, PoolStats, QueueBackend, Stats
+from unfuse.queues.base import PoolStats, QueueBackend, QueueStats, RegisteredWorker
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -292,7 +292,7 @@ class Interleaved(MemoryQueue):
         await super().hello(worker, cards)
         await self._pause()
 
-    async def workers(self) -> Sequence[Member]:
+    async def workers(self) -> Sequence[RegisteredWorker]:
         await self._pause()
         found = await super().workers()
         await self._pause()
@@ -404,8 +404,8 @@ class Filled(MemoryQueue):
 
     lines: dict[str, PoolStats]
 
-    async def stats(self, pools: Sequence[str]) -> Stats:
-        return Stats(1, self.lines)
+    async def stats(self, pools: Sequence[str]) -> QueueStats:
+        return QueueStats(1, self.lines)
 
 
 async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behind() -> None:

@@ -32,7 +32,7 @@ from unfuse.core.task import Lease
 from unfuse.edge.access import Access
 from unfuse.edge.connections import ConnectionLimits, HttpServer
 from unfuse.edge.keys import Keys
-from unfuse.queues.base import Limits as QueueLimits
+from unfuse.queues.base import QueueLimits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import create_app
 from unfuse.server.gateway import Gateway

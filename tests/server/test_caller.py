@@ -21,7 +21,7 @@ from tests.server.served import MOVING, PICTURES, Served, picture, serve, until
 from tools.redis_server import RedisServer
 from unfuse.core.errors import TransientError
 from unfuse.core.request import Event, RequestContext
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.scheduler.scheduler import Scheduler
 
 URL = "/v1/images/generations"
@@ -60,7 +60,7 @@ def port_of(served: Served) -> int:
 
 
 def ids(served: Served) -> list[str]:
-    return [record.context.id for record in served.run(served.queue.list(Filter(), limit=10_000))]
+    return [record.context.id for record in served.run(served.queue.list(RequestFilter(), limit=10_000))]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.served import BROKEN, EVIDENCE, MOVING, POISON, Served, picture, serve
 from unfuse.core.request import Change
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 
 URL = "/v1/images/generations"
 ASYNC = {"prefer": "respond-async"}
@@ -26,7 +26,7 @@ def poisoned(served: Served, http: httpx2.Client, **asked: object) -> str:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Served]:
-    with serve(tmp_path, keys=["anna key-a", "bert key-b"], limits=Limits(max_active=1)) as running:
+    with serve(tmp_path, keys=["anna key-a", "bert key-b"], limits=QueueLimits(max_active=1)) as running:
         yield running
 
 

@@ -34,7 +34,7 @@ from unfuse.core.messages import (
 )
 from unfuse.core.request import Timings
 from unfuse.edge.access import Refusal
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.gateway import Gateway
@@ -75,7 +75,7 @@ async def test_who_waits_at_a_server_that_ends_is_told_to_come_again_and_nobody_
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Served]:
-    with serve(tmp_path, keys=["anna key-a", "bert key-b"], limits=Limits(max_active=1)) as running:
+    with serve(tmp_path, keys=["anna key-a", "bert key-b"], limits=QueueLimits(max_active=1)) as running:
         yield running
 
 

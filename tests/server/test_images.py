@@ -11,14 +11,14 @@ import httpx2
 import pytest
 
 from tests.server.served import BROKEN, IDLE, Served, picture
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle", "seed": 5}
 
 
 def ids(served: Served) -> set[str]:
-    return {record.context.id for record in served.run(served.queue.list(Filter(), limit=10_000))}
+    return {record.context.id for record in served.run(served.queue.list(RequestFilter(), limit=10_000))}
 
 
 def refused(http: httpx2.Client, body: Any, status: int = 400, **headers: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import TransferStats
 from unfuse.core.request import RequestRecord
-from unfuse.queues.base import Limits, Stats
+from unfuse.queues.base import QueueLimits, QueueStats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.metrics import REMEMBERED, Metrics
 from unfuse.server.metrics_table import METRICS
@@ -44,7 +44,7 @@ async def test_a_scrape_loads_no_request() -> None:
         async def list(self, *args: Any, **more: Any) -> list[RequestRecord]:
             raise AssertionError("records were listed")
 
-    queue, many = Unread(SystemClock()), Limits(max_active=2000, max_queue=2000)
+    queue, many = Unread(SystemClock()), QueueLimits(max_active=2000, max_queue=2000)
     for number in range(1500):
         await queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], many)
     page = (await Metrics("memory").page(queue, [], ["p"])).decode().splitlines()
@@ -66,7 +66,7 @@ async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone
 
     of_role = 'unfuse_role_predicted_seconds{component="transformer",role="denoiser"}'
     plan = planned(p=0.5).moved({"p": "p@1a2b"})
-    await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], Limits())
+    await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], QueueLimits())
     assert f"{of_role} 0.5" in await told("p@1a2b", "q")
     assert 'unfuse_pool_asleep{outcome="1a2b",pool="p"} 1.0' in await told("p", "q")
     asleep = await told("p", "q")
@@ -83,7 +83,7 @@ async def test_tasks_that_wait_are_counted_for_their_own_role_alone() -> None:
     roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
     for name, pool in (("1", "p@1a2b"), ("2", "p@3c4d")):
         plan = planned(p=0.5).moved({"p": pool})
-        await queue.submit(request(name, plan=plan), [task(name, pool=pool)], [], Limits())
+        await queue.submit(request(name, plan=plan), [task(name, pool=pool)], [], QueueLimits())
     page = (await metrics.page(queue, [], ["p@1a2b", "p@3c4d", "q"], roles)).decode().splitlines()
     assert {
         'unfuse_role_queue_size{component="transformer",role="denoiser"} 2.0',
@@ -97,7 +97,7 @@ async def test_a_gateway_remembers_no_more_pools_than_it_may() -> None:
     asked: list[int] = []
     stats = queue.stats
 
-    async def counted(pools: Sequence[str]) -> Stats:
+    async def counted(pools: Sequence[str]) -> QueueStats:
         asked.append(len(pools))
         return await stats(pools)
 

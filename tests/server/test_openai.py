@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.server.served import BROKEN, IDLE, MOVING, Served, film, picture, preview, serve
-from unfuse.queues.base import Filter, Limits
+from unfuse.queues.base import QueueLimits, RequestFilter
 
 MODEL = "test/pictures"
 
@@ -94,10 +94,10 @@ def test_models_are_read(client: openai.OpenAI) -> None:
 
 
 def test_a_failed_request_is_asked_for_once(served: Served, client: openai.OpenAI) -> None:
-    before = len(served.run(served.queue.list(Filter(), limit=1000)))
+    before = len(served.run(served.queue.list(RequestFilter(), limit=1000)))
     with pytest.raises(openai.InternalServerError, match="the circle is broken"):
         client.images.generate(model=MODEL, prompt=BROKEN)
-    assert len(served.run(served.queue.list(Filter(), limit=1000))) == before + 1
+    assert len(served.run(served.queue.list(RequestFilter(), limit=1000))) == before + 1
 
 
 def test_a_key_used_for_two_bodies_is_a_conflict_at_once(client: openai.OpenAI) -> None:
@@ -113,15 +113,15 @@ def test_a_call_whose_reply_was_lost_is_repeated_under_its_key(
     served: Served, headers: dict[str, str], requests: int
 ) -> None:
     """Given a client that times out and repeats itself while the picture is made, with a key it is one request."""
-    before = len(served.run(served.queue.list(Filter(), limit=1000)))
+    before = len(served.run(served.queue.list(RequestFilter(), limit=1000)))
     with served.held(), openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", timeout=0.3, max_retries=1) as client:
         with pytest.raises(openai.APITimeoutError):
             client.images.generate(model=MODEL, prompt="a patient circle", extra_headers=headers)
-        assert len(served.run(served.queue.list(Filter(), limit=1000))) == before + requests
+        assert len(served.run(served.queue.list(RequestFilter(), limit=1000))) == before + requests
 
 
 def test_refusals_have_their_classes(tmp_path: Path) -> None:
-    with serve(tmp_path, keys=["anna key"], limits=Limits(max_active=1)) as served:
+    with serve(tmp_path, keys=["anna key"], limits=QueueLimits(max_active=1)) as served:
         with (
             openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong") as client,
             pytest.raises(openai.AuthenticationError),

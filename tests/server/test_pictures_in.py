@@ -14,7 +14,7 @@ from msgspec import structs
 from tests.server.served import Served, picture, serve
 from tools.cards import IDLE, MOVING, card
 from unfuse.core.model_spec import START_PICTURE, AcceptedInput
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
 SEEING = structs.replace(card("test/seeing"), accepts=(AcceptedInput("image", "reference", max=3),))
@@ -101,14 +101,14 @@ REFUSED: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any], str, str]] 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_is_refused_by_its_field(name: str, gallery: Served, http: httpx2.Client) -> None:
     model, files, fields, param, says = REFUSED[name]
-    before = len(gallery.run(gallery.queue.list(Filter(), limit=1000)))
+    before = len(gallery.run(gallery.queue.list(RequestFilter(), limit=1000)))
 
     response = send(http, model, *files, **fields)
 
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["param"], says in error["message"]) == (param, True), error
-    assert len(gallery.run(gallery.queue.list(Filter(), limit=1000))) == before
+    assert len(gallery.run(gallery.queue.list(RequestFilter(), limit=1000))) == before
 
 
 def test_a_bad_one_of_several_is_refused_by_the_field_that_has_it(http: httpx2.Client) -> None:

@@ -16,7 +16,7 @@ from tests.server.served import IDLE, PICTURES, Served, picture, serve
 from unfuse.core.errors import TransientError
 from unfuse.core.model_spec import PromptVocabulary
 from unfuse.core.request import Event
-from unfuse.queues.base import Declaration
+from unfuse.queues.base import DeclaredModels
 from unfuse.scheduler.lifecycle import USUAL_WAKING_S
 from unfuse.server.requests import written
 from unfuse.server.responses import with_comments
@@ -193,7 +193,7 @@ async def test_a_stream_ends_whole_when_the_queue_cannot_be_read_and_can_be_take
 def test_one_for_a_pool_that_sleeps_says_so_and_how_long_it_will(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, httpx2.Client(base_url=served.url) as http:
         asleep = dict.fromkeys(IDLE.pools().values(), 2)
-        served.run(served.scheduler.queue.declare("operator", Declaration((IDLE,), asleep)))
+        served.run(served.scheduler.queue.declare("operator", DeclaredModels((IDLE,), asleep)))
         shown = submit(http, model=IDLE.name)
         assert (shown["status"], shown["state"]) == ("queued", "waking")
         assert USUAL_WAKING_S - 60 < shown["eta_s"] - shown["cost"]["predicted_s"] <= USUAL_WAKING_S

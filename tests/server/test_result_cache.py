@@ -23,7 +23,7 @@ from unfuse.core.errors import NotFound, ResultsUnavailable
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import Pipeline, manned
 from unfuse.core.request import Delivery
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.server.calls import Call
 from unfuse.server.result_cache import result_key
 from unfuse.stores.results import ResultStore
@@ -331,7 +331,7 @@ def test_the_copies_of_a_request_that_was_somebody_s_already_are_dropped(
 def test_nothing_is_left_of_what_could_not_be_copied_and_is_refused_then(
     tmp_path: Path, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, limits=Limits(max_active=1)) as (served, http):
+    with serving(tmp_path, limits=QueueLimits(max_active=1)) as (served, http):
         made(http, ASKED)
         with served.held():
             http.post(URL, json=ASKED | {"seed": 6}, headers={"prefer": "respond-async"})
@@ -397,7 +397,7 @@ def test_what_only_workers_that_are_gone_could_make_is_made_anew(
 
 
 def test_a_full_server_answers_what_costs_it_nothing(tmp_path: Path, exact: None) -> None:
-    with serving(tmp_path, limits=Limits(max_active=1)) as (served, http):
+    with serving(tmp_path, limits=QueueLimits(max_active=1)) as (served, http):
         first = made(http, ASKED)
         with served.held():
             http.post(URL, json=ASKED | {"seed": 6}, headers={"prefer": "respond-async"})

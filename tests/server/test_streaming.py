@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from tests.server.served import BROKEN, MOVING, Served, picture, preview, serve
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 
 EDITS, GENERATIONS = "/v1/images/edits", "/v1/images/generations"
 ASKED = {"model": MOVING.name, "prompt": "a red circle", "seed": "5"}
@@ -149,7 +149,7 @@ def test_previews_are_gone_with_their_request(studio: Served, film_set: httpx2.C
 
 def test_a_picture_that_was_refused_as_too_much_is_not_kept(tmp_path: Path) -> None:
     with (
-        serve(tmp_path, cards=(MOVING,), limits=Limits(max_active=1)) as served,
+        serve(tmp_path, cards=(MOVING,), limits=QueueLimits(max_active=1)) as served,
         httpx2.Client(base_url=served.url, trust_env=False) as http,
         served.held(),
     ):

@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.server.served import MOVING, Served, picture
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.pixels import MAX_PIXELS, MAX_SIDE
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.server.body import MAX_BYTES, MAX_FORM, MAX_SHOWN_BODY, MAX_TEXT, decode_data_url, read_picture
 
 ASKED = {"model": MOVING.name, "prompt": "a red circle"}
@@ -238,7 +238,7 @@ def unchanged(studio: Served) -> Iterator[None]:
     """Nothing is queued, and nothing kept, by what a test sends."""
 
     def now() -> tuple[int, list[str]]:
-        queued = studio.run(studio.queue.list(Filter(), limit=10_000))
+        queued = studio.run(studio.queue.list(RequestFilter(), limit=10_000))
         return len(queued), sorted(path.name for path in studio.folder.iterdir())
 
     before = now()

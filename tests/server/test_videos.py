@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.server.served import BROKEN, MOVING, Served, film, picture, preview, serve
 from unfuse.core.errors import NotFound
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 
 URL = "/v1/videos"
 ASKED = {"model": "test/pictures", "prompt": "a red circle", "seed": 5}
@@ -145,11 +145,11 @@ def test_every_parameter_may_be_a_form_field(served: Served, http: httpx2.Client
 def test_what_cannot_be_made_is_refused_before_anything_is_queued(
     studio: Served, film_set: httpx2.Client, change: dict[str, Any], param: str, says: str
 ) -> None:
-    before = studio.run(studio.queue.list(Filter(), limit=1000))
+    before = studio.run(studio.queue.list(RequestFilter(), limit=1000))
     error = refused(film_set.post(URL, json={**ASKED, **change}))
     assert error["param"] == param
     assert says in error["message"]
-    assert studio.run(studio.queue.list(Filter(), limit=1000)) == before
+    assert studio.run(studio.queue.list(RequestFilter(), limit=1000)) == before
 
 
 def test_the_content_is_read_whole_or_by_range(served: Served, http: httpx2.Client) -> None:

@@ -42,7 +42,7 @@ from unfuse.core.messages import (
     WorkerStatus,
 )
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -104,7 +104,7 @@ class Site:
 
 @asynccontextmanager
 async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIterator[Site]:
-    scheduler = Scheduler(MemoryQueue(SystemClock()), limits=Limits(100_000, 100_000), cards=[CARD])
+    scheduler = Scheduler(MemoryQueue(SystemClock()), limits=QueueLimits(100_000, 100_000), cards=[CARD])
     dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, offered)], StorageLocations("disk:/results"))
     folder, address = str(keys or ""), "tcp://127.0.0.1:0" if keys else unix_address()
     router = Router(address, dispatcher.answer, dispatcher.undelivered, read(folder, "scheduler"))

@@ -41,7 +41,7 @@ from unfuse.core.request import (
 from unfuse.core.task import PIECES_AT_ONCE, SLOTS, Claim, Lease, OutputDeltas, Task
 
 
-class Limits(msgspec.Struct, frozen=True):
+class QueueLimits(msgspec.Struct, frozen=True):
     """How much may be accepted: requests that are not over, the sum of their costs, and waiting tasks of one pool.
 
     A request whose own cost exceeds `max_cost` is accepted when no other is active. Beside that, its `tenant` has an
@@ -73,7 +73,7 @@ INDEXED_FIELDS: Mapping[str, Callable[[RequestContext], Any]] = {
 }
 
 
-class Filter(msgspec.Struct, frozen=True):
+class RequestFilter(msgspec.Struct, frozen=True):
     """Which requests `list` returns; None means any. `status` is compared to `RequestRecord.status`.
 
     These filters have an index, alone or with a tenant: everything, a status, dead, not over, video, unheard; and with
@@ -108,7 +108,7 @@ class Filter(msgspec.Struct, frozen=True):
         return self.tenant, "", ""
 
 
-class Member(msgspec.Struct, frozen=True):
+class RegisteredWorker(msgspec.Struct, frozen=True):
     """A registered worker. `seen` is the queue's clock at its last heartbeat; `leased` counts the tasks it holds."""
 
     info: WorkerInfo
@@ -117,7 +117,7 @@ class Member(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
-class Declaration(msgspec.Struct, frozen=True):
+class DeclaredModels(msgspec.Struct, frozen=True):
     """Models that are to be served whether or not workers are there.
 
     `asleep` has the declared pools that may be without workers, with the number of slots that their workers would have;
@@ -149,7 +149,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     left_s: float = 0.0
 
 
-class Stats(msgspec.Struct, frozen=True):
+class QueueStats(msgspec.Struct, frozen=True):
     """How many requests are not over, and the statistics of the pools that were asked for."""
 
     active: int
@@ -159,7 +159,7 @@ class Stats(msgspec.Struct, frozen=True):
 FRONT = 4  # how many tasks, from the front of a pool's queue, count for `PoolStats.oldest_s`
 
 
-class Damage(msgspec.Struct, frozen=True):
+class DamagedRecord(msgspec.Struct, frozen=True):
     """A stored record that cannot be read. `id` is that of a request or worker, or the name of a task."""
 
     id: str
@@ -167,7 +167,7 @@ class Damage(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Renewal(msgspec.Struct, frozen=True):
+class RenewalResult(msgspec.Struct, frozen=True):
     """The result of `renew`: the claims that are still held, and those that have ended."""
 
     held: tuple[Claim, ...]
@@ -178,7 +178,7 @@ PREFERENCE_AMONG = 16
 PREFERENCE_S = 0.02  # a preference chooses among so many tasks; a task can be passed over for so many seconds
 
 
-class Offer(msgspec.Struct, frozen=True):
+class PoolOffer(msgspec.Struct, frozen=True):
     """What tasks of one pool may take. `amounts` bounds resources by name; a resource that it lacks is unbounded.
 
     Among tasks of equal priority, those of the pool with the highest `later` go first. `behind` maps the pools that
@@ -194,7 +194,7 @@ class Offer(msgspec.Struct, frozen=True):
         return {name for name, most in self.amounts.items() if used.get(name, 0) + needs.get(name, 0) > most}
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class LeaseRequest(msgspec.Struct, frozen=True):
     """What a worker would take, by pool. All pools draw on the same resources.
 
     With `above`, the worker takes only tasks of a higher priority than that: its slots are taken by less urgent ones.
@@ -202,7 +202,7 @@ class Wanted(msgspec.Struct, frozen=True):
     workers that wait, the one with the lowest `rank` is served first.
     """
 
-    pools: dict[str, Offer]
+    pools: dict[str, PoolOffer]
     above: int | None = None
     near: str = ""
     affinity: str = ""
@@ -231,7 +231,7 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def submit(
-        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
         """Store a new request and queue its first tasks.
 
@@ -242,7 +242,7 @@ class TaskQueue(QueueClock):
         """
 
     @abstractmethod
-    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+    async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
         """Claim tasks, in order of (−priority, −later, order, arrival) over all pools that are not held back.
 
         Tasks whose `not_before` is in the future are passed over. Among the first PREFERENCE_AMONG tasks with the
@@ -261,7 +261,7 @@ class TaskQueue(QueueClock):
         """
 
     @abstractmethod
-    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
         """Extend these leases to now + ttl. A claim that no longer holds its lease is returned as ended."""
 
     @abstractmethod
@@ -286,7 +286,7 @@ class TaskQueue(QueueClock):
 
     @abstractmethod
     async def commit_and_lease(
-        self, change: Change, worker: str, wanted: Wanted, ttl: float
+        self, change: Change, worker: str, wanted: LeaseRequest, ttl: float
     ) -> tuple[RequestRecord, list[Lease]]:
         """Apply a transition as `commit` does and claim tasks as `lease` does without waiting, in one transaction.
 
@@ -318,7 +318,7 @@ class TaskQueue(QueueClock):
         """
 
     @abstractmethod
-    async def stats(self, pools: Sequence[str]) -> Stats:
+    async def stats(self, pools: Sequence[str]) -> QueueStats:
         """How much there is to do. Its cost does not grow with the number of requests, since no request is read."""
 
     @abstractmethod
@@ -343,7 +343,7 @@ class RequestStore(ABC):
 
     @abstractmethod
     async def list(
-        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> list[RequestRecord]:
         """Up to `limit` requests, newest or oldest first, starting behind the one with the id, or number, `after`.
 
@@ -401,7 +401,7 @@ class RequestStore(ABC):
     async def drop(self, request: str) -> None:
         """Drop one request, if it is over. Idempotent."""
 
-    async def damaged(self) -> Sequence[Damage]:
+    async def damaged(self) -> Sequence[DamagedRecord]:
         """Records that could not be read, and are still there."""
         return ()
 
@@ -425,18 +425,18 @@ class WorkerRegistry(QueueClock):
         """Forget a worker: its leases expire now."""
 
     @abstractmethod
-    async def workers(self) -> Sequence[Member]:
+    async def workers(self) -> Sequence[RegisteredWorker]:
         """All registered workers."""
 
     @abstractmethod
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+    async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
         """Store a declaration in place of the last one named `by`, as durably as a request.
 
         With `new`, one that is current stays: then nothing changes, and the answer is False.
         """
 
     @abstractmethod
-    async def declared(self) -> dict[str, Declaration]:
+    async def declared(self) -> dict[str, DeclaredModels]:
         """All declarations, by the name under which each was stored."""
 
     @abstractmethod

@@ -31,7 +31,7 @@ from redis.exceptions import (
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.supervisor import Supervisor
-from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, Background, RemoteWaiters
+from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, NamedTasks, RemoteWaiters
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
 
 #: The longest time, in seconds, for an answer of the queue's server, of one that another may have replaced meanwhile,
@@ -46,7 +46,7 @@ ADDRESS = (
 MOST_SHARDS = 64
 
 
-class Slots:
+class ClusterSlots:
     """Knows a Redis Cluster by some of its servers, as a client of Sentinels knows those: it is asked who has a tag."""
 
     def __init__(self, hosts: Sequence[tuple[str, int]], **options: Any) -> None:
@@ -64,7 +64,7 @@ class Slots:
         raise ConnectionError(f"no server of the cluster says who has {tag}")
 
 
-class Address(msgspec.Struct, frozen=True):
+class RedisAddress(msgspec.Struct, frozen=True):
     """`server` is the server's URL, or of a `service` or a cluster that of the first of `hosts`, with the user that all
     have.
 
@@ -79,7 +79,7 @@ class Address(msgspec.Struct, frozen=True):
     hosts: tuple[tuple[str, int], ...]
     kind: str
     service: str
-    beside: Address | None = None
+    beside: RedisAddress | None = None
 
     @property
     def shown(self) -> str:
@@ -98,14 +98,14 @@ class Address(msgspec.Struct, frozen=True):
         del options["host"], options["port"]
         asked = {"ssl": ssl, "socket_timeout": NAME_S, "retry": options["retry"]}
         if self.kind == "cluster":
-            slots = Slots(self.hosts, **options | asked)
+            slots = ClusterSlots(self.hosts, **options | asked)
             pool = SentinelConnectionPool(self.tag, slots, ssl=ssl, **options)  # type: ignore[no-untyped-call]
             return Redis.from_pool(pool)
         sentinel = Sentinel(self.hosts, sentinel_kwargs=asked, ssl=ssl, **options)  # type: ignore[no-untyped-call]
         return cast(Redis, sentinel.master_for(self.service))
 
 
-def parse_address(url: str) -> list[Address]:
+def parse_address(url: str) -> list[RedisAddress]:
     """What an address says: where the one server of a queue is, or each of its shards, which take turns at the servers
     that are named, or the services. Raises ConfigError for a malformed one.
     """
@@ -137,7 +137,7 @@ def parse_address(url: str) -> list[Address]:
         place = places[shard % len(places)]
         netloc = f"{user}{at}{first if kind else place}"
         server = parts._replace(scheme=scheme, netloc=netloc, path=path, query="").geturl()
-        one = Address(server, f"{{{prefix}}}", "", replicas, hosts, kind, place if services else "")
+        one = RedisAddress(server, f"{{{prefix}}}", "", replicas, hosts, kind, place if services else "")
         if shards > 1:
             here = ", ".join(str(one) for one in range(shard % len(places), shards, len(places)))
             beside = msgspec.structs.replace(one, part=f"shards {here} of {shards}")
@@ -279,10 +279,10 @@ async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int =
     return found
 
 
-class Calls:
+class PipelinedCalls:
     """Calls that wait to be sent, by `execute`: those that come while others are under way go together."""
 
-    def __init__(self, execute: Callable[[Sequence[Call]], Awaitable[list[Any]]], background: Background) -> None:
+    def __init__(self, execute: Callable[[Sequence[Call]], Awaitable[list[Any]]], background: NamedTasks) -> None:
         self._execute, self._background = execute, background
         self._unsent: list[tuple[Call, asyncio.Future[Any]]] = []
 

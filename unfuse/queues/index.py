@@ -15,7 +15,15 @@ from typing_extensions import override
 
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Event, RequestContext, RequestStatus
-from unfuse.queues.base import INDEXED_FIELDS, LISTED_VALUES, MAX_CACHED, TENANT_FIELDS, EncoderIndex, Filter, Heading
+from unfuse.queues.base import (
+    INDEXED_FIELDS,
+    LISTED_VALUES,
+    MAX_CACHED,
+    TENANT_FIELDS,
+    EncoderIndex,
+    Heading,
+    RequestFilter,
+)
 from unfuse.queues.tasks import QueuedTask
 
 MAX_EVENTS = 512  # events kept of one request
@@ -23,7 +31,7 @@ PASSING = ("progress", "preview")  # events that may be dropped, because a later
 APPENDED = "appended"  # the event of which only the last one of each stage is kept
 
 
-class History:
+class EventHistory:
     """Numbered events. Above MAX_EVENTS the oldest is dropped: progress first, then any."""
 
     def __init__(self, events: Iterable[Event] = (), last: int = 0) -> None:
@@ -83,7 +91,7 @@ class History:
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class IndexEntry:
     """A stored request and its history. `tasks` has the task of each stage that had one so far: None where it is gone.
 
     `appended` says how many pieces of each stage are recorded. The index maintains the other fields.
@@ -92,7 +100,7 @@ class Entry:
     context: RequestContext
     number: int
     tasks: dict[str, QueuedTask | None] = field(default_factory=dict)
-    history: History = field(default_factory=History)
+    history: EventHistory = field(default_factory=EventHistory)
     status: RequestStatus = "queued"
     headings: tuple[Heading, ...] = ()
     ended: float | None = None
@@ -103,7 +111,7 @@ class Entry:
         """Its tasks that wait or are leased."""
         return [queued for queued in self.tasks.values() if queued]
 
-    def fits(self, which: Filter) -> bool:
+    def fits(self, which: RequestFilter) -> bool:
         """Whether the filter selects this request."""
         return all(
             (self.status if name == "status" else INDEXED_FIELDS[name](self.context)) == value
@@ -115,26 +123,26 @@ _number = attrgetter("number")
 _end = attrgetter("ended", "number")
 
 
-class Index:
+class RequestIndex:
     """Every stored request under each of its headings, sorted by number; ended ones also by the time of their end.
 
     Adding or removing one is a bisection and a move of pointers: microseconds at 100,000 requests.
     """
 
     def __init__(self) -> None:
-        self._under: dict[Heading, tuple[Heading, list[Entry]]] = {}
-        self._over: list[Entry] = []
+        self._under: dict[Heading, tuple[Heading, list[IndexEntry]]] = {}
+        self._over: list[IndexEntry] = []
 
-    def put(self, entry: Entry, status: RequestStatus) -> None:
+    def put(self, entry: IndexEntry, status: RequestStatus) -> None:
         """Index an entry by its present context, and by the status that is shown for it."""
         context, entry.status = entry.context, status
         self._list(entry, _headings(context, status), (context.completed_at or 0.0) if context.over else None)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: IndexEntry) -> None:
         """Remove an entry from the index."""
         self._list(entry, (), None)
 
-    def find(self, which: Filter, behind: int | None = None, oldest_first: bool = False) -> Iterator[Entry]:
+    def find(self, which: RequestFilter, behind: int | None = None, oldest_first: bool = False) -> Iterator[IndexEntry]:
         """The entries that the filter selects, newest or oldest first, starting behind the number `behind`."""
         listed = self._listed(which.heading)
         if oldest_first:
@@ -147,19 +155,19 @@ class Index:
         """The number of requests that are not over, of one tenant or of all."""
         return len(self._listed((tenant, "over", False)))
 
-    def repeated(self, context: RequestContext) -> Entry | None:
+    def repeated(self, context: RequestContext) -> IndexEntry | None:
         """The stored request of the same tenant and idempotency key, if any."""
         key = context.caller.idempotency_key
-        return next(self.find(Filter(tenant=context.caller.tenant, idempotency_key=key)), None) if key else None
+        return next(self.find(RequestFilter(tenant=context.caller.tenant, idempotency_key=key)), None) if key else None
 
-    def over_before(self, time: float) -> list[Entry]:
+    def over_before(self, time: float) -> list[IndexEntry]:
         """The requests that ended before this Unix time, in the order of their ends."""
         return self._over[: bisect_left(self._over, (time, -1), key=_end)]
 
-    def _listed(self, heading: Heading) -> list[Entry]:
+    def _listed(self, heading: Heading) -> list[IndexEntry]:
         return self._under[heading][1] if heading in self._under else []
 
-    def _list(self, entry: Entry, headings: tuple[Heading, ...], ended: float | None) -> None:
+    def _list(self, entry: IndexEntry, headings: tuple[Heading, ...], ended: float | None) -> None:
         if ended != entry.ended:
             if entry.ended is not None:
                 del self._over[bisect_left(self._over, _end(entry), key=_end)]
@@ -179,7 +187,7 @@ class Index:
 
 
 def _headings(context: RequestContext, status: RequestStatus) -> tuple[Heading, ...]:
-    """Every value of `Filter.heading` that must find this request."""
+    """Every value of `RequestFilter.heading` that must find this request."""
     fields: list[tuple[str, object]] = [("", ""), ("status", status)]
     fields += [(name, value) for name, value in LISTED_VALUES.items() if INDEXED_FIELDS[name](context) == value]
     own = [(name, value) for name in TENANT_FIELDS if (value := INDEXED_FIELDS[name](context))]

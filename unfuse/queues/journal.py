@@ -21,8 +21,8 @@ import structlog
 from unfuse.core.errors import ConfigError, InUse, TransientError, UsageError
 from unfuse.core.request import Event, RequestContext
 from unfuse.core.task import OutputDeltas, Task
-from unfuse.queues.base import SCHEMA, Declaration
-from unfuse.queues.index import Entry
+from unfuse.queues.base import SCHEMA, DeclaredModels
+from unfuse.queues.index import IndexEntry
 
 APPLICATION = 0x756E6675  # SQLite's application_id of a queue of unfuse
 
@@ -72,7 +72,7 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
     since: float = 0.0
 
 
-class Row(msgspec.Struct, frozen=True):
+class RequestRow(msgspec.Struct, frozen=True):
     """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
 
     context: RequestContext
@@ -92,11 +92,11 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._decoder = path, msgspec.msgpack.Decoder(Row)
-        self.rows: list[tuple[int, Row]] = []
+        self.path, self._decoder = path, msgspec.msgpack.Decoder(RequestRow)
+        self.rows: list[tuple[int, RequestRow]] = []
         self.damaged: dict[str, tuple[int, str]] = {}
         self.appended: dict[str, dict[str, int]] = {}
-        self.declared: dict[str, Declaration] = {}
+        self.declared: dict[str, DeclaredModels] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_remote(path)
@@ -118,7 +118,9 @@ class Journal:
             raise kind(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[OutputDeltas] = ()) -> None:
+    def write(
+        self, rows: Sequence[tuple[int, RequestRow | None]], durable: bool, pieces: Sequence[OutputDeltas] = ()
+    ) -> None:
         """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
         That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
@@ -142,7 +144,7 @@ class Journal:
                 self._file.execute("PRAGMA incremental_vacuum").fetchall()
             self._file.execute("COMMIT")
 
-    def row(self, number: int) -> Row | None:
+    def row(self, number: int) -> RequestRow | None:
         """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
         found = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
         return self._decoder.decode(cast(bytes, found[0][0])) if found else None
@@ -162,7 +164,7 @@ class Journal:
         ((value,),) = self._file.execute("SELECT value FROM secrets WHERE name = ?", (name,))
         return str(value)
 
-    def declare(self, name: str, declaration: Declaration) -> None:
+    def declare(self, name: str, declaration: DeclaredModels) -> None:
         """Replace the declaration of that name durably; to be called in the thread that writes.
 
         Raises TransientError, with nothing changed, when the disk is full.
@@ -200,7 +202,7 @@ class Journal:
                 self.damaged[str(id)] = cast(int, number), str(error)
         for name, body in self._file.execute("SELECT name, body FROM declarations"):
             try:
-                self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=Declaration)
+                self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=DeclaredModels)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 log.error("a declaration cannot be read, and is left out", name=name, reason=str(error))
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
@@ -290,7 +292,7 @@ class _Batch:
     """One transaction: changed requests, new pieces by requests' numbers; `done` is set when it has ended."""
 
     done: asyncio.Future[None]
-    entries: dict[int, Entry] = field(default_factory=dict)
+    entries: dict[int, IndexEntry] = field(default_factory=dict)
     pieces: dict[int, list[OutputDeltas]] = field(default_factory=dict)
     durable: bool = False
 
@@ -306,14 +308,16 @@ def _merged(batches: Sequence[_Batch]) -> _Batch:
     return merged
 
 
-class Writer:
+class JournalWriter:
     """Writes one transaction after the other; each has all that changed during the one before.
 
     `row` gives the row of an entry when its transaction begins. While the disk is full, writing is tried again. When
     the file cannot be written for another reason, `broken` is called, and nothing is written any more.
     """
 
-    def __init__(self, journal: Journal, row: Callable[[Entry], Row | None], broken: Callable[[], object]) -> None:
+    def __init__(
+        self, journal: Journal, row: Callable[[IndexEntry], RequestRow | None], broken: Callable[[], object]
+    ) -> None:
         self._journal, self._row, self._on_broken = journal, row, broken
         self._writing: _Batch | None = None
         self._next: _Batch | None = None
@@ -331,27 +335,27 @@ class Writer:
         if self._broken:
             raise TransientError(self._broken)
 
-    def note(self, entry: Entry, durable: bool = False) -> None:
+    def note(self, entry: IndexEntry, durable: bool = False) -> None:
         """Have the next transaction write this entry, and sync the disk if `durable`."""
         if batch := self._upcoming():
             batch.entries[entry.number] = entry
             batch.durable |= durable
 
-    def append(self, entry: Entry, pieces: OutputDeltas) -> None:
+    def append(self, entry: IndexEntry, pieces: OutputDeltas) -> None:
         """Have the next transaction add pieces of an entry's stage, and sync the disk."""
         if batch := self._upcoming():
             batch.pieces.setdefault(entry.number, []).append(pieces)
             batch.durable = True
 
-    def is_blocked(self, entry: Entry) -> bool:
+    def is_blocked(self, entry: IndexEntry) -> bool:
         """Whether a change of the entry waits for room on the disk."""
         return bool(self._full and self._unwritten(entry))
 
-    def is_written(self, entry: Entry) -> bool:
+    def is_written(self, entry: IndexEntry) -> bool:
         """Whether no change of the entry waits to be written."""
         return not self._unwritten(entry)
 
-    async def wait_until_written(self, entry: Entry) -> None:
+    async def wait_until_written(self, entry: IndexEntry) -> None:
         """Wait until the entry is written as it is now. Raises TransientError if the disk is full or writing failed."""
         for batch in self._unwritten(entry)[-1:]:
             await asyncio.shield(batch.done)
@@ -374,7 +378,7 @@ class Writer:
             loop.call_soon(self._flush)
         return self._next
 
-    def _unwritten(self, entry: Entry) -> list[_Batch]:
+    def _unwritten(self, entry: IndexEntry) -> list[_Batch]:
         batches = [batch for batch in (self._writing, self._next) if batch]
         return [batch for batch in batches if entry.number in batch.entries or entry.number in batch.pieces]
 

@@ -29,19 +29,19 @@ from unfuse.queues.base import (
     FRONT,
     MOST_RETURNS,
     NANOSECONDS,
-    Declaration,
-    Filter,
-    Limits,
-    Member,
+    DeclaredModels,
+    LeaseRequest,
     PoolStats,
     QueueBackend,
-    Renewal,
-    Stats,
-    Wanted,
+    QueueLimits,
+    QueueStats,
+    RegisteredWorker,
+    RenewalResult,
+    RequestFilter,
     check_storable,
     remaining_of,
 )
-from unfuse.queues.index import Entry, Index, MemoryEncoderIndex
+from unfuse.queues.index import IndexEntry, MemoryEncoderIndex, RequestIndex
 from unfuse.queues.tasks import Leases, PoolQueues, QueuedTask
 
 MICROSECONDS = 10**6  # rates are whole microseconds, which every backend adds exactly
@@ -52,7 +52,7 @@ class _Waiter:
     """A caller of `lease` that waits. A change in one of `pools` may let it take a task."""
 
     worker: str
-    wanted: Wanted
+    wanted: LeaseRequest
     pools: frozenset[str]
     woken: asyncio.Future[None]
 
@@ -71,15 +71,15 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock = clock
-        self._requests: dict[str, Entry] = {}
-        self._index = Index()
+        self._requests: dict[str, IndexEntry] = {}
+        self._index = RequestIndex()
         self._pools, self._leases = PoolQueues(), Leases()
         self._arrivals = 0
         self._cost = 0.0
         self._left = Counter[str]()  # predicted nanoseconds by pool, of all active requests
         self._rate_whole_at: dict[str, int] = {}  # when each tenant has all of its rate again, in microseconds
-        self._members: dict[str, Member] = {}
-        self._declared: dict[str, Declaration] = {}
+        self._members: dict[str, RegisteredWorker] = {}
+        self._declared: dict[str, DeclaredModels] = {}
         self._secrets: dict[str, str] = {}
         self._pieces = defaultdict[str, defaultdict[str, list[bytes]]](lambda: defaultdict(list))
         self._waiters: dict[_Waiter, None] = {}
@@ -93,10 +93,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """A new, empty queue: memory has no address."""
         return cls(clock or SystemClock())
 
-    def _on_change(self, entry: Entry) -> None:
+    def _on_change(self, entry: IndexEntry) -> None:
         """Called with each request that has changed, except for its progress."""
 
-    async def _wait_until_stored(self, entry: Entry, durable: bool = False) -> None:
+    async def _wait_until_stored(self, entry: IndexEntry, durable: bool = False) -> None:
         """Return when a request is stored as it is now; with `durable`, so that it survives a loss of power."""
 
     def _check_writable(self) -> None:
@@ -115,7 +115,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def submit(
-        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
         self._check_writable()
         check_storable(context, *tasks, *events)
@@ -126,7 +126,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             if limits.tenant.rate:
                 self._rate_whole_at[context.caller.tenant] = whole_at
             self._arrivals = max(self._arrivals, int(self._clock.wall() * 1e6))
-            entry = self._requests[context.id] = Entry(context, self._arrival())
+            entry = self._requests[context.id] = IndexEntry(context, self._arrival())
             self._apply(entry, tasks, events)
             self._account(entry, None)
         return await self._stored_record(entry)
@@ -149,7 +149,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             raise LimitReached(message, early / MICROSECONDS)
         return whole_at
 
-    def _require_room(self, context: RequestContext, tasks: Sequence[Task], limits: Limits) -> None:
+    def _require_room(self, context: RequestContext, tasks: Sequence[Task], limits: QueueLimits) -> None:
         """Raise Overloaded if the queue may not have another request with these tasks."""
         active = self._index.count_active()
         if active >= limits.max_active:
@@ -164,7 +164,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
 
     @override
-    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+    async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
         """Returns before the leases are stored: after a crash, a task may be leased a second time."""
         self._check_writable()
         until = self._clock.now() + wait
@@ -176,7 +176,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
                 return leases
             await self._wait(worker, wanted, until)
 
-    def _claim(self, worker: str, wanted: Wanted, ttl: float) -> builtins.list[Lease]:
+    def _claim(self, worker: str, wanted: LeaseRequest, ttl: float) -> builtins.list[Lease]:
         """Claim tasks, without waiting."""
         leases: list[Lease] = []
         used = Counter[str]()
@@ -194,11 +194,11 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             self._changed_pools |= dict.fromkeys(wanted.pools)
         return leases
 
-    def _next_task(self, worker: str, wanted: Wanted, used: Counter[str]) -> QueuedTask | None:
+    def _next_task(self, worker: str, wanted: LeaseRequest, used: Counter[str]) -> QueuedTask | None:
         self._release_due()
         return self._pools.next(worker, wanted, self._clock.now(), used)
 
-    async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
+    async def _wait(self, worker: str, wanted: LeaseRequest, until: float) -> None:
         """Wait until there may be a task for a worker, or the time is over."""
         waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
@@ -241,7 +241,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._wake()
 
     @override
-    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
         if claims:
             self._check_writable()
         return self._leases.renew(claims, self._clock.now() + ttl)
@@ -278,7 +278,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             await self._wait_until_stored(entry)
         return held
 
-    def _store_pieces(self, entry: Entry, grown: OutputDeltas) -> None:
+    def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
         """Store new pieces of an output. To be called before their event is published."""
         self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
 
@@ -296,7 +296,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def commit_and_lease(
-        self, change: Change, worker: str, wanted: Wanted, ttl: float
+        self, change: Change, worker: str, wanted: LeaseRequest, ttl: float
     ) -> tuple[RequestRecord, builtins.list[Lease]]:
         self._check_writable()
         entry = self._commit(change)
@@ -308,7 +308,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
                 self._hand_back(lease.claim)
             raise
 
-    def _commit(self, change: Change) -> Entry:
+    def _commit(self, change: Change) -> IndexEntry:
         context, claim = change.context, change.claim
         check_storable(context, *change.push, *change.events)
         entry = self._entry(context.id)
@@ -350,7 +350,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         await self.hand_back(claim)
         return excluded
 
-    def _hand_back(self, claim: Claim) -> Entry | None:
+    def _hand_back(self, claim: Claim) -> IndexEntry | None:
         """Return a leased task to its place, as the next attempt. Returns its request; None if it is not held."""
         leased = self._leases.held(claim)
         if leased is None:
@@ -369,9 +369,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return self._leases.expired(self._clock.now(), ttl)
 
     @override
-    async def stats(self, pools: Sequence[str]) -> Stats:
+    async def stats(self, pools: Sequence[str]) -> QueueStats:
         self._release_due()
-        return Stats(self._index.count_active(), {pool: self._pool_stats(pool) for pool in pools})
+        return QueueStats(self._index.count_active(), {pool: self._pool_stats(pool) for pool in pools})
 
     def _pool_stats(self, pool: str) -> PoolStats:
         wall = self._clock.wall()
@@ -394,7 +394,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def list(
-        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[RequestRecord]:
         self._check_readable()
         if isinstance(after, str):
@@ -430,7 +430,9 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     @override
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
         known = self._members.get(worker.id)
-        self._members[worker.id] = Member(worker, tuple(cards) or (known.cards if known else ()), self._clock.now())
+        self._members[worker.id] = RegisteredWorker(
+            worker, tuple(cards) or (known.cards if known else ()), self._clock.now()
+        )
 
     @override
     async def bye(self, worker: str) -> None:
@@ -438,20 +440,20 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._leases.lapse(worker, self._clock.now())
 
     @override
-    async def workers(self) -> Sequence[Member]:
+    async def workers(self) -> Sequence[RegisteredWorker]:
         self._check_readable()
         leased = self._leases.by_worker()
         return [msgspec.structs.replace(member, leased=leased[name]) for name, member in self._members.items()]
 
     @override
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+    async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
         if new and by in self._declared and self._declared[by].is_current:
             return False
         self._declared[by] = declaration
         return True
 
     @override
-    async def declared(self) -> dict[str, Declaration]:
+    async def declared(self) -> dict[str, DeclaredModels]:
         return dict(self._declared)
 
     @override
@@ -471,7 +473,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         for entry in self._requests.values():
             entry.history.end()
 
-    def _entry(self, request: str) -> Entry:
+    def _entry(self, request: str) -> IndexEntry:
         """The stored request. Raises NotFound."""
         self._check_readable()
         entry = self._requests.get(request)
@@ -479,7 +481,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             raise _unknown(request)
         return entry
 
-    def _record(self, entry: Entry) -> RequestRecord:
+    def _record(self, entry: IndexEntry) -> RequestRecord:
         """The record of a request, with what runs now and its position."""
         queued = entry.queued
         running = self._leases.running([one.task.key for one in queued], self._clock.now())
@@ -489,14 +491,14 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         position = min((self._pools.position(one) for one in queued), default=None)
         return RequestRecord(entry.context, (), position, entry.number)
 
-    async def _stored_record(self, entry: Entry) -> RequestRecord:
+    async def _stored_record(self, entry: IndexEntry) -> RequestRecord:
         """Wait until a request that was changed is stored, and return its record as it is now."""
         self._wake()
         record = self._record(entry)
         await self._wait_until_stored(entry, durable=True)
         return record
 
-    def _apply(self, entry: Entry, tasks: Sequence[Task], events: Sequence[Event]) -> None:
+    def _apply(self, entry: IndexEntry, tasks: Sequence[Task], events: Sequence[Event]) -> None:
         """Push tasks and publish events of a request that is new, or has a new context."""
         for task in tasks:
             self._remove_task(entry, task.stage)
@@ -517,7 +519,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._pools.put(queued, self._clock.now())
         self._changed_pools[queued.task.planned.pool] = None
 
-    def _remove_task(self, entry: Entry, stage: str) -> None:
+    def _remove_task(self, entry: IndexEntry, stage: str) -> None:
         """Remove a task from its queue or end its lease, whichever there is."""
         queued = entry.tasks.get(stage)
         if queued is None:
@@ -531,22 +533,22 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         """Let the delayed tasks whose time has come be leased."""
         self._changed_pools |= dict.fromkeys(self._pools.release_due(self._clock.now() if now is None else now))
 
-    def _publish(self, entry: Entry, events: Sequence[Event]) -> None:
+    def _publish(self, entry: IndexEntry, events: Sequence[Event]) -> None:
         for event in events:
             entry.history.publish(event, self._clock.wall())
         if entry.context.over:
             entry.history.end()
 
-    def _note_change(self, entry: Entry) -> None:
+    def _note_change(self, entry: IndexEntry) -> None:
         self._update_index(entry)
         self._on_change(entry)
 
-    def _update_index(self, entry: Entry) -> None:
+    def _update_index(self, entry: IndexEntry) -> None:
         context = entry.context
         is_running = any(self._leases.of(queued.task.key) for queued in entry.queued)
         self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
-    def _account(self, entry: Entry, before: RequestContext | None) -> None:
+    def _account(self, entry: IndexEntry, before: RequestContext | None) -> None:
         """Update the sums for a new request, or for one whose context was `before`. The index has it already."""
         change = (not entry.context.over) - (before is not None and not before.over)
         self._cost = self._cost + change * entry.context.cost if self._index.count_active() else 0.0

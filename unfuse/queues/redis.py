@@ -32,21 +32,21 @@ from unfuse.queues.base import (
     NANOSECONDS,
     PREFERENCE_AMONG,
     PREFERENCE_S,
-    Damage,
-    Declaration,
-    Filter,
-    Limits,
-    Member,
+    DamagedRecord,
+    DeclaredModels,
+    LeaseRequest,
     PoolStats,
     QueueBackend,
-    Renewal,
-    Stats,
-    Wanted,
+    QueueLimits,
+    QueueStats,
+    RegisteredWorker,
+    RenewalResult,
+    RequestFilter,
     check_numbers,
 )
 from unfuse.queues.index import MAX_EVENTS
-from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
-from unfuse.queues.script import KnownRecords, Unreadable
+from unfuse.queues.remote_waiters import RETRY_S, LeaseWaiter, NamedTasks, RemoteWaiters
+from unfuse.queues.script import KnownRecords, UnreadableRecords
 from unfuse.queues.shards import ShardedQueue
 
 try:
@@ -69,12 +69,12 @@ class RedisQueue(QueueBackend):
 
     shared = True
 
-    def __init__(self, at: connection.Address, clock: Clock | None) -> None:
+    def __init__(self, at: connection.RedisAddress, clock: Clock | None) -> None:
         self._address, self._tag, self._servers_time = at, at.tag, clock
         self._redis = at.connect()
-        self._background = Background()
-        self._calls = connection.Calls(self._execute, self._background)
-        self._unreadable = Unreadable()
+        self._background = NamedTasks()
+        self._calls = connection.PipelinedCalls(self._execute, self._background)
+        self._unreadable = UnreadableRecords()
         self._known = KnownRecords(clock or SystemClock())
         self._waiting = RemoteWaiters(self._call, self._read_leases, self._background, clock or SystemClock())
         self._subscription = connection.Subscription(self._redis, self._tag, self._waiting)
@@ -115,13 +115,13 @@ class RedisQueue(QueueBackend):
 
     @override
     async def submit(
-        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
         fields, more = script.context_fields(context, tasks, events), Counter(task.planned.pool for task in tasks)
         return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
     @override
-    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+    async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
         if wanted.slots < 1 or self._closed:
             return []
         if wait > 0:
@@ -129,10 +129,10 @@ class RedisQueue(QueueBackend):
         return await self._waiting.claim(worker, wanted, ttl, wait)
 
     @override
-    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
         held = await self._call("renew", claims=[script.claim_fields(claim) for claim in claims], ttl=ttl)
         marked = list(zip(claims, held, strict=True))
-        return Renewal(tuple(c for c, held in marked if held), tuple(c for c, held in marked if not held))
+        return RenewalResult(tuple(c for c, held in marked if held), tuple(c for c, held in marked if not held))
 
     @override
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
@@ -156,15 +156,15 @@ class RedisQueue(QueueBackend):
 
     @override
     async def commit_and_lease(
-        self, change: Change, worker: str, wanted: Wanted, ttl: float
+        self, change: Change, worker: str, wanted: LeaseRequest, ttl: float
     ) -> tuple[RequestRecord, list[Lease]]:
-        asking = Waiter(worker, wanted, ttl, patient=False)
+        asking = LeaseWaiter(worker, wanted, ttl, patient=False)
         record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
         kept = self._known.keep(script.record(record, change.context))
         return kept, self._read_leases(asking, claims, now, wall)
 
     def _read_leases(
-        self, waiter: Waiter, claims: list[tuple[bytes, bytes, int]], now: bytes, wall: bytes
+        self, waiter: LeaseWaiter, claims: list[tuple[bytes, bytes, int]], now: bytes, wall: bytes
     ) -> builtins.list[Lease]:
         """The leases that the script made for a waiter, each with the next one of its tokens."""
         tokens = (waiter.tokens[at : at + 16] for at in range(0, len(waiter.tokens), 16))
@@ -204,7 +204,7 @@ class RedisQueue(QueueBackend):
 
     @override
     async def list(
-        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[RequestRecord]:
         tenant, field, value = which.heading
         asked = {name: script.text(value) for name, value in which.asked().items()}
@@ -233,10 +233,10 @@ class RedisQueue(QueueBackend):
         return [request for request, is_over in zip(requests, found, strict=True) if is_over]
 
     @override
-    async def stats(self, pools: Sequence[str]) -> Stats:
+    async def stats(self, pools: Sequence[str]) -> QueueStats:
         active, lines = await self._call("stats", pools=list(pools), front=FRONT)
         shown = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
-        return Stats(int(active), dict(zip(pools, shown, strict=True)))
+        return QueueStats(int(active), dict(zip(pools, shown, strict=True)))
 
     @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
@@ -300,7 +300,7 @@ class RedisQueue(QueueBackend):
         await self._call("bye", worker=worker)
 
     @override
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+    async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
         body = script.raw(encode(declaration))
         return bool(await self._call("declare", by=by, declaration=body, new=new))
 
@@ -309,15 +309,17 @@ class RedisQueue(QueueBackend):
         return bytes(await self._call("secret", name=name, proposed=proposed)).decode()
 
     @override
-    async def declared(self) -> dict[str, Declaration]:
+    async def declared(self) -> dict[str, DeclaredModels]:
         stored = await self._call("declared")
         named = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
-        read = {by: self._unreadable.read("declaration", by, script.decoded, data, Declaration) for by, data in named}
+        read = {
+            by: self._unreadable.read("declaration", by, script.decoded, data, DeclaredModels) for by, data in named
+        }
         return {by: found for by, found in read.items() if found}
 
     @override
-    async def workers(self) -> Sequence[Member]:
-        found: list[Member] = []
+    async def workers(self) -> Sequence[RegisteredWorker]:
+        found: list[RegisteredWorker] = []
         for id, info, brought, seen, leased in await self._call("workers"):
             name = script.printable_name(id)
             cards = brought and self._unreadable.read("card", name, script.decoded, brought, tuple[ModelSpec, ...])
@@ -326,7 +328,7 @@ class RedisQueue(QueueBackend):
         return found
 
     @override
-    async def damaged(self) -> Sequence[Damage]:
+    async def damaged(self) -> Sequence[DamagedRecord]:
         await self.workers()
         for one in [one for one in self._unreadable.all() if one.kind == "request"]:
             with suppress(Damaged):
@@ -335,7 +337,9 @@ class RedisQueue(QueueBackend):
                 self._unreadable.forget(one.id)
         aside = await self._call("damaged")
         pairs = zip(aside[::2], aside[1::2], strict=True)
-        found = [Damage(script.printable_name(name), kind.decode(), "its task is not whole") for name, kind in pairs]
+        found = [
+            DamagedRecord(script.printable_name(name), kind.decode(), "its task is not whole") for name, kind in pairs
+        ]
         return [*(one for one in self._unreadable.all() if one.kind in script.DROPPABLE), *found]
 
     @override

@@ -16,7 +16,7 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
-from unfuse.queues.base import Wanted
+from unfuse.queues.base import LeaseRequest
 
 RETRY_S = 0.2  # seconds until a server that did not answer is asked again
 MAX_BATCH = 128  # the most calls in one round trip, and the most waiters in one call
@@ -25,7 +25,7 @@ MAX_CLAIMS = 1024  # the most tasks that one caller can claim at once
 RunVerb = Callable[..., Awaitable[Any]]
 
 
-class Background:
+class NamedTasks:
     """asyncio tasks by name; of each name, at most one runs."""
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Background:
             await asyncio.wait(running)
 
 
-class Waiter:
+class LeaseWaiter:
     """A caller of `lease`. `asked`: a call for it is under way. `patient`: it waits for a task, else it gets none."""
 
-    def __init__(self, worker: str, wanted: Wanted, ttl: float, patient: bool) -> None:
+    def __init__(self, worker: str, wanted: LeaseRequest, ttl: float, patient: bool) -> None:
         self.worker, self.ttl, self.patient = worker, ttl, patient
         self.turn = wanted.above is not None, wanted.rank
         self.pools = wanted.watched_pools()
@@ -71,21 +71,21 @@ class Waiter:
 
 
 #: Reads the leases that the script made for a waiter, from its claims, the queue's time and the Unix time.
-ReadLeases = Callable[[Waiter, list[tuple[bytes, bytes, int]], bytes, bytes], list[Lease]]
+ReadLeases = Callable[[LeaseWaiter, list[tuple[bytes, bytes, int]], bytes, bytes], list[Lease]]
 
 
 class RemoteWaiters:
     """All callers that wait for tasks. Call `serve` whenever there may be a task for them."""
 
-    def __init__(self, call: RunVerb, read_leases: ReadLeases, background: Background, clock: Clock) -> None:
+    def __init__(self, call: RunVerb, read_leases: ReadLeases, background: NamedTasks, clock: Clock) -> None:
         self._call, self._read_leases, self._background, self._clock = call, read_leases, background, clock
-        self._waiters: dict[Waiter, None] = {}
+        self._waiters: dict[LeaseWaiter, None] = {}
         self._stale = False
         self._withdraw_alarm: Callable[[], None] = lambda: None
 
-    async def claim(self, worker: str, wanted: Wanted, ttl: float, wait: float) -> list[Lease]:
+    async def claim(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float) -> list[Lease]:
         """Claim tasks, waiting up to `wait` seconds for a first one. One call serves all who ask at the same time."""
-        waiter = Waiter(worker, wanted, ttl, patient=wait > 0)
+        waiter = LeaseWaiter(worker, wanted, ttl, patient=wait > 0)
         self._waiters[waiter] = None
         self.serve()
         until, give_up = self._clock.now() + wait, partial(self._give_up, waiter)
@@ -127,7 +127,7 @@ class RemoteWaiters:
             for first in range(0, len(waiting), MAX_BATCH):
                 await self._ask_for(waiting[first : first + MAX_BATCH])
 
-    async def _ask_for(self, asking: list[Waiter]) -> None:
+    async def _ask_for(self, asking: list[LeaseWaiter]) -> None:
         """Ask for tasks for these waiters, and set an alarm for the next delayed task."""
         for waiter in asking:
             waiter.asked = True
@@ -144,13 +144,13 @@ class RemoteWaiters:
         if due is not None:
             self._withdraw_alarm = self._clock.call_at(asked_at + float(due) - float(now), self.serve)
 
-    def _give_up(self, waiter: Waiter) -> None:
+    def _give_up(self, waiter: LeaseWaiter) -> None:
         """A waiter's time is over: answer it now, or with the result of the call that is under way."""
         waiter.patient = False
         if not waiter.asked:
             waiter.settle([])
 
-    async def _undo(self, waiter: Waiter) -> None:
+    async def _undo(self, waiter: LeaseWaiter) -> None:
         """Hand back the tasks that were claimed for a caller that was cancelled."""
         with suppress(TransientError):
             for lease in await waiter.answer:

@@ -21,7 +21,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.request import Change, Event, RequestContext, RequestRecord, RunningStage
 from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, OutputDeltas, Task
-from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, Damage, Member, check_numbers, remaining_of
+from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, DamagedRecord, RegisteredWorker, check_numbers, remaining_of
 
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 #: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
@@ -115,9 +115,9 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
     return errors.TransientError(f"the queue at {place} does not answer: {str(met) or 'it was silent'}")
 
 
-def member(info: bytes, cards: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> Member:
+def member(info: bytes, cards: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> RegisteredWorker:
     """A worker from the fields of an answer, with its cards."""
-    return Member(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
+    return RegisteredWorker(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
 
 
 def printable_name(name: bytes) -> str:
@@ -181,7 +181,7 @@ def change_fields(change: Change) -> dict[str, Any]:
 MOST = 1000  # how many are remembered: enough to begin a repair
 
 
-class Unreadable:
+class UnreadableRecords:
     """Records that could not be read, by kind and id. The records themselves stay in Redis."""
 
     def __init__(self) -> None:
@@ -208,9 +208,9 @@ class Unreadable:
         """Forget the records of this id, because they are gone."""
         self._reasons = {key: reason for key, reason in self._reasons.items() if key[1] != id}
 
-    def all(self) -> list[Damage]:
+    def all(self) -> list[DamagedRecord]:
         """All records that are remembered."""
-        return [Damage(id, kind, reason) for (kind, id), reason in self._reasons.items()]
+        return [DamagedRecord(id, kind, reason) for (kind, id), reason in self._reasons.items()]
 
 
 MOST_KNOWN = 1024  # requests that are known at most: those that were stored last

@@ -30,8 +30,18 @@ from unfuse.core.errors import KeyUnavailable, NotFound, TransientError, UnfuseE
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Caller, Change, Event, RequestContext, RequestRecord, TenantLimits
 from unfuse.core.task import Claim, Lease, OutputDeltas, Task, check_growth
-from unfuse.queues.base import Declaration, Filter, Limits, Member, PoolStats, QueueBackend, Renewal, Stats, Wanted
-from unfuse.queues.remote_waiters import Background
+from unfuse.queues.base import (
+    DeclaredModels,
+    LeaseRequest,
+    PoolStats,
+    QueueBackend,
+    QueueLimits,
+    QueueStats,
+    RegisteredWorker,
+    RenewalResult,
+    RequestFilter,
+)
+from unfuse.queues.remote_waiters import NamedTasks
 
 #: The longest time, in seconds, that all wait for one shard's answer; and until one that gave none is asked again.
 PATIENCE_S, LOOK_S = 5.0, 0.2
@@ -45,11 +55,11 @@ Work = Callable[[QueueBackend], Awaitable[T]]
 log = structlog.get_logger(__name__)
 
 
-class Answering:
+class ShardHealth:
     """Asks the shards of a queue. `returned` is called with each that answers again."""
 
     def __init__(self, shards: Sequence[QueueBackend], returned: Callable[[QueueBackend], Awaitable[object]]) -> None:
-        self.shards, self.background = tuple(shards), Background()
+        self.shards, self.background = tuple(shards), NamedTasks()
         self.away: dict[int, str] = {}
         """Why a shard that does not answer does not, in words, by its number."""
         self._returned = returned
@@ -135,14 +145,14 @@ class Answering:
 Asking = asyncio.Task[list[Lease]]
 
 
-class Turns:
+class ShardRotation:
     """Whose turn it is, by worker. A claim takes from one shard, by its rules.
 
     While a worker has no room for the next task of a shard, it takes from the others only what that shard would let by:
     else what needs much would wait for ever beside what needs little.
     """
 
-    def __init__(self, answering: Answering) -> None:
+    def __init__(self, answering: ShardHealth) -> None:
         self._answering, self._count = answering, len(answering.shards)
         self._next, self._outcomes = Counter[str](), Counter[str]()
         self._kept = set[str]()
@@ -165,13 +175,13 @@ class Turns:
         self._kept.discard(worker)
 
     async def claim(
-        self, worker: str, wanted: Wanted, ttl: float, among: Iterable[int]
-    ) -> tuple[list[Lease], dict[int, Wanted]]:
+        self, worker: str, wanted: LeaseRequest, ttl: float, among: Iterable[int]
+    ) -> tuple[list[Lease], dict[int, LeaseRequest]]:
         """Claim tasks of the first of these shards that has any; else says what may be waited for at each.
 
         Raises TransientError if none answers.
         """
-        wants, found, keeper = dict[int, Wanted](), list[Lease](), None
+        wants, found, keeper = dict[int, LeaseRequest](), list[Lease](), None
         failures = dict[int, TransientError]()
         for shard in among:
             wants[shard] = wanted
@@ -195,7 +205,7 @@ class Turns:
             self._next[worker] = keeper
         return found, wants
 
-    async def wait(self, worker: str, wants: Mapping[int, Wanted], ttl: float, wait: float) -> list[Lease]:
+    async def wait(self, worker: str, wants: Mapping[int, LeaseRequest], ttl: float, wait: float) -> list[Lease]:
         """Claim tasks of whichever shard has any first within `wait` seconds; what others gave then goes back.
 
         A shard that is away is not waited for. Raises TransientError if none answers.
@@ -231,7 +241,7 @@ class Turns:
                     await self._answering.shards[shard].hand_back(lease.claim)
 
 
-async def _let_by(wanted: Wanted, queue: QueueBackend) -> Wanted:
+async def _let_by(wanted: LeaseRequest, queue: QueueBackend) -> LeaseRequest:
     """What a worker may take of others while it has no room for the next tasks of this queue."""
     lines = (await queue.stats([*wanted.watched_pools()])).pools
     for pool, offer in wanted.pools.items():
@@ -302,9 +312,9 @@ class ShardedQueue(QueueBackend):
     def __init__(self, shards: Sequence[QueueBackend], beside: Sequence[QueueBackend] = ()) -> None:
         self.shared, self._beside = any(shard.shared for shard in shards), beside
         self._count = len(shards)
-        self._answering = Answering(shards, self._returned)
-        self._each, self._turns = self._answering.each, Turns(self._answering)
-        self._declared: dict[str, Declaration] = {}
+        self._answering = ShardHealth(shards, self._returned)
+        self._each, self._turns = self._answering.each, ShardRotation(self._answering)
+        self._declared: dict[str, DeclaredModels] = {}
         self._listed: dict[str, tuple[str, int]] = {}  # tenant and number of the last requests of pages, by id
         self._latest = 0.0
 
@@ -352,15 +362,15 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def submit(
-        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
         cost = None if limits.max_cost is None else limits.max_cost / self._count
         active, queue = -(-limits.max_active // self._count), -(-limits.max_queue // self._count)
-        share = Limits(active, queue, cost, limits.tenant)
+        share = QueueLimits(active, queue, cost, limits.tenant)
         return await self._at_home(lambda queue: queue.submit(context, tasks, events, share), context.id)
 
     @override
-    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
+    async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
         if wanted.slots < 1:
             return []
         wants = dict.fromkeys(self._turns.of(worker), wanted)
@@ -373,11 +383,13 @@ class ShardedQueue(QueueBackend):
         return leases if leases or not wait else await self._turns.wait(worker, wants, ttl, wait)
 
     @override
-    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
         """Those of a shard that does not answer count as held: whether they are, it says when they are used."""
         found = await self._parts(claims, lambda claim: claim.request, lambda queue, part: queue.renew(part, ttl))
         ended = {claim for renewal in found for claim in renewal.ended}
-        return Renewal(tuple(one for one in claims if one not in ended), tuple(one for one in claims if one in ended))
+        return RenewalResult(
+            tuple(one for one in claims if one not in ended), tuple(one for one in claims if one in ended)
+        )
 
     @override
     async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
@@ -392,7 +404,7 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def commit_and_lease(
-        self, change: Change, worker: str, wanted: Wanted, ttl: float
+        self, change: Change, worker: str, wanted: LeaseRequest, ttl: float
     ) -> tuple[RequestRecord, builtins.list[Lease]]:
         """Claims in the same transaction are of the request's shard. Now and then the others are asked first, behind
         the transaction, and one of them where it has nothing: so that no worker stays with one shard.
@@ -425,7 +437,7 @@ class ShardedQueue(QueueBackend):
 
     @override
     async def list(
-        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[RequestRecord]:
         """In the order of arrival, as far as the clocks of the shards agree. A filter by idempotency key raises
         KeyUnavailable while a shard is away that may have the request.
@@ -477,7 +489,7 @@ class ShardedQueue(QueueBackend):
             del self._listed[next(iter(self._listed))]
 
     @override
-    async def stats(self, pools: Sequence[str]) -> Stats:
+    async def stats(self, pools: Sequence[str]) -> QueueStats:
         found = (await self._each(lambda queue: queue.stats(pools))).values()
         lines = {pool: [one.pools[pool] for one in found] for pool in pools}
         summed = {
@@ -486,7 +498,7 @@ class ShardedQueue(QueueBackend):
             )
             for pool, of in lines.items()
         }
-        return Stats(sum(one.active for one in found), summed)
+        return QueueStats(sum(one.active for one in found), summed)
 
     @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
@@ -517,7 +529,7 @@ class ShardedQueue(QueueBackend):
         await self._each(lambda queue: queue.bye(worker))
 
     @override
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+    async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
         """Whether a `new` one is stored, the first shard that answers decides."""
         if new and not await self._answering.first(lambda queue: queue.declare(by, declaration, new=True)):
             return False
@@ -526,14 +538,14 @@ class ShardedQueue(QueueBackend):
         return True
 
     @override
-    async def declared(self) -> dict[str, Declaration]:
+    async def declared(self) -> dict[str, DeclaredModels]:
         found = await self._answering.first(lambda queue: queue.declared())
         self._declared |= found  # what others have declared since is not undone in a shard that comes back
         return found
 
     @override
-    async def workers(self) -> Sequence[Member]:
-        found = dict[str, Member]()
+    async def workers(self) -> Sequence[RegisteredWorker]:
+        found = dict[str, RegisteredWorker]()
         for member in chain(*(await self._each(lambda queue: queue.workers())).values()):
             other = found.get(member.info.id)
             if other is not None:

@@ -21,9 +21,9 @@ from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.paths import expanded
 from unfuse.core.request import Event, RequestRecord, RunningStage
 from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
-from unfuse.queues.base import Damage, Declaration, Filter, Renewal
-from unfuse.queues.index import Entry, History
-from unfuse.queues.journal import Journal, Row, StoredTask, Writer
+from unfuse.queues.base import DamagedRecord, DeclaredModels, RenewalResult, RequestFilter
+from unfuse.queues.index import EventHistory, IndexEntry
+from unfuse.queues.journal import Journal, JournalWriter, RequestRow, StoredTask
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.tasks import QueuedTask
 
@@ -58,7 +58,7 @@ class SqliteQueue(MemoryQueue):
     def __init__(self, path: Path, clock: Clock) -> None:
         super().__init__(_UnixClock(clock))
         self._journal = Journal(path)
-        self._writer = Writer(self._journal, self._row, self._end)
+        self._writer = JournalWriter(self._journal, self._row, self._end)
         self._restored = set[Claim]()  # of leases from before the start that were not renewed since
         rows, self._journal.rows = self._journal.rows, []
         for number, row in rows:
@@ -78,11 +78,11 @@ class SqliteQueue(MemoryQueue):
         return cls(expanded(path).absolute(), clock or SystemClock())
 
     @override
-    def _on_change(self, entry: Entry) -> None:
+    def _on_change(self, entry: IndexEntry) -> None:
         self._writer.note(entry)
 
     @override
-    async def _wait_until_stored(self, entry: Entry, durable: bool = False) -> None:
+    async def _wait_until_stored(self, entry: IndexEntry, durable: bool = False) -> None:
         if durable:
             self._writer.note(entry, durable=True)
         await self._writer.wait_until_written(entry)
@@ -96,13 +96,13 @@ class SqliteQueue(MemoryQueue):
         self._writer.check_file()
 
     @override
-    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
         renewal = await super().renew(claims, ttl)
         self._restored.difference_update(claims)
         return renewal
 
     @override
-    def _store_pieces(self, entry: Entry, grown: OutputDeltas) -> None:
+    def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
         """Memory has only the number of pieces; the file has the pieces."""
         self._writer.append(entry, grown)
 
@@ -143,7 +143,7 @@ class SqliteQueue(MemoryQueue):
 
     @override
     async def list(
-        self, which: Filter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
+        self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[RequestRecord]:
         records = await super().list(which, after=after, limit=limit, oldest_first=oldest_first)
         listed = builtins.list[RequestRecord]()
@@ -152,7 +152,7 @@ class SqliteQueue(MemoryQueue):
             listed += [found] if found else []
         return listed
 
-    async def _is_stored(self, entry: Entry) -> bool:
+    async def _is_stored(self, entry: IndexEntry) -> bool:
         """Return True when a request is stored as it is now, False if that is impossible until there is room."""
         if not self._writer.is_blocked(entry):  # else the next attempt to write would be waited for, entry by entry
             with suppress(TransientError):
@@ -161,7 +161,7 @@ class SqliteQueue(MemoryQueue):
         self._writer.check_file()
         return False
 
-    async def _last_stored(self, entry: Entry, which: Filter) -> RequestRecord | None:
+    async def _last_stored(self, entry: IndexEntry, which: RequestFilter) -> RequestRecord | None:
         """The record of a request as it was stored last; None if it was not, or the filter does not select that."""
         row = await self._in_file("read", self._journal.row, entry.number)
         if row is None:
@@ -170,7 +170,7 @@ class SqliteQueue(MemoryQueue):
             RunningStage(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token
         ]
         record = RequestRecord(row.context, tuple(running), None, entry.number)
-        stored = Entry(row.context, entry.number, {}, entry.history, status=record.status)
+        stored = IndexEntry(row.context, entry.number, {}, entry.history, status=record.status)
         return record if stored.fits(which) else None
 
     @override
@@ -178,7 +178,7 @@ class SqliteQueue(MemoryQueue):
         """An event comes after it is written."""
         return self._watch(self._entry(request), after)
 
-    async def _watch(self, entry: Entry, after: int) -> AsyncIterator[Event]:
+    async def _watch(self, entry: IndexEntry, after: int) -> AsyncIterator[Event]:
         async for event in entry.history.follow(after):
             while not self._writer.is_written(entry):
                 with suppress(TransientError):  # while the disk is full, the stream waits
@@ -189,7 +189,7 @@ class SqliteQueue(MemoryQueue):
         self._writer.check_file()
 
     @override
-    async def declare(self, by: str, declaration: Declaration, *, new: bool = False) -> bool:
+    async def declare(self, by: str, declaration: DeclaredModels, *, new: bool = False) -> bool:
         self._check_writable()
         async with self._declaring:
             known = self._declared.get(by)
@@ -203,8 +203,8 @@ class SqliteQueue(MemoryQueue):
         return await self._in_file("written", self._journal.secret, name, proposed)
 
     @override
-    async def damaged(self) -> Sequence[Damage]:
-        return [Damage(id, "request", reason) for id, (_, reason) in self._journal.damaged.items()]
+    async def damaged(self) -> Sequence[DamagedRecord]:
+        return [DamagedRecord(id, "request", reason) for id, (_, reason) in self._journal.damaged.items()]
 
     @override
     async def discard(self, id: str) -> None:
@@ -230,7 +230,7 @@ class SqliteQueue(MemoryQueue):
         except Exception as error:
             raise TransientError(f"the queue's file cannot be {done}: {error}") from error
 
-    def _row(self, entry: Entry) -> Row | None:
+    def _row(self, entry: IndexEntry) -> RequestRow | None:
         """The row to store for a request; None if it was dropped."""
         if self._requests.get(entry.context.id) is not entry:
             return None
@@ -239,14 +239,16 @@ class SqliteQueue(MemoryQueue):
             leased = self._leases.of(queued.task.key)
             held = (leased.lease.worker, leased.lease.token, leased.running.since) if leased else ()
             tasks.append(StoredTask(queued.arrival, queued.task, queued.pushed, dict(queued.returned), *held))
-        return Row(entry.context, tuple(entry.tasks), tuple(tasks), entry.history.lasting(), entry.history.last)
+        return RequestRow(entry.context, tuple(entry.tasks), tuple(tasks), entry.history.lasting(), entry.history.last)
 
-    def _restore(self, number: int, row: Row) -> None:
+    def _restore(self, number: int, row: RequestRow) -> None:
         """Load a stored request. The first call of `expired` extends its leases, as after any gap."""
         context, now = row.context, self._clock.now()
         last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
         appended = self._journal.appended.pop(context.id, {})
-        entry = Entry(context, number, dict.fromkeys(row.stages), History(row.events, last), appended=appended)
+        entry = IndexEntry(
+            context, number, dict.fromkeys(row.stages), EventHistory(row.events, last), appended=appended
+        )
         self._requests[context.id] = entry
         self._arrivals = max([self._arrivals, number + 1, *(stored.arrival + 1 for stored in row.tasks)])
         for stored in row.tasks:

@@ -15,7 +15,7 @@ import msgspec
 
 from unfuse.core.request import RunningStage
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, Renewal, Wanted
+from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, LeaseRequest, RenewalResult
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,7 @@ class PoolQueues:
         """How many tasks of its pool are ahead of this one."""
         return bisect_left(self._queues[queued.task.planned.pool], queued.rank)
 
-    def next(self, worker: str, wanted: Wanted, now: float, used: Mapping[str, int]) -> QueuedTask | None:
+    def next(self, worker: str, wanted: LeaseRequest, now: float, used: Mapping[str, int]) -> QueuedTask | None:
         """The next task for a worker whose earlier tasks have `used` so much of its resources.
 
         Pools that feed a full one are held back. When a task needs more of a resource than is left, only pools that
@@ -127,7 +127,7 @@ class PoolQueues:
         insort(self._queues[queued.task.planned.pool], queued.rank)
         queued.ready_since = since
 
-    def _first(self, worker: str, wanted: Wanted, pools: list[str], now: float) -> QueuedTask | None:
+    def _first(self, worker: str, wanted: LeaseRequest, pools: list[str], now: float) -> QueuedTask | None:
         """The first task of these pools that the worker may have; within PREFERENCE_S, one that it prefers."""
         heads = []
         for pool in pools:
@@ -151,7 +151,7 @@ class PoolQueues:
         return max(candidates, key=lambda queued: _preference(wanted, queued.task))
 
 
-def _preference(wanted: Wanted, task: Task) -> int:
+def _preference(wanted: LeaseRequest, task: Task) -> int:
     """How much a worker prefers a task: 2 for inputs on its node, 1 for its affinity, else 0."""
     if wanted.near and task.near == wanted.near:
         return 2
@@ -200,7 +200,7 @@ class Leases:
         """End the lease of a task, if there is one. Returns it."""
         return self._leased.pop(key, None)
 
-    def renew(self, claims: Sequence[Claim], expires: float) -> Renewal:
+    def renew(self, claims: Sequence[Claim], expires: float) -> RenewalResult:
         """Extend the leases that are still held."""
         held: list[Claim] = []
         ended: list[Claim] = []
@@ -209,7 +209,7 @@ class Leases:
             (ended if leased is None else held).append(claim)
             if leased is not None:
                 leased.lease = msgspec.structs.replace(leased.lease, expires=expires)
-        return Renewal(tuple(held), tuple(ended))
+        return RenewalResult(tuple(held), tuple(ended))
 
     def lapse(self, worker: str, now: float) -> None:
         """Have all leases of a worker expire."""

@@ -9,7 +9,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan, PlannedStage, declared
 from unfuse.core.request import RequestContext
-from unfuse.queues.base import Filter, Member, QueueBackend
+from unfuse.queues.base import QueueBackend, RegisteredWorker, RequestFilter
 
 Order = Literal["fifo", "edf", "shortest", "fair"]  # by arrival, by deadline, short ones first, every tenant its share
 
@@ -37,7 +37,7 @@ async def place(order: Order, queue: QueueBackend, context: RequestContext) -> f
         return now + NO_HURRY_S
     if order == "shortest":
         return now + PATIENCE * context.cost
-    newest = await queue.list(Filter(over=False, tenant=context.caller.tenant), limit=1)
+    newest = await queue.list(RequestFilter(over=False, tenant=context.caller.tenant), limit=1)
     entries = {stage.pool for stage in context.plan.stages if not stage.after}
     line = [task.order for pool in entries for task in await queue.peek(pool, 1)]
     return max([min(line, default=now), *(record.context.order for record in newest)]) + context.cost
@@ -62,7 +62,7 @@ class Arenas:
         plan: ExecutionPlan,
         made: Collection[str],
         known: Iterable[WorkerInfo],
-        look: Callable[[], Awaitable[Sequence[Member]]],
+        look: Callable[[], Awaitable[Sequence[RegisteredWorker]]],
     ) -> None:
         """Raise InvalidParameter for a plan whose outputs can never be there together; those of `made` stages are.
 

@@ -15,7 +15,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import declared
 from unfuse.core.request import RequestContext
 from unfuse.core.task import ARENA, SLOTS
-from unfuse.queues.base import Member, Offer, Wanted
+from unfuse.queues.base import LeaseRequest, PoolOffer, RegisteredWorker
 from unfuse.scheduler.observer import Observer
 
 
@@ -93,7 +93,7 @@ class Backpressure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, cards: Iterable[ModelSpec], members: Iterable[Member], asleep: Mapping[str, int] | None = None
+        cls, cards: Iterable[ModelSpec], members: Iterable[RegisteredWorker], asleep: Mapping[str, int] | None = None
     ) -> Backpressure:
         """The flow through these models' pools, of which some are `asleep` and will have so many slots.
 
@@ -145,7 +145,7 @@ class Backpressure(msgspec.Struct, frozen=True):
 
     def wanted(
         self, worker: WorkerInfo, ask: RequestTasks, keep: Mapping[str, int], dispatch: Dispatch = "locality"
-    ) -> Wanted:
+    ) -> LeaseRequest:
         """What a worker that asks may be given, where so many bytes have to stay free in its arena.
 
         Of a pool that others serve too it gets one task at a time, and those that hold fewer go before it: or it would
@@ -161,8 +161,8 @@ class Backpressure(msgspec.Struct, frozen=True):
                 continue
             others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
             amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | others
-            offers[pool] = Offer(amounts, self.depth.get(name, 0), self.behind.get(name, {}))
-        return Wanted(
+            offers[pool] = PoolOffer(amounts, self.depth.get(name, 0), self.behind.get(name, {}))
+        return LeaseRequest(
             offers,
             ask.above,
             near=worker.node if local else "",

@@ -13,7 +13,7 @@ from unfuse.core.messages import ChangedFile, WorkerInfo
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, declared, roles_of
 from unfuse.core.task import Lease
-from unfuse.queues.base import Declaration, Member, WorkerRegistry
+from unfuse.queues.base import DeclaredModels, RegisteredWorker, WorkerRegistry
 
 ADMITTED = "model "  # what a declaration is called, before a model's name, by which it was admitted or dismissed
 
@@ -46,10 +46,10 @@ class Registry:
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}  # every registered worker by id, those that were silent lately too
         self.admitted = set[str]()  # the models that were admitted while schedulers ran
-        self.failed: dict[str, Declaration] = {}
+        self.failed: dict[str, DeclaredModels] = {}
         """Models that were admitted and cannot be served, by name."""
 
-    async def workers(self) -> Sequence[Member]:
+    async def workers(self) -> Sequence[RegisteredWorker]:
         """Workers heard of within a lease time."""
         members = await self._queue.workers()
         horizon = await self._queue.now() - self._lease_ttl
@@ -140,12 +140,12 @@ class Registry:
         declaration = replace(self._declaration([card]), source="admin", server=server)
         return await self._queue.declare(ADMITTED + card.name, declaration, new=not again)
 
-    def _declaration(self, cards: Sequence[ModelSpec]) -> Declaration:
+    def _declaration(self, cards: Sequence[ModelSpec]) -> DeclaredModels:
         roles = ((StageSelector(roles_of(role)), slots) for role, slots in self._may_sleep.items())
         asleep = {pool: slots for role, slots in roles for card in cards for pool in card.pools(role).values()}
-        return Declaration(tuple(cards), asleep)
+        return DeclaredModels(tuple(cards), asleep)
 
-    async def recorded(self) -> dict[str, Declaration]:
+    async def recorded(self) -> dict[str, DeclaredModels]:
         """The records of models that an admin added, by name, those that leave or failed included."""
         declared = (await self._queue.declared()).items()
         named = {by.removeprefix(ADMITTED): one for by, one in declared if by.startswith(ADMITTED)}
@@ -156,13 +156,13 @@ class Registry:
 
         What an admin added stays recorded until it `left`, since its accepted requests are still served.
         """
-        known = (await self.recorded()).get(name, Declaration(()))
+        known = (await self.recorded()).get(name, DeclaredModels(()))
         await self._queue.declare(ADMITTED + name, replace(known, gone=(name,), failed=""))
 
     async def left(self, name: str) -> None:
         """Record no longer a model that was dismissed, and whose requests are over."""
         if (await self.gone()).intersection([name]):
-            await self._queue.declare(ADMITTED + name, Declaration((), gone=(name,)))
+            await self._queue.declare(ADMITTED + name, DeclaredModels((), gone=(name,)))
 
     async def fail(self, card: ModelSpec, reason: str, server: str = "") -> None:
         """Say why a model cannot be served; with a `server`, that one tries it again when it starts.
@@ -170,12 +170,12 @@ class Registry:
         One that was dismissed meanwhile stays so.
         """
         if card.name not in await self.gone():
-            failed = Declaration((card,), source="admin", server=server, failed=reason)
+            failed = DeclaredModels((card,), source="admin", server=server, failed=reason)
             await self._queue.declare(ADMITTED + card.name, failed)
 
     async def withdraw(self, name: str) -> None:
         """Take back that this model was admitted or dismissed, and why it could not be served."""
-        await self._queue.declare(ADMITTED + name, Declaration(()))
+        await self._queue.declare(ADMITTED + name, DeclaredModels(()))
 
     async def gone(self) -> frozenset[str]:
         """The models that were dismissed."""

@@ -30,7 +30,7 @@ from unfuse.core.request import (
 )
 from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import EXACT, Limits, QueueBackend, Wanted
+from unfuse.queues.base import EXACT, LeaseRequest, QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.admission import Arenas, Order, place
 from unfuse.scheduler.backpressure import InFlight
@@ -43,7 +43,7 @@ from unfuse.scheduler.swaps import Swaps
 from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
 from unfuse.scheduler.upkeep import Upkeep
 
-UNLIMITED = Limits(EXACT, EXACT)  # room for a request that is over when it comes
+UNLIMITED = QueueLimits(EXACT, EXACT)  # room for a request that is over when it comes
 ANY_NUMBER = TenantLimits()  # of requests that nobody asks for within an allowance
 PATIENCE = 5.0  # a request may take so many times what was predicted, whatever the limit
 
@@ -60,7 +60,7 @@ class Scheduler:
         self,
         queue: QueueBackend,
         *,
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         lease_ttl: float = 15.0,
         cards: Sequence[ModelSpec] = (),
         clock: Clock | None = None,
@@ -73,7 +73,7 @@ class Scheduler:
     ) -> None:
         self.queue, self.lease_ttl = queue, lease_ttl
         self.draining = False  # whether new requests are refused because this scheduler is about to end
-        self._limits = limits or Limits()
+        self._limits = limits or QueueLimits()
         self.clock = clock or SystemClock()
         self._order: Order = order
         self._arenas, self.in_flight = arenas or Arenas(), InFlight()
@@ -244,7 +244,7 @@ class Scheduler:
             )
 
     async def complete(
-        self, done: TaskCompleted, worker: str, wanted: Wanted | None = None
+        self, done: TaskCompleted, worker: str, wanted: LeaseRequest | None = None
     ) -> tuple[RequestRecord, list[Lease]]:
         """Record an outcome and lease what is wanted next, nobody between. Raises LeaseLost if it is no longer held."""
         claim, leases = done.claim, list[Lease]()

@@ -26,7 +26,7 @@ from unfuse.core.request import (
 )
 from unfuse.core.supervisor import Observers
 from unfuse.core.task import Task
-from unfuse.queues.base import Filter, QueueBackend
+from unfuse.queues.base import QueueBackend, RequestFilter
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
@@ -72,7 +72,7 @@ class Transitions:
         self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
         self.output_sizes = OutputSizes()
 
-    async def pages(self, which: Filter) -> AsyncIterator[Sequence[RequestRecord]]:
+    async def pages(self, which: RequestFilter) -> AsyncIterator[Sequence[RequestRecord]]:
         """Requests, oldest first, by the page. Raises NotFound if the last one of a page is gone."""
         after: str | None = None
         while page := await self.queue.list(which, after=after, limit=PAGE, oldest_first=True):
@@ -161,7 +161,7 @@ class WebhookDeliveries:
     async def pending(self) -> AsyncIterator[RequestContext]:
         """The requests that are over and whose webhooks have not heard of it, oldest first."""
         with suppress(NotFound):  # what is behind one that is gone is found the next time
-            async for page in self._transitions.pages(Filter(unheard=True)):
+            async for page in self._transitions.pages(RequestFilter(unheard=True)):
                 for record in page:
                     yield record.context
 

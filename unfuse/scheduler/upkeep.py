@@ -14,7 +14,7 @@ from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.request import Change, RequestContext, RequestRecord
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Lease
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
@@ -134,13 +134,13 @@ class Upkeep(Observer):
         """Learn what requests cost from those that completed, once, and always where other schedulers work too."""
         if self._has_learned and not self._queue.shared:
             return
-        for record in reversed(await self._queue.list(Filter(status="completed"), limit=LEARN_FROM)):
+        for record in reversed(await self._queue.list(RequestFilter(status="completed"), limit=LEARN_FROM)):
             self._costs.learn(record.context)
         self._has_learned = True
 
     async def requests(self) -> None:
         """Of every request that is not over, know the deadline and what it still needs; end what took too long."""
-        async for page in self._transitions.pages(Filter(over=False)):
+        async for page in self._transitions.pages(RequestFilter(over=False)):
             now = await self._queue.now()
             for record in page:
                 self._in_flight.announced(record.context)
@@ -166,7 +166,7 @@ class Upkeep(Observer):
             await self._registry.workers()
 
     async def _settle(self) -> None:
-        async for page in self._transitions.pages(Filter(over=False)):
+        async for page in self._transitions.pages(RequestFilter(over=False)):
             now = await self._queue.now()
             for record in page:
                 self.arm((await self._settled(record)).context, now)

@@ -35,7 +35,7 @@ from unfuse.core.request import (
 from unfuse.core.text_parameters import PromptTokens
 from unfuse.edge.access import Refusal, envelope
 from unfuse.language.grammars import grammar_digest
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Principal
 from unfuse.server.body import read_pictures
 from unfuse.server.errors import refusal_of
@@ -141,7 +141,7 @@ class Call:
         if self.request.headers.get(NEW_KEY) == "true":
             await self._require_place(id)
             return None
-        known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
+        known = await self.gateway.queue.list(RequestFilter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
         return known[0] if known else None
 
     async def _require_place(self, id: str) -> None:

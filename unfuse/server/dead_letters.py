@@ -11,7 +11,7 @@ from starlette.requests import Request
 from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import TenantLimits
 from unfuse.edge.access import Refusal
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Known
 from unfuse.server.gateway import Served
 from unfuse.server.openapi_schemas import DAMAGE, FORGOTTEN, REQUEST, one, several
@@ -29,7 +29,7 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
-    found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
+    found = await gateway.queue.list(RequestFilter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
     views = await gateway.views(request, found, evidence=True)
     damaged = await gateway.queue.damaged() if caller.admin and not after else ()  # their tenant is unknown
     entries = [

@@ -31,7 +31,7 @@ from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, RequestCont
 from unfuse.core.supervisor import Supervisor
 from unfuse.edge.access import Refusal
 from unfuse.edge.keys import DEFAULT_TENANT, Keys
-from unfuse.queues.base import Declaration
+from unfuse.queues.base import DeclaredModels
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -156,7 +156,7 @@ class Gateway(Observer):
             return named[0]
         return next(iter(served)) if len({card.name for card in served.values()}) == 1 else None
 
-    def failed(self, only: frozenset[str] | None = None) -> dict[str, Declaration]:
+    def failed(self, only: frozenset[str] | None = None) -> dict[str, DeclaredModels]:
         """The added models that cannot be served, by name, as of the last look; of these `only`."""
         found = {self.names.shown(own): one for own, one in self.scheduler.registry.failed.items()}
         return {name: one for name, one in found.items() if only is None or name in only}

@@ -14,7 +14,7 @@ from unfuse.core.messages import Memory, TransferStats
 from unfuse.core.plan import outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.core.text import CHUNK
-from unfuse.queues.base import Member, QueueBackend
+from unfuse.queues.base import QueueBackend, RegisteredWorker
 from unfuse.scheduler.observer import Observer
 from unfuse.server.metrics_table import METRICS, Scrape, pool_labels
 from unfuse.server.request_objects import Prices
@@ -173,7 +173,7 @@ class Metrics(Observer):
     async def page(
         self,
         queue: QueueBackend,
-        members: Sequence[Member],
+        members: Sequence[RegisteredWorker],
         pools: Sequence[str],
         roles: Mapping[str, tuple[str, str]] | None = None,
         asleep: Collection[str] = (),

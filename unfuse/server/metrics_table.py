@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import declared, outcome_of
 from unfuse.core.text import TextStats
-from unfuse.queues.base import Member, PoolStats
+from unfuse.queues.base import PoolStats, RegisteredWorker
 from unfuse.stages.specs import DECODE, PREFILL
 
 #: Names of labels, or their values in that order.
@@ -32,7 +32,7 @@ class Scrape:
     declared pool. `grammars` counts the requests that wait in this gateway until their grammar is compiled.
     """
 
-    workers: Sequence[Member]
+    workers: Sequence[RegisteredWorker]
     all_pools: Mapping[str, PoolStats]
     pools: Mapping[str, PoolStats]
     roles: Mapping[str, tuple[str, str]]
@@ -55,9 +55,9 @@ class Scrape:
         return [(info, info.status.texts) for info in self.infos if info.status.texts]
 
     @cached_property
-    def members(self) -> Mapping[str, list[Member]]:
+    def members(self) -> Mapping[str, list[RegisteredWorker]]:
         """The workers of each pool."""
-        found: dict[str, list[Member]] = {pool: [] for pool in self.pools}
+        found: dict[str, list[RegisteredWorker]] = {pool: [] for pool in self.pools}
         for member in self.workers:
             for pool in found.keys() & set(member.info.pools):
                 found[pool].append(member)
@@ -90,7 +90,7 @@ def _of_pools(value: Callable[[Scrape, str], float]) -> Callable[[Scrape], Sampl
     return lambda scrape: [(pool_labels(pool), value(scrape, pool)) for pool in scrape.pools]
 
 
-def _of_nodes(value: Callable[[Member], int]) -> Callable[[Scrape], Samples]:
+def _of_nodes(value: Callable[[RegisteredWorker], int]) -> Callable[[Scrape], Samples]:
     """Read the sum of the workers of each node."""
     return lambda scrape: _summed(((member.info.node,), value(member)) for member in scrape.workers)
 

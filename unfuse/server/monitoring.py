@@ -21,7 +21,7 @@ from unfuse import __version__
 from unfuse.core.errors import TransientError
 from unfuse.core.messages import ExactBatchStats
 from unfuse.edge.access import Refusal, envelope
-from unfuse.queues.base import Member
+from unfuse.queues.base import RegisteredWorker
 from unfuse.server.auth import Principal, Visitor, admin_only, reader_of
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.metrics import Audience
@@ -138,7 +138,7 @@ async def workers(gateway: Served) -> dict[str, object]:
     return {"object": "list", "data": [_worker(member, member.info.id in healthy, now, shown) for member in members]}
 
 
-def _worker(member: Member, healthy: bool, now: float, shown: Callable[[str], str]) -> dict[str, object]:
+def _worker(member: RegisteredWorker, healthy: bool, now: float, shown: Callable[[str], str]) -> dict[str, object]:
     """The answer's entry for one worker."""
     info, status = member.info, member.info.status
     return {

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from unfuse.core.errors import NotFound
 from unfuse.core.request import MODERATION_BLOCKED, Event, RequestStatus
 from unfuse.edge.access import Refusal
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Known
 from unfuse.server.gateway import Served
 from unfuse.server.openapi_schemas import HAPPENED, REQUEST, one, several
@@ -33,7 +33,7 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
-    found = await gateway.queue.list(Filter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
+    found = await gateway.queue.list(RequestFilter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
     return listed(await gateway.views(request, found), limit)
 
 

@@ -14,7 +14,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.parameters import RANDOM_SEED
 from unfuse.core.plan import Params, cache_key
 from unfuse.core.request import Caller, Delivery, GenerationRequest, RequestContext, RequestRecord, ResultFile
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stores.results import ResultStore
 
@@ -45,7 +45,7 @@ class ResultCache:
         """The request that is asked for, completed; None if it has to be made."""
         if not request.result_cache_key:
             return None
-        same = Filter(tenant=caller.tenant, fingerprint=caller.fingerprint)
+        same = RequestFilter(tenant=caller.tenant, fingerprint=caller.fingerprint)
         for source in [record.context for record in await self._scheduler.queue.list(same, limit=LOOKED_AT)]:
             if self._is_equal(request, source) and await self._copied(source, request.id):
                 record = await self._scheduler.reuse(request, caller, delivery, source)

@@ -19,7 +19,7 @@ from unfuse.core.errors import InvalidParameter, NotFound, ResultsUnavailable, U
 from unfuse.core.modalities import LAST_FRAME, VIDEO
 from unfuse.core.request import Event, RequestContext, RequestRecord
 from unfuse.edge.access import BrokenOff, Refusal
-from unfuse.queues.base import Filter
+from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body
 from unfuse.server.calls import Call, respond_async
@@ -137,7 +137,7 @@ async def page(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
     """Videos, newest first or last; the next page starts `after` the last id of this one."""
-    which = Filter(tenant=caller.sees, video=True)
+    which = RequestFilter(tenant=caller.sees, video=True)
     found = await gateway.queue.list(which, after=after, limit=limit + 1, oldest_first=order == "asc")
     return listed([video_object(record) for record in found], limit)
 

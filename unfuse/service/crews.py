@@ -19,7 +19,7 @@ from unfuse.core.supervisor import first, in_own_thread
 from unfuse.edge.access import Refusal
 from unfuse.launch.base import Launcher
 from unfuse.planning.placement import taken
-from unfuse.queues.base import Declaration, Filter
+from unfuse.queues.base import DeclaredModels, RequestFilter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.served_models import Joining, JoinProgress
@@ -181,7 +181,7 @@ class Crews(Joining):
         """Who serves again what is added here: this server, or all that start no workers."""
         return self._server if self._first is None or self._first.plan.workers else ""
 
-    def _is_ours(self, record: Declaration) -> bool:
+    def _is_ours(self, record: DeclaredModels) -> bool:
         """Whether a model that was added is served here. One that never was is not tried again."""
         if record.failed and not record.server:
             return False
@@ -221,7 +221,7 @@ class Crews(Joining):
         await self._scheduler.registry.left(name)
         return True
 
-    async def _serve_again(self, record: Declaration) -> None:
+    async def _serve_again(self, record: DeclaredModels) -> None:
         """Serve a model as it was added. Where that fails, its requests fail with the reason."""
         registry, (card, *_) = self._scheduler.registry, record.cards
         try:
@@ -335,7 +335,7 @@ class Crews(Joining):
     async def _pages(self) -> AsyncIterator[Sequence[RequestRecord]]:
         """The requests that are not over, in pages of the list."""
         after = None
-        while page := await self._scheduler.queue.list(Filter(over=False), after=after, limit=500):
+        while page := await self._scheduler.queue.list(RequestFilter(over=False), after=after, limit=500):
             yield page
             after = page[-1].context.id
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.compute_options import ComputeOptions, MaxLoadedModels
-from unfuse.queues.base import Limits
+from unfuse.queues.base import QueueLimits
 from unfuse.scheduler.admission import Order
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.transfer.base import TransferSettings
@@ -148,10 +148,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = 300.0  # fmt: skip
     video_timeout: Annotated[float, says("The same of a video.", ge=0)] = 600.0
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = (
-        Limits().max_active
+        QueueLimits().max_active
     )
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = (
-        Limits().max_queue
+        QueueLimits().max_queue
     )
     max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
     order: Annotated[

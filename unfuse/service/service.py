@@ -35,7 +35,7 @@ from unfuse.edge.keys import Keys as ApiKeys
 from unfuse.launch.base import Launcher
 from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
-from unfuse.queues.base import Limits, QueueBackend, RequestStore
+from unfuse.queues.base import QueueBackend, QueueLimits, RequestStore
 from unfuse.scheduler.admission import Arenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -254,7 +254,7 @@ class Service(Stoppable):
         arenas = Arenas(spills=kind == "spill")
         queue = await start.open(options.queue)
         scheduler = Scheduler(
-            queue, limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None), cards=cards,
+            queue, limits=QueueLimits(serve.max_active, serve.max_queue, serve.max_cost or None), cards=cards,
             lease_ttl=settings.lease.ttl_s, order=serve.order, cache_bytes=serve.encoder_cache if kind in ARENAS else 0,
             costs=options.costs, arenas=arenas, asleep=options.asleep, wake_limit=serve.wake_limit,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import asyncio
 
 from unfuse.core.errors import LimitReached, Overloaded
 from unfuse.core.request import RequestRecord, TenantLimits
-from unfuse.queues.base import Limits, QueueBackend
+from unfuse.queues.base import QueueBackend, QueueLimits
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import change, count_waiting, done, leased, raised, request, task
 
@@ -15,7 +15,7 @@ THREE_A_MINUTE = TenantLimits(rate=3, per_s=60)
 
 
 async def _submit(queue: QueueBackend, name: str, may: TenantLimits, tenant: str = "t", **fields: str) -> RequestRecord:
-    limits = Limits(max_active=1000, tenant=may)
+    limits = QueueLimits(max_active=1000, tenant=may)
     return await queue.submit(request(name, tenant=tenant, **fields), [task(name)], [], limits)
 
 
@@ -89,8 +89,10 @@ async def a_rate_is_there_again_as_time_passes(queue: QueueBackend, clock: Manua
 async def what_all_may_not_have_costs_no_rate(queue: QueueBackend, clock: ManualClock) -> None:
     """A request that is refused for the sake of all takes nothing of its tenant's rate."""
     once = TenantLimits(rate=1, per_s=60)
-    await queue.submit(request("a"), [task("a")], [], Limits())
-    full = await raised(Overloaded, queue.submit(request("b", tenant="t"), [task("b")], [], Limits(1, tenant=once)))
+    await queue.submit(request("a"), [task("a")], [], QueueLimits())
+    full = await raised(
+        Overloaded, queue.submit(request("b", tenant="t"), [task("b")], [], QueueLimits(1, tenant=once))
+    )
     assert not isinstance(full, LimitReached)
     await _submit(queue, "b", once)
     await raised(LimitReached, _submit(queue, "c", once))

@@ -7,7 +7,7 @@ from typing import Any
 
 from unfuse.core.errors import NotFound
 from unfuse.core.request import REQUEST_MOVES, RequestRecord, WebhookDelivery
-from unfuse.queues.base import INDEXED_FIELDS, Filter, QueueBackend
+from unfuse.queues.base import INDEXED_FIELDS, QueueBackend, RequestFilter
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -57,18 +57,24 @@ async def every_filter_finds_what_there_is(queue: QueueBackend, clock: ManualClo
     await check_lists(queue)
     await queue.forget(6.0)
     await check_lists(queue)
-    assert {one.context.id for one in await queue.list(Filter())} == {"a", "video_b", "video_f", "g", "h"}
+    assert {one.context.id for one in await queue.list(RequestFilter())} == {"a", "video_b", "video_f", "g", "h"}
 
 
 async def a_status_is_the_one_that_is_shown(queue: QueueBackend, clock: ManualClock) -> None:
     """What runs is in progress, from its lease on; handed back it is queued again."""
     record = await submitted(queue, "a")
-    assert (record.status, await _ids(queue, Filter(status="queued"))) == ("queued", ["a"])
+    assert (record.status, await _ids(queue, RequestFilter(status="queued"))) == ("queued", ["a"])
     (lease,) = await queue.lease("w", wanted("p"), TTL)
     assert (await queue.load("a")).status == "in_progress"
-    assert (await _ids(queue, Filter(status="queued")), await _ids(queue, Filter(status="in_progress"))) == ([], ["a"])
+    assert (
+        await _ids(queue, RequestFilter(status="queued")),
+        await _ids(queue, RequestFilter(status="in_progress")),
+    ) == ([], ["a"])
     await queue.hand_back(lease.claim)
-    assert (await _ids(queue, Filter(status="queued")), await _ids(queue, Filter(status="in_progress"))) == (["a"], [])
+    assert (
+        await _ids(queue, RequestFilter(status="queued")),
+        await _ids(queue, RequestFilter(status="in_progress")),
+    ) == (["a"], [])
 
 
 async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: ManualClock) -> None:
@@ -78,9 +84,13 @@ async def a_page_begins_behind_what_its_tenant_has(queue: QueueBackend, clock: M
     for name in ("c", "g"):
         await queue.commit(change(await queue.load(name), status="failed"))
     await queue.drop("g")
-    assert await _ids(queue, Filter(tenant="t", over=False), after="c") == ["a"]
-    assert await _ids(queue, Filter(), after="b") == ["a"]
-    for which in (Filter(tenant="t"), Filter(tenant="t", status="queued"), Filter(tenant="nobody")):
+    assert await _ids(queue, RequestFilter(tenant="t", over=False), after="c") == ["a"]
+    assert await _ids(queue, RequestFilter(), after="b") == ["a"]
+    for which in (
+        RequestFilter(tenant="t"),
+        RequestFilter(tenant="t", status="queued"),
+        RequestFilter(tenant="nobody"),
+    ):
         for oldest_first in (False, True):
             refused = [queue.list(which, after=name, oldest_first=oldest_first) for name in "bgn"]
             told = [str(await raised(NotFound, one)) for one in refused]
@@ -91,19 +101,22 @@ async def of_simultaneous_repeats_one_is_stored(queue: QueueBackend, clock: Manu
     """Submitted at the same time under one key, all are answered with the same request, which alone is queued."""
     same = (queue.submit(request(n, tenant="t", idempotency_key="k"), [task(n)], [], LIMITS) for n in "abcdefgh")
     assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
-    assert (len(await queue.list(Filter())), await count_waiting(queue, "p")) == (1, 1)
+    assert (len(await queue.list(RequestFilter())), await count_waiting(queue, "p")) == (1, 1)
 
 
 async def check_lists(queue: QueueBackend) -> None:
     """Compare what each filter finds with what looking through everything does."""
-    everything = await queue.list(Filter())
-    filters = [Filter(tenant=tenant) for tenant in TENANTS]
-    filters += [Filter(tenant=t, **{name: value}) for t in TENANTS for name in ASKED for value in ASKED[name]]
-    filters += [Filter(tenant="t", status="queued", video=True), Filter(over=True, dead=False, fingerprint="z")]
+    everything = await queue.list(RequestFilter())
+    filters = [RequestFilter(tenant=tenant) for tenant in TENANTS]
+    filters += [RequestFilter(tenant=t, **{name: value}) for t in TENANTS for name in ASKED for value in ASKED[name]]
+    filters += [
+        RequestFilter(tenant="t", status="queued", video=True),
+        RequestFilter(over=True, dead=False, fingerprint="z"),
+    ]
     await asyncio.gather(*(_check_list(queue, which, everything) for which in filters))
 
 
-async def _check_list(queue: QueueBackend, which: Filter, everything: list[RequestRecord]) -> None:
+async def _check_list(queue: QueueBackend, which: RequestFilter, everything: list[RequestRecord]) -> None:
     found = [record for record in everything if _is_asked_for(record, which)]
     assert await queue.list(which) == found, which
     assert await queue.list(which, oldest_first=True) == found[::-1], which
@@ -112,12 +125,12 @@ async def _check_list(queue: QueueBackend, which: Filter, everything: list[Reque
         assert pages == [found[at + 1 : at + 3], found[:at][::-1][:2]], which
 
 
-def _is_asked_for(record: RequestRecord, which: Filter) -> bool:
+def _is_asked_for(record: RequestRecord, which: RequestFilter) -> bool:
     has = {name: read(record.context) for name, read in INDEXED_FIELDS.items()} | {"status": record.status}
     return all(has[name] == value for name, value in which.asked().items())
 
 
-async def _ids(queue: QueueBackend, which: Filter, after: str | None = None) -> list[str]:
+async def _ids(queue: QueueBackend, which: RequestFilter, after: str | None = None) -> list[str]:
     return [record.context.id for record in await queue.list(which, after=after)]
 
 

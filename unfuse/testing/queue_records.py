@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.request import Event
-from unfuse.queues.base import FRONT, MAX_CACHED, Filter, Limits, PoolStats, QueueBackend, Stats
+from unfuse.queues.base import FRONT, MAX_CACHED, PoolStats, QueueBackend, QueueLimits, QueueStats, RequestFilter
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -30,20 +30,20 @@ from unfuse.testing.queue_samples import (
 async def requests_are_listed_newest_first(queue: QueueBackend, clock: ManualClock) -> None:
     """In pages behind a request, filtered by any of: over, tenant, idempotency key."""
 
-    async def names(which: Filter, after: str | None = None, limit: int = 100) -> Sequence[str]:
+    async def names(which: RequestFilter, after: str | None = None, limit: int = 100) -> Sequence[str]:
         return [record.context.id for record in await queue.list(which, after=after, limit=limit)]
 
     for name, tenant, key in (("c", "t", "k"), ("a", "u", "k"), ("d", "t", ""), ("b", "t", "l")):
         await queue.submit(request(name, tenant=tenant, idempotency_key=key), [], [], LIMITS)
     await queue.commit(change(await queue.load("d"), status="failed"))
-    assert await names(Filter()) == list("bdac")
-    assert await names(Filter(), limit=2) == list("bd")
-    assert await names(Filter(), after="d", limit=2) == list("ac")
-    assert await names(Filter(), after="c") == []
-    assert (await names(Filter(over=True)), await names(Filter(over=False))) == (["d"], list("bac"))
-    assert await names(Filter(tenant="t", over=False)) == list("bc")
-    assert await names(Filter(tenant="t", idempotency_key="k")) == ["c"]
-    await raised(NotFound, queue.list(Filter(), after="nobody"))
+    assert await names(RequestFilter()) == list("bdac")
+    assert await names(RequestFilter(), limit=2) == list("bd")
+    assert await names(RequestFilter(), after="d", limit=2) == list("ac")
+    assert await names(RequestFilter(), after="c") == []
+    assert (await names(RequestFilter(over=True)), await names(RequestFilter(over=False))) == (["d"], list("bac"))
+    assert await names(RequestFilter(tenant="t", over=False)) == list("bc")
+    assert await names(RequestFilter(tenant="t", idempotency_key="k")) == ["c"]
+    await raised(NotFound, queue.list(RequestFilter(), after="nobody"))
 
 
 async def what_is_over_is_forgotten(queue: QueueBackend, clock: ManualClock) -> None:
@@ -54,7 +54,7 @@ async def what_is_over_is_forgotten(queue: QueueBackend, clock: ManualClock) -> 
         await queue.commit(change(await queue.load(name), status="completed", completed_at=at))
     assert await queue.forget(100.0) == ["old"]
     await raised(NotFound, queue.load("old"))
-    assert [record.context.id for record in await queue.list(Filter())] == ["active", "new"]
+    assert [record.context.id for record in await queue.list(RequestFilter())] == ["active", "new"]
     again = await queue.submit(request("old", idempotency_key="old"), [], [], LIMITS)
     assert again.context.status == "queued"
 
@@ -100,7 +100,7 @@ async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -
     """Requests that are not over; of each pool that is asked for the tasks that wait, the longest wait of the first
     FRONT that may be leased, through hand-backs too, and the seconds predicted of what is not done.
     """
-    assert await queue.stats(["p"]) == Stats(0, {"p": PoolStats()})
+    assert await queue.stats(["p"]) == QueueStats(0, {"p": PoolStats()})
     later = await queue.now() + 60
     for name, plan in (("a", {"p": 0.1, "q": 0.2}), ("b", {"p": 0.7, "p2": 1.0, "q": 0.1})):
         tasks = [task(name, "p"), task(name, "later", pool="r", not_before=later)]
@@ -112,16 +112,16 @@ async def what_there_is_to_do_is_told(queue: QueueBackend, clock: ManualClock) -
         "r": PoolStats(2, 0.0),
         "nowhere": PoolStats(),
     }
-    assert await queue.stats([*everything]) == Stats(2, everything)
+    assert await queue.stats([*everything]) == QueueStats(2, everything)
     lease = await leased(queue)
     assert (await queue.stats(["p"])).pools == {"p": PoolStats(1, 8.0, 1.8)}
     await queue.hand_back(lease.claim)
     clock.advance(8)
     assert (await queue.stats(["p"])).pools == {"p": PoolStats(2, 24.0, 1.8)}
     await queue.commit(done(await queue.load("a"), await leased(queue), push=(task("a", "q", pool="q"),)))
-    assert await queue.stats(["q", "p"]) == Stats(2, {"q": PoolStats(1, 0.0, 0.3), "p": PoolStats(1, 16.0, 1.7)})
+    assert await queue.stats(["q", "p"]) == QueueStats(2, {"q": PoolStats(1, 0.0, 0.3), "p": PoolStats(1, 16.0, 1.7)})
     await queue.commit(change(await queue.load("b"), status="failed", completed_at=1.0))
-    assert await queue.stats(["p", "q"]) == Stats(1, {"p": PoolStats(), "q": PoolStats(1, 0.0, 0.2)})
+    assert await queue.stats(["p", "q"]) == QueueStats(1, {"p": PoolStats(), "q": PoolStats(1, 0.0, 0.2)})
     await queue.commit(change(await queue.load("b"), dead=False))
     await queue.forget(2.0)
     for number in range(FRONT + 1):
@@ -146,8 +146,8 @@ async def dead_ones_are_found(queue: QueueBackend, clock: ManualClock) -> None:
     for name in "abc":
         await submitted(queue, name)
         await queue.commit(change(await queue.load(name), status="failed", dead=name != "b"))
-    assert [record.context.id for record in await queue.list(Filter(dead=True))] == ["c", "a"]
-    assert [record.context.id for record in await queue.list(Filter(dead=False))] == ["b"]
+    assert [record.context.id for record in await queue.list(RequestFilter(dead=True))] == ["c", "a"]
+    assert [record.context.id for record in await queue.list(RequestFilter(dead=False))] == ["b"]
 
 
 async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClock) -> None:
@@ -158,11 +158,11 @@ async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClo
     seen = await queue.commit(change(over, dead=False, push=(task("a", "t"),)))
     assert (seen.context.version, seen.context.dead, seen.position) == (2, False, None)
     assert (await queue.load("a")).context == seen.context
-    assert await queue.list(Filter(dead=True)) == []
-    assert [one.context.id for one in await queue.list(Filter(over=True, dead=False))] == ["a"]
+    assert await queue.list(RequestFilter(dead=True)) == []
+    assert [one.context.id for one in await queue.list(RequestFilter(over=True, dead=False))] == ["a"]
     assert (await count_waiting(queue, "p"), list(await queue.peek("p"))) == (0, [])
     assert [event.type for event in await history(queue, "a")] == ["queued", "failed"]
-    tight = Limits(max_active=1)
+    tight = QueueLimits(max_active=1)
     await queue.submit(request("b"), [], [], tight)
     await raised(Overloaded, queue.submit(request("c"), [], [], tight))
     assert await queue.forget(5.1) == ["a"]
@@ -170,16 +170,16 @@ async def what_is_over_may_still_be_marked(queue: QueueBackend, clock: ManualClo
 
 async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: ManualClock) -> None:
     """It is found, listed, watched, repeated and forgotten as any that is over, and takes nobody's place."""
-    tight, events = Limits(max_active=1), (Event("queued"), Event("completed"))
+    tight, events = QueueLimits(max_active=1), (Event("queued"), Event("completed"))
     over = request("a", status="completed", completed_at=5.0, idempotency_key="k", cost=9.0, plan=planned(p=9.0))
     stored = await queue.submit(over, [], events, tight)
     assert (stored.context, stored.running, stored.position) == (over, (), None)
     assert (await queue.load("a")).context == (await queue.submit(over, [], events, tight)).context == over
     assert (await queue.submit(request("b", idempotency_key="k"), [], [], tight)).context.id == "a"
     assert [event.type for event in await history(queue, "a")] == ["queued", "completed"]
-    assert await queue.stats(["p"]) == Stats(0, {"p": PoolStats()})
-    assert (await queue.over(["a"]), await queue.list(Filter(over=False))) == (["a"], [])
-    assert [record.context.id for record in await queue.list(Filter(status="completed"))] == ["a"]
+    assert await queue.stats(["p"]) == QueueStats(0, {"p": PoolStats()})
+    assert (await queue.over(["a"]), await queue.list(RequestFilter(over=False))) == (["a"], [])
+    assert [record.context.id for record in await queue.list(RequestFilter(status="completed"))] == ["a"]
     await queue.submit(request("c"), [], [], tight)
     assert await queue.forget(5.1) == ["a"]
     await raised(NotFound, queue.load("a"))
@@ -187,7 +187,7 @@ async def what_is_over_when_it_comes_stays_so(queue: QueueBackend, clock: Manual
 
 async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> None:
     """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
-    tight = Limits(max_active=2, max_queue=2)
+    tight = QueueLimits(max_active=2, max_queue=2)
     await queue.submit(request("a"), [task("a", pool="q")], [], tight)
     refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
     assert (await raised(Overloaded, refused)).retry_after > 0
@@ -202,7 +202,7 @@ async def overload_stores_nothing(queue: QueueBackend, clock: ManualClock) -> No
 
 async def what_costs_too_much_together_is_refused(queue: QueueBackend, clock: ManualClock) -> None:
     """What ends gives its cost back; one that alone costs more than everything may is taken when nothing else is."""
-    tight = Limits(max_cost=10.0)
+    tight = QueueLimits(max_cost=10.0)
     await queue.submit(request("huge", cost=99.0), [], [], tight)
     await raised(Overloaded, queue.submit(request("b", cost=0.5), [], [], tight))
     await queue.commit(change(await queue.load("huge"), status="completed"))

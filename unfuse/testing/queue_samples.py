@@ -23,11 +23,11 @@ from unfuse.core.request import (
     StageState,
 )
 from unfuse.core.task import ARENA, SLOTS, Claim, Lease, OutputDeltas, Task
-from unfuse.queues.base import Limits, Offer, QueueBackend, Wanted
+from unfuse.queues.base import LeaseRequest, PoolOffer, QueueBackend, QueueLimits
 from unfuse.testing.clock import ManualClock
 
 TTL = 10.0
-LIMITS = Limits(max_active=1000, max_queue=1000)
+LIMITS = QueueLimits(max_active=1000, max_queue=1000)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -94,7 +94,7 @@ def wanted(
     behind: Mapping[str, dict[str, int]] | None = None,
     amounts: Mapping[str, dict[str, int]] | None = None,
     **more: Any,
-) -> Wanted:
+) -> LeaseRequest:
     """What a worker of these pools asks for: one task, unless it says otherwise.
 
     Tasks of a pool in `keep` have to leave that much of the `room` free; `amounts` are of other resources, by pool.
@@ -103,8 +103,8 @@ def wanted(
     for pool in pools:
         arena = {} if room is None else {ARENA: room - (keep or {}).get(pool, 0)}
         offered = {SLOTS: slots} | arena | (amounts or {}).get(pool, {})
-        offers[pool] = Offer(offered, (later or {}).get(pool, 0), (behind or {}).get(pool, {}))
-    return Wanted(offers, **more)
+        offers[pool] = PoolOffer(offered, (later or {}).get(pool, 0), (behind or {}).get(pool, {}))
+    return LeaseRequest(offers, **more)
 
 
 async def leased(queue: QueueBackend, *pools: str, worker: str = "w") -> Lease:

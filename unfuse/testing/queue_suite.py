@@ -12,7 +12,7 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, Event, StageState, Timings
-from unfuse.queues.base import Declaration, QueueBackend
+from unfuse.queues.base import DeclaredModels, QueueBackend
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_growth import GROWTH_RULES
 from unfuse.testing.queue_leases import LEASE_RULES
@@ -314,25 +314,29 @@ async def what_is_declared_outlives_who_works(queue: QueueBackend, clock: Manual
     """Each name's last word counts, for itself, and no worker has to be there."""
     card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     assert await queue.declared() == {}
-    await queue.declare("serve", Declaration((card,)))
-    sleepy = Declaration((card,), {"p": 3}, ("gone",))
+    await queue.declare("serve", DeclaredModels((card,)))
+    sleepy = DeclaredModels((card,), {"p": 3}, ("gone",))
     await queue.declare("operator", sleepy)
     await queue.hello(worker("v"), [card])
     await queue.bye("v")
-    assert await queue.declared() == {"serve": Declaration((card,)), "operator": sleepy}
-    await queue.declare("serve", Declaration(()))
-    assert await queue.declared() == {"serve": Declaration(()), "operator": sleepy}
+    assert await queue.declared() == {"serve": DeclaredModels((card,)), "operator": sleepy}
+    await queue.declare("serve", DeclaredModels(()))
+    assert await queue.declared() == {"serve": DeclaredModels(()), "operator": sleepy}
 
 
 async def a_new_declaration_replaces_no_current_one(queue: QueueBackend, clock: ManualClock) -> None:
     """Of two that are stored at once one is refused; one that is gone, or failed, is replaced."""
     card = ModelSpec("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
-    first = Declaration((card,), source="admin", server="one")
+    first = DeclaredModels((card,), source="admin", server="one")
     second = msgspec.structs.replace(first, server="two")
     stored = await gather(*(queue.declare("model m", one, new=True) for one in (first, second)))
     assert sorted(stored) == [False, True]
     assert await queue.declared() == {"model m": (first, second)[stored.index(True)]}
-    gone, failed, empty = Declaration((card,), gone=("m",)), Declaration((card,), failed="no room"), Declaration(())
+    gone, failed, empty = (
+        DeclaredModels((card,), gone=("m",)),
+        DeclaredModels((card,), failed="no room"),
+        DeclaredModels(()),
+    )
     for other in (gone, failed, empty):
         assert await queue.declare("model m", other)
         assert await queue.declare("model m", first, new=True)
