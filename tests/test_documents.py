@@ -17,7 +17,7 @@ from unfuse.core import parameters, pixels
 from unfuse.edge import connections, keys
 from unfuse.models import FAMILIES
 from unfuse.queues.base import MAX_CACHED
-from unfuse.scheduler.upkeep import GONE, RETURN_S
+from unfuse.scheduler.maintenance import GONE, RETURN_S
 from unfuse.server import body, links, multimodal_messages as chats, outbound_http
 from unfuse.server.metrics_table import METRICS
 from unfuse.transfer import BACKENDS

@@ -13,7 +13,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan, compile_plan
 from unfuse.queues.base import RegisteredWorker
-from unfuse.scheduler.admission import Arenas
+from unfuse.scheduler.admission import PoolArenas
 from unfuse.scheduler.scheduler import Scheduler
 
 EACH = [frozenset((ENCODE,)), frozenset((DENOISE,)), frozenset((DECODE,))]
@@ -32,7 +32,7 @@ def workers(pools: list[frozenset[str]], *output_sizes: int) -> list[WorkerInfo]
     ]
 
 
-async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: Arenas | None = None, *made: str) -> str:
+async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: PoolArenas | None = None, *made: str) -> str:
     """What the plan is refused with, having looked again; nothing if it is not."""
     looked = []
 
@@ -41,7 +41,7 @@ async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: Arenas | 
         return [RegisteredWorker(worker, (), 0.0) for worker in live]
 
     try:
-        await (arenas or Arenas()).require_room(plan, made, live, look)
+        await (arenas or PoolArenas()).require_room(plan, made, live, look)
     except InvalidParameter as error:
         assert looked
         return str(error)
@@ -82,18 +82,18 @@ async def test_what_nobody_knows_is_no_reason() -> None:
     assert not await refusal(plan(), workers(EACH, 6 * MIB, 0, 0)), "a store without arenas"
     assert not await refusal(compile_plan(CARD.pipeline, CARD.pools(), params(), [{"index": 0}]), small)
     assert not await refusal(plan(), small, None, "text_encode"), "it is there already"
-    assert not await refusal(plan(), small, Arenas(spills=True)), "together they go elsewhere"
-    assert await refusal(plan(), workers(ALL, 19 * MIB), Arenas(spills=True)), "one by one they have to fit"
+    assert not await refusal(plan(), small, PoolArenas(spills=True)), "together they go elsewhere"
+    assert await refusal(plan(), workers(ALL, 19 * MIB), PoolArenas(spills=True)), "one by one they have to fit"
 
 
 async def test_workers_that_are_expected_count_until_there_are_live_ones() -> None:
-    expected = Arenas(workers(EACH, 6 * MIB, 19 * MIB, 4096))
+    expected = PoolArenas(workers(EACH, 6 * MIB, 19 * MIB, 4096))
     assert await refusal(plan(), [], expected)
     assert not await refusal(plan(), workers(ALL, 26 * MIB), expected)
 
 
 async def test_a_worker_that_came_just_now_is_found_before_a_request_is_refused() -> None:
-    async with scheduling(arenas=Arenas(workers(ALL, MIB))) as (scheduler, _):
+    async with scheduling(arenas=PoolArenas(workers(ALL, MIB))) as (scheduler, _):
         with pytest.raises(InvalidParameter, match="--arena"):
             await scheduler.submit(*asking(BIG, params()))
         assert isinstance(scheduler, Scheduler)

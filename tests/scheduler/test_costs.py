@@ -22,8 +22,8 @@ from unfuse.core.request import GenerationRequest, RequestContext, StageState, T
 from unfuse.queues.base import QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.costs import LEARNED, UNMEASURED_S, Costs
+from unfuse.scheduler.maintenance import REVIEW_S
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.upkeep import REVIEW_S
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import request_context
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time

@@ -41,8 +41,8 @@ from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import dispatcher as dispatcher_module
 from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
+from unfuse.scheduler.maintenance import RETURN_S
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.upkeep import RETURN_S
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import count_waiting
 from unfuse.testing.virtual_time import in_virtual_time

@@ -12,8 +12,8 @@ from unfuse.core.messages import TaskFailed
 from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import Lease, OutputDeltas
 from unfuse.scheduler import growing
-from unfuse.scheduler.growing import Growing
 from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.output_rates import OutputRates
 from unfuse.scheduler.scheduler import Scheduler
 
 
@@ -83,7 +83,7 @@ async def test_a_scheduler_that_did_not_see_the_pieces_before_knows_no_time() ->
         await scheduler.growing.append([pieces(lease, 0, 4)])
         heard, ear = Observers[Observer](Supervisor()), Ear()
         heard.add(ear)
-        other = Growing(scheduler.queue, clock, heard)
+        other = OutputRates(scheduler.queue, clock, heard)
         await other.append([pieces(lease, 4, 2)])
         clock.advance(0.2)
         await other.append([pieces(lease, 6, 1)])

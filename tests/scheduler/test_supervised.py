@@ -26,9 +26,9 @@ from unfuse.core.messages import (
 )
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.maintenance import REVIEW_S
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.upkeep import REVIEW_S
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 

@@ -32,14 +32,14 @@ from unfuse.queues.base import PoolStats, QueueBackend, QueueStats, RegisteredWo
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.redis import RedisQueue
 from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.model_swaps import LOADING_SHARE, ModelBacklog, ModelSwaps, next_set, stay
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.swaps import LOADING_SHARE, Line, Swaps, next_set, stay
 from unfuse.testing.clock import ManualClock
 
-SOME = Line(waiting=1, oldest_s=1.0, left_s=100.0)
-NOTHING = Line()
+SOME = ModelBacklog(waiting=1, oldest_s=1.0, left_s=100.0)
+NOTHING = ModelBacklog()
 
 
 def test_a_set_stays_for_its_time_while_there_is_something_to_do() -> None:
@@ -49,18 +49,20 @@ def test_a_set_stays_for_its_time_while_there_is_something_to_do() -> None:
 
 
 def test_one_without_anything_to_do_goes_once_it_had_waited_for_as_long_as_loading_takes() -> None:
-    lines = {"a": NOTHING, "b": Line(waiting=1, left_s=0.1)}
+    lines = {"a": NOTHING, "b": ModelBacklog(waiting=1, left_s=0.1)}
     assert next_set("a", lines, 2.0, 5.0, 1.9) == "a"
     assert next_set("a", lines, 2.0, 5.0, 2.0) == "b"
 
 
 def test_nothing_is_loaded_for_nobody() -> None:
     assert next_set("a", {"a": NOTHING, "b": NOTHING}, 2.0, 1e6, 1e6) == "a"
-    assert next_set("a", {"a": NOTHING, "b": Line(left_s=9.0)}, 2.0, 1e6, 1e6) == "a"  # it waits for other stages
+    assert (
+        next_set("a", {"a": NOTHING, "b": ModelBacklog(left_s=9.0)}, 2.0, 1e6, 1e6) == "a"
+    )  # it waits for other stages
 
 
 def test_less_work_than_loading_takes_waits_for_more_but_no_longer_than_a_stay() -> None:
-    little = Line(waiting=1, oldest_s=1.0, left_s=0.5)
+    little = ModelBacklog(waiting=1, oldest_s=1.0, left_s=0.5)
     assert next_set("a", {"a": SOME, "b": little}, 2.0, 100.0, 0.0) == "a"
     old = msgspec.structs.replace(little, oldest_s=stay(2.0))
     assert next_set("a", {"a": SOME, "b": old}, 2.0, 100.0, 0.0) == "b"
@@ -72,7 +74,7 @@ def test_of_several_the_one_that_has_waited_longest_is_next() -> None:
 
 
 def test_what_others_have_gets_one_more_only_where_that_leaves_less_behind_and_not_the_last() -> None:
-    much = Line(waiting=9, oldest_s=1.0, left_s=200.0, others=1)
+    much = ModelBacklog(waiting=9, oldest_s=1.0, left_s=200.0, others=1)
     shared = msgspec.structs.replace(SOME, others=1)
     assert next_set("a", {"a": shared, "b": much}, 2.0, 100.0, 0.0) == "b"
     assert next_set("a", {"a": SOME, "b": much}, 2.0, 100.0, 0.0) == "a"  # the last one
@@ -127,9 +129,9 @@ class World:
             self.done[worker[0]] += 1
             worker[2] = worker[3] = self.now + self.task_s
 
-    def _line(self, name: str, line: deque[float], others: list[list]) -> Line:  # type: ignore[type-arg]
+    def _line(self, name: str, line: deque[float], others: list[list]) -> ModelBacklog:  # type: ignore[type-arg]
         has = [other for other in others if other[0] == name]
-        return Line(
+        return ModelBacklog(
             len(line), self.now - line[0] if line else 0.0, len(line) * self.task_s, len(has),
             any(other[1] > self.now for other in has),
         )  # fmt: skip
@@ -416,7 +418,7 @@ async def test_who_still_ends_what_runs_before_it_goes_leaves_the_last_one_behin
     queue = Filled(clock)
     queue.lines = lines
     async with scheduling(lease_ttl=500.0) as (scheduler, _):
-        swaps = Swaps(queue, Registry(queue, 500.0), clock, scheduler.observers)
+        swaps = ModelSwaps(queue, Registry(queue, 500.0), clock, scheduler.observers)
         able = info("w-0", ENCODE, DENOISE, DECODE)
         status = WorkerStatus(loaded=DENOISE, load_s=1.0)
         able = msgspec.structs.replace(able, sets={pool: (pool,) for pool in able.pools}, status=status)

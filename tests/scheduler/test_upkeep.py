@@ -12,8 +12,8 @@ from tests.scheduler.test_scheduler import info
 from tools.asking import asking
 from unfuse.core.request import Change
 from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.maintenance import GONE, REVIEW_S, SWEEP_S
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.scheduler.upkeep import GONE, REVIEW_S, SWEEP_S
 from unfuse.testing.queue_samples import wanted
 from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 

@@ -48,7 +48,7 @@ BLOCK = 4096  # arenas are cut in pages
 MIB = 1 << 20
 
 
-class Arenas:
+class PoolArenas:
     """The arenas of a pool's live workers; while it has none, those of the workers that are `expected`.
 
     Where a store `spills`, what does not fit together goes elsewhere, and only what is alone too large does not fit.

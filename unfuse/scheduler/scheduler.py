@@ -32,16 +32,16 @@ from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import EXACT, LeaseRequest, QueueBackend, QueueLimits
 from unfuse.scheduler import lifecycle
-from unfuse.scheduler.admission import Arenas, Order, place
+from unfuse.scheduler.admission import Order, PoolArenas, place
 from unfuse.scheduler.backpressure import InFlight
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
-from unfuse.scheduler.growing import Growing
+from unfuse.scheduler.maintenance import Maintenance
+from unfuse.scheduler.model_swaps import ModelSwaps
 from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.output_rates import OutputRates
 from unfuse.scheduler.registry import Registry
-from unfuse.scheduler.swaps import Swaps
 from unfuse.scheduler.transitions import Transitions, WebhookDeliveries
-from unfuse.scheduler.upkeep import Upkeep
 
 UNLIMITED = QueueLimits(EXACT, EXACT)  # room for a request that is over when it comes
 ANY_NUMBER = TenantLimits()  # of requests that nobody asks for within an allowance
@@ -67,7 +67,7 @@ class Scheduler:
         order: Order = "fifo",
         cache_bytes: int = 0,
         costs: Path | None = None,
-        arenas: Arenas | None = None,
+        arenas: PoolArenas | None = None,
         asleep: Mapping[str, int] | None = None,
         wake_limit: float = 0.0,
     ) -> None:
@@ -76,7 +76,7 @@ class Scheduler:
         self._limits = limits or QueueLimits()
         self.clock = clock or SystemClock()
         self._order: Order = order
-        self._arenas, self.in_flight = arenas or Arenas(), InFlight()
+        self._arenas, self.in_flight = arenas or PoolArenas(), InFlight()
         self.registry = Registry(queue, lease_ttl, cards, asleep or {}, wake_limit)
         self._costs = Costs(costs, self.clock, self.registry.known)
         self._background = Supervisor()
@@ -84,10 +84,12 @@ class Scheduler:
         self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
         self._cache = EncoderCache(self._transitions, cache_bytes, self._background)
-        self.upkeep = Upkeep(self._transitions, self._costs, self.in_flight, self._cache, lease_ttl, self._background)
+        self.upkeep = Maintenance(
+            self._transitions, self._costs, self.in_flight, self._cache, lease_ttl, self._background
+        )
         self.webhook_deliveries = WebhookDeliveries(self._transitions)
-        self.swaps = Swaps(queue, self.registry, self.clock, self.observers)
-        self.growing = Growing(queue, self.clock, self.observers)
+        self.swaps = ModelSwaps(queue, self.registry, self.clock, self.observers)
+        self.growing = OutputRates(queue, self.clock, self.observers)
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
 
     async def start(self) -> None:

@@ -36,7 +36,7 @@ from unfuse.launch.base import Launcher
 from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import QueueBackend, QueueLimits, RequestStore
-from unfuse.scheduler.admission import Arenas
+from unfuse.scheduler.admission import PoolArenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import Front, create_app
@@ -251,7 +251,7 @@ class Service(Stoppable):
         options, serve, cards = self._options, self._options.serve, [model.card for model in self._plan.models]
         settings, kind = options.settings, options.places.store.partition(":")[0]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
-        arenas = Arenas(spills=kind == "spill")
+        arenas = PoolArenas(spills=kind == "spill")
         queue = await start.open(options.queue)
         scheduler = Scheduler(
             queue, limits=QueueLimits(serve.max_active, serve.max_queue, serve.max_cost or None), cards=cards,
@@ -281,7 +281,7 @@ class Service(Stoppable):
             await scheduler.close()
             await self._close(queue)
 
-    def _expect(self, arenas: Arenas, plans: Sequence[Plan]) -> None:
+    def _expect(self, arenas: PoolArenas, plans: Sequence[Plan]) -> None:
         """Have a scheduler expect the arenas of the workers that are started here."""
         options = self._options
         if options.places.store.partition(":")[0] in ARENAS:

@@ -36,7 +36,7 @@ NO_ALARM: tuple[float, Callable[[], object]] = 0.0, lambda: None
 log = structlog.get_logger(__name__)
 
 
-class Upkeep(Observer):
+class Maintenance(Observer):
     """What one scheduler does in the `background`."""
 
     def __init__(

@@ -35,7 +35,7 @@ class _Output:
     at: float | None = None
 
 
-class Growing(Observer):
+class OutputRates(Observer):
     """Tells observers when the first chunks of each output came, and the seconds between those that followed.
 
     Attempts at a stage follow one another: a chunk that is made again is not counted again.

@@ -19,7 +19,7 @@ LOADING_SHARE = 0.1
 """The most of a worker's time that goes to loading while it always has something to do: a set stays for so long."""
 
 
-class Line(msgspec.Struct, frozen=True):
+class ModelBacklog(msgspec.Struct, frozen=True):
     """What a set has to do: tasks that wait, seconds of the oldest, predicted seconds in all; and who else has it."""
 
     waiting: int = 0
@@ -34,7 +34,7 @@ def stay(load_s: float) -> float:
     return load_s * (1 - LOADING_SHARE) / LOADING_SHARE
 
 
-def next_set(held: str, lines: Mapping[str, Line], load_s: float, stayed_s: float, idle_s: float) -> str:
+def next_set(held: str, lines: Mapping[str, ModelBacklog], load_s: float, stayed_s: float, idle_s: float) -> str:
     """The set that a worker should have, which has had `held` for so long, and nothing to do for `idle_s`.
 
     It stays, unless it had nothing to do for as long as loading takes. Then what nobody else has is next, the longest
@@ -58,7 +58,7 @@ def next_set(held: str, lines: Mapping[str, Line], load_s: float, stayed_s: floa
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _WorkerModels:
     """What a worker has, since when, when it last had something to do; what it is to load, and whether it was told."""
 
     name: str
@@ -68,7 +68,7 @@ class _Held:
     told: bool = False
 
 
-class Swaps:
+class ModelSwaps:
     """The sets of the workers that one scheduler hears, decided at their heartbeats by what waits in the queue.
 
     Where a worker goes is in the registry before it is decided once more and told. So of two schedulers that decide at
@@ -77,7 +77,7 @@ class Swaps:
 
     def __init__(self, queue: QueueBackend, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
         self._queue, self._registry, self._clock, self._observers = queue, registry, clock, observers
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _WorkerModels] = {}
         self._took: dict[str, float] = {}
 
     def worked(self, worker: str) -> None:
@@ -95,7 +95,7 @@ class Swaps:
         if held and status.loaded not in (held.name, ""):
             self._observers.tell(Observer.swapped, status.loaded, status.load_s)
         if held is None or status.loaded not in (held.name, ""):
-            held = self._held[worker.id] = _Held(status.loaded, now, now)
+            held = self._held[worker.id] = _WorkerModels(status.loaded, now, now)
             self._took[status.loaded] = status.load_s
         held.name = status.loaded
         if status.target:
@@ -122,7 +122,7 @@ class Swaps:
             await self._queue.hello(_with_target(worker, load))
         return held.going if held.told else "", soon
 
-    async def _decided(self, worker: WorkerInfo, held: _Held) -> tuple[str, str, list[str]]:
+    async def _decided(self, worker: WorkerInfo, held: _WorkerModels) -> tuple[str, str, list[str]]:
         """What `next` says of a worker as things stand, and the ids of those that go somewhere."""
         stats = (await self._queue.stats(worker.pools)).pools
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
@@ -143,7 +143,7 @@ class Swaps:
 
     def _line(
         self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
-    ) -> Line:
+    ) -> ModelBacklog:
         """What waits for a set and not for what the worker has already."""
         own = {*worker.sets[name]}
         lines = [stats[pool] for pool in own - {*worker.open} or own if pool in stats]
@@ -151,7 +151,7 @@ class Swaps:
         has = sum(own <= {*other.open} for other in others if not other.status.target)
         waiting, left_s = sum(line.waiting for line in lines), sum(line.left_s for line in lines)
         oldest_s = max((line.oldest_s for line in lines), default=0.0)
-        return Line(waiting, oldest_s, left_s, has + going.count(name), name in going)
+        return ModelBacklog(waiting, oldest_s, left_s, has + going.count(name), name in going)
 
     def _wait(self, worker: WorkerInfo, pool: str) -> float:
         now, held = self._clock.now(), self._held.get(worker.id)
