@@ -16,7 +16,7 @@ from unfuse.core.plan import StageSpec
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.cut import Matrices
-from unfuse.planning.placement import Device, Wanted
+from unfuse.planning.placement import Device, WorkerPlan
 from unfuse.service.plan import look_into, needs
 from unfuse.weights.folder import ModelFolder
 
@@ -61,7 +61,7 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
     dtypes = {component: "float32"}
     whole, takes = sizes(Runtime("cpu", dtypes))
     assert len(whole) > 5
-    (plan,) = look_into([str(folder.path)], "", Wanted(), (Device("cpu", 1 << 40),))
+    (plan,) = look_into([str(folder.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     (part,) = (part for parts in needs([plan]).values() for part in parts if part.component == component)
     assert part.of_rank(ParallelDegrees({"ulysses": 2})) == part == replace(part, bytes=takes)
     most = part.of_rank(ParallelDegrees({"tensor": 2, "cfg": 2})).bytes

@@ -20,7 +20,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models import card_of
 from unfuse.models.base import Loader, Runtime, held
 from unfuse.models.language import _seeing, _speaking
-from unfuse.planning.placement import Device, Wanted
+from unfuse.planning.placement import Device, WorkerPlan
 from unfuse.service.plan import look_into, needs
 from unfuse.weights.folder import LANGUAGE, VISION, WHOLE, ModelFolder
 from unfuse.weights.gguf_model import files_of
@@ -82,7 +82,7 @@ def test_each_rank_has_half_of_what_is_cut_and_plans_count_so(kind: str, root: P
     """Words stay whole, and norms, and what routes to experts."""
     files = files_of(root / kind)
     parts = {VISION: _seeing, LANGUAGE: _speaking} if kind in SEE else {WHOLE: None}
-    (plan,) = look_into([str(files.path)], "", Wanted(), (Device("cpu", 1 << 40),))
+    (plan,) = look_into([str(files.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     for component, part in parts.items():
         planned, *_ = (one for role in needs([plan]).values() for one in role if one.component == component)
         whole, half, less = (size(files, component, part, rank) for rank in (None, 0, 1))

@@ -14,16 +14,16 @@ from unfuse.core.compute_options import ComputeOptions, MaxLoadedModels
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of, resolve_source
 from unfuse.planning import layout
-from unfuse.planning.layout import Layouts, Means, layouts, parts, rate
-from unfuse.planning.placement import CONTEXT, CPU, PROCESS, Device, Part, Placed, Wanted, place
+from unfuse.planning.layout import HostResources, LayoutSearch, layouts, parts, rate
+from unfuse.planning.placement import CONTEXT, CPU, PROCESS, ComponentMemory, Device, PlacedWorker, WorkerPlan, place
 from unfuse.scheduler.costs import Costs
 
 GIB = 1 << 30
 CARD = card_of("unfuse/shapes", resolve_source("unfuse/shapes"))
 NEEDS = {
-    "encoder": (Part("text_encoder", "float32", 9 * GIB, mapped=True),),
-    "denoiser": (Part("transformer", "float32", 12 * GIB, mapped=True),),
-    "decoder": (Part("vae", "float32", GIB, mapped=True),),
+    "encoder": (ComponentMemory("text_encoder", "float32", 9 * GIB, mapped=True),),
+    "denoiser": (ComponentMemory("transformer", "float32", 12 * GIB, mapped=True),),
+    "decoder": (ComponentMemory("vae", "float32", GIB, mapped=True),),
 }
 WHOLE = 22 * GIB
 GPUS = Device("cuda:0", 24 * GIB), Device("cuda:1", 24 * GIB)
@@ -32,11 +32,11 @@ FIRST = frozenset({"denoiser"})
 
 def found(
     cores: int, *gpus: int, host: int = 1 << 45, limit: int = 0, threads: int = 0, costs: Path | None = None
-) -> Layouts:
+) -> LayoutSearch:
     """For a model of 22 GiB on such a machine."""
     devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
-    wanted = Wanted(None, {}, ComputeOptions(threads=threads), auto=True, first=FIRST)
-    return layouts([CARD], NEEDS, wanted, devices, Means(cores, limit, costs))
+    wanted = WorkerPlan(None, {}, ComputeOptions(threads=threads), auto=True, first=FIRST)
+    return layouts([CARD], NEEDS, wanted, devices, HostResources(cores, limit, costs))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_on_gpus_what_fits_one_is_whole_and_what_does_not_is_taken_apart(gpus: t
 
 
 def test_what_fits_no_gpu_at_all_is_refused_as_a_split_is() -> None:
-    wanted = found(16, 8 * GIB).chosen.of(Wanted(None, {}, auto=True, first=FIRST))
+    wanted = found(16, 8 * GIB).chosen.of(WorkerPlan(None, {}, auto=True, first=FIRST))
     with pytest.raises(ConfigError, match="the models do not fit"):
         place(NEEDS, wanted, (Device(CPU, GIB), Device("cuda:0", GIB)))
 
@@ -111,8 +111,8 @@ def test_a_guess_is_known_as_such_and_what_was_measured_is_used(tmp_path: Path) 
 
 
 def test_where_all_stages_have_one_role_that_is_the_reason() -> None:
-    needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted(None, {}, auto=True, first=frozenset({"whole"}))
-    chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), Means(2))
+    needs, wanted = {"whole": NEEDS["denoiser"]}, WorkerPlan(None, {}, auto=True, first=frozenset({"whole"}))
+    chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), HostResources(2))
     assert chosen.why == "layout all=2: each worker runs all stages, since all have the role whole"
 
 
@@ -155,10 +155,10 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
     """By trying every way to share a little work out: never more than that, and no way does much more."""
     shares = {role: part / sum(seconds.values()) for role, part in seconds.items()}
     counts = {"all": whole, **dict(zip(NEEDS, own, strict=True))}
-    placed = [Placed(role, CPU, ()) for role, count in counts.items() for _ in range(count)]
+    placed = [PlacedWorker(role, CPU, ()) for role, count in counts.items() for _ in range(count)]
     if not placed:
         return
-    found = rate(placed, shares, Wanted(None, {}, ComputeOptions(threads=1)), Means(cores))
+    found = rate(placed, shares, WorkerPlan(None, {}, ComputeOptions(threads=1)), HostResources(cores))
     assert found <= cores + 1e-6
     spare = sum(max(0.0, found * shares[role] - counts[role]) for role in shares)
     assert spare <= whole + 1e-6
@@ -169,10 +169,13 @@ def test_a_predicted_rate_is_what_workers_could_share_out(
 
 def test_on_a_gpu_workers_take_turns() -> None:
     shares = {"encoder": 0.2, "denoiser": 0.6, "decoder": 0.2}
-    one = [Placed(role, "cuda:0", ()) for role in shares]
-    assert rate(one, shares, Wanted(None, {}), Means(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
-    two = [Placed("denoiser", "cuda:1", ()), *(Placed(role, "cuda:0", ()) for role in ("encoder", "decoder"))]
-    assert rate(two, shares, Wanted(None, {}), Means(16)) == pytest.approx(1 / 0.6, abs=0.01)
+    one = [PlacedWorker(role, "cuda:0", ()) for role in shares]
+    assert rate(one, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(0.333 / 0.6, abs=0.01)
+    two = [
+        PlacedWorker("denoiser", "cuda:1", ()),
+        *(PlacedWorker(role, "cuda:0", ()) for role in ("encoder", "decoder")),
+    ]
+    assert rate(two, shares, WorkerPlan(None, {}), HostResources(16)) == pytest.approx(1 / 0.6, abs=0.01)
     assert CONTEXT > 0
 
 
@@ -183,10 +186,10 @@ TWO = {
 """Two models of 22 GiB that share nothing."""
 
 
-def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0, loaded: MaxLoadedModels = "all") -> Layouts:
+def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0, loaded: MaxLoadedModels = "all") -> LayoutSearch:
     devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
-    wanted = Wanted(None, {}, ComputeOptions(), auto=True, first=FIRST, max_loaded_models=loaded)
-    return layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, Means(4, limit))
+    wanted = WorkerPlan(None, {}, ComputeOptions(), auto=True, first=FIRST, max_loaded_models=loaded)
+    return layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, HostResources(4, limit))
 
 
 def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device() -> None:
@@ -196,7 +199,9 @@ def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device()
     assert found.why == (
         "layout all=2 --max-loaded-models 1: each worker has one model at a time, since all do not fit together"
     )
-    workers = place(TWO, found.chosen.of(Wanted(None, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS))
+    workers = place(
+        TWO, found.chosen.of(WorkerPlan(None, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS)
+    )
     assert [(worker.role, worker.device) for worker in workers] == [("all", "cuda:0"), ("all", "cuda:1")]
     assert {sum(part.bytes for part in worker.parts) for worker in workers} == {WHOLE}
     assert of_two(host=WHOLE + 2 * PROCESS).chosen.written == "all=1 --max-loaded-models 1"

@@ -13,10 +13,10 @@ from unfuse.planning.placement import (
     CPU,
     LAYER,
     PROCESS,
+    ComponentMemory,
     Device,
-    Part,
-    Placed,
-    Wanted,
+    PlacedWorker,
+    WorkerPlan,
     devices_of,
     parse_place,
     parse_workers,
@@ -27,10 +27,10 @@ from unfuse.planning.placement import (
 GIB = 1 << 30
 HOST = Device(CPU, 64 * GIB)
 
-T5 = Part("text_encoder", "bfloat16", 10 * GIB)
-CLIP = Part("image_encoder", "bfloat16", GIB)
-TRANSFORMER = Part("transformer", "bfloat16", 24 * GIB)
-VAE = Part("vae", "float32", GIB // 2)
+T5 = ComponentMemory("text_encoder", "bfloat16", 10 * GIB)
+CLIP = ComponentMemory("image_encoder", "bfloat16", GIB)
+TRANSFORMER = ComponentMemory("transformer", "bfloat16", 24 * GIB)
+VAE = ComponentMemory("vae", "float32", GIB // 2)
 ROLES = ("encoder", "denoiser", "decoder")
 NEEDS = {"encoder": (T5, CLIP), "denoiser": (TRANSFORMER,), "decoder": (VAE,)}
 
@@ -40,19 +40,19 @@ def gpus(*free: float) -> tuple[Device, ...]:
     return (HOST, *(Device(f"cuda:{number}", int(gib * GIB)) for number, gib in enumerate(free)))
 
 
-def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> Wanted:
+def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> WorkerPlan:
     roles = {role: counts.get(role, 1) for role in ROLES} if counts else None
     compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
-    return Wanted(
+    return WorkerPlan(
         roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}), parted=frozenset({"denoiser"})
     )
 
 
-def seats(placed: tuple[Placed, ...]) -> list[tuple[str, str]]:
+def seats(placed: tuple[PlacedWorker, ...]) -> list[tuple[str, str]]:
     return [(worker.role, worker.device) for worker in placed]
 
 
-def refusal(needs: dict[str, tuple[Part, ...]], want: Wanted, devices: tuple[Device, ...]) -> str:
+def refusal(needs: dict[str, tuple[ComponentMemory, ...]], want: WorkerPlan, devices: tuple[Device, ...]) -> str:
     with pytest.raises(ConfigError) as caught:
         place(needs, want, devices)
     return str(caught.value)
@@ -98,7 +98,7 @@ def test_a_device_for_all_holds_what_has_no_device_of_its_own() -> None:
 
 def test_a_role_without_workers_needs_no_room() -> None:
     assert seats(place(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
-    assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
+    assert place(NEEDS, WorkerPlan({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_role_without_workers_needs_no_room() -> None:
 def test_a_place_of_a_worker_that_is_not_started_is_refused(
     counts: dict[str, int] | None, named: str, said: str
 ) -> None:
-    assert said in refusal(NEEDS, Wanted(counts, parse_place(named)), (HOST,))
+    assert said in refusal(NEEDS, WorkerPlan(counts, parse_place(named)), (HOST,))
 
 
 def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
@@ -131,7 +131,7 @@ def test_roles_that_share_a_gpu_without_the_denoiser_stay_apart() -> None:
 
 
 def test_layer_by_layer_a_gpu_holds_little_of_each_worker_but_a_whole_vae() -> None:
-    big_vae = Part("vae", "float32", 3 * GIB)
+    big_vae = ComponentMemory("vae", "float32", 3 * GIB)
     want = wanted(offload="sequential")
     placed = place({**NEEDS, "decoder": (big_vae,)}, want, gpus(9))
     assert [worker.takes(want)["cuda:0"] - CONTEXT for worker in placed] == [LAYER, LAYER, 3 * GIB]
@@ -177,7 +177,7 @@ def test_a_refusal_does_not_promise_what_would_not_help() -> None:
         (wanted(device="tpu"), "tpu"),
     ],
 )
-def test_a_device_that_is_not_there_is_named_with_those_that_are(want: Wanted, says: str) -> None:
+def test_a_device_that_is_not_there_is_named_with_those_that_are(want: WorkerPlan, says: str) -> None:
     assert says in refusal(NEEDS, want, gpus(80))
 
 
@@ -194,7 +194,7 @@ def test_a_place_may_be_empty_and_spaced() -> None:
     assert parse_place(text) == {"encoder": (CPU,), "denoiser": ("cuda:0", "cuda:1")}
 
 
-def spread(how: str, device: str = "auto", place: str = "", offload: str = "none") -> Wanted:
+def spread(how: str, device: str = "auto", place: str = "", offload: str = "none") -> WorkerPlan:
     """Three workers, of which denoisers are spread so."""
     plain = wanted(place, device, offload)
     return replace(plain, compute=replace(plain.compute, parallel=f"denoiser={how}"))
@@ -214,7 +214,7 @@ def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all
 
 
 def test_ranks_have_in_host_memory_once_what_each_needs_all_of() -> None:
-    want, mapped = spread("ring:3"), Part("transformer", "float32", 24 * GIB, mapped=True)
+    want, mapped = spread("ring:3"), ComponentMemory("transformer", "float32", 24 * GIB, mapped=True)
     for part in (TRANSFORMER, mapped):
         (worker,) = place({"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),))
         assert worker.device == "cpu+cpu+cpu"
@@ -287,18 +287,18 @@ def test_the_devices_of_ranks_are_those_named() -> None:
         (spread("ring:2", device="cpu+cpu", offload="model"), "needs a GPU"),
     ],
 )
-def test_devices_that_do_not_fit_ranks_are_refused(want: Wanted, says: str) -> None:
+def test_devices_that_do_not_fit_ranks_are_refused(want: WorkerPlan, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         place(NEEDS, want, gpus(80, 80))
 
 
 def test_workers_may_have_several_roles() -> None:
-    want = Wanted(parse_workers("encoder+decoder, denoiser=2"), first=frozenset({"denoiser"}))
+    want = WorkerPlan(parse_workers("encoder+decoder, denoiser=2"), first=frozenset({"denoiser"}))
     placed = place(NEEDS, want, (HOST,))
     assert [(worker.role, worker.parts) for worker in placed] == [
         ("encoder+decoder", (T5, CLIP, VAE)), ("denoiser", (TRANSFORMER,)), ("denoiser", (TRANSFORMER,))
     ]  # fmt: skip
-    (whole,) = place(NEEDS, Wanted({"all": 1}), (HOST,))
+    (whole,) = place(NEEDS, WorkerPlan({"all": 1}), (HOST,))
     assert whole.parts == (T5, CLIP, TRANSFORMER, VAE)
 
 
@@ -317,15 +317,15 @@ def test_an_empty_plan_is_refused_with_what_to_write(text: str) -> None:
 def test_workers_with_one_model_at_a_time_take_turns_over_the_devices() -> None:
     needs = {"encoder": (replace(T5, models=("one", "two")),), "denoiser": (replace(TRANSFORMER, models=("two",)),)}
     mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in needs.items()}
-    want = Wanted({"all": 3}, max_loaded_models="1")
+    want = WorkerPlan({"all": 3}, max_loaded_models="1")
     placed = place(mapped, want, gpus(80, 300))
     assert seats(placed) == [("all", "cuda:0"), ("all", "cuda:1"), ("all", "cuda:0")]
     two = place(mapped, replace(want, counts={"all": 2}), (Device(CPU, 90 * GIB),))
     assert taken(two, want)[CPU] == 2 * (PROCESS + 34 * GIB), "each may have another model loaded"
 
 
-@pytest.mark.parametrize("want", [Wanted({"sculptor": 1}), Wanted(place={"sculptor": (CPU,)})])
-def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: Wanted) -> None:
+@pytest.mark.parametrize("want", [WorkerPlan({"sculptor": 1}), WorkerPlan(place={"sculptor": (CPU,)})])
+def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: WorkerPlan) -> None:
     with pytest.raises(ConfigError, match="the role sculptor: roles are encoder, denoiser, decoder, and all"):
         place(NEEDS, want, (HOST,))
 
@@ -337,7 +337,10 @@ def test_a_role_may_run_where_it_was_told_to_else_on_every_gpu() -> None:
 
 
 PARTS = st.builds(
-    Part, st.sampled_from(["transformer", "text_encoder", "vae"]), st.just("float32"), st.integers(1, 90 * GIB)
+    ComponentMemory,
+    st.sampled_from(["transformer", "text_encoder", "vae"]),
+    st.just("float32"),
+    st.integers(1, 90 * GIB),
 )
 NAMES = st.sampled_from([CPU, "cuda:0", "cuda:1"])
 
@@ -350,7 +353,7 @@ NAMES = st.sampled_from([CPU, "cuda:0", "cuda:1"])
     offload=st.sampled_from(["none", "model", "sequential"]),
 )
 def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
-    needs: dict[str, tuple[Part, ...]],
+    needs: dict[str, tuple[ComponentMemory, ...]],
     counts: dict[str, int],
     named: dict[str, tuple[str, ...]],
     free: list[int],
@@ -358,7 +361,7 @@ def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
 ) -> None:
     devices = tuple(map(Device, [CPU, "cuda:0", "cuda:1"], free))
     compute = ComputeOptions(offload=offload)  # type: ignore[arg-type]
-    want = Wanted(counts, named, compute, GIB, first=frozenset({"denoiser"}))
+    want = WorkerPlan(counts, named, compute, GIB, first=frozenset({"denoiser"}))
     assume(any(counts.values()))
     try:
         placed = place(needs, want, devices)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unfuse.core.compute_options import ComputeOptions
-from unfuse.planning.placement import Device, Part, Wanted, place
+from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.report import batches_of, gains, verdict
 from unfuse.worker.batches import TRUSTED, Exactness
@@ -21,25 +21,28 @@ FIRST = frozenset({"denoiser"})
     ("want", "free", "says"),
     [
         (
-            Wanted(place={"decoder": ("cpu",)}, first=FIRST),
+            WorkerPlan(place={"decoder": ("cpu",)}, first=FIRST),
             80,
             "stages on 2 devices (cuda:0, cpu) work at the same time",
         ),
         (
-            Wanted(place={role: ("cpu",) for role in ROLES}, first=FIRST),
+            WorkerPlan(place={role: ("cpu",) for role in ROLES}, first=FIRST),
             5,
             "undivided, the components take 10.0 GiB, more than the 5.0",
         ),
         (
-            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}, first=FIRST),
+            WorkerPlan({"encoder": 1, "denoiser": 2, "decoder": 1}, first=FIRST),
             80,
             "2 denoisers share encoder and decoder: 4.0 GiB less",
         ),
     ],
 )
-def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: Wanted, free: int, says: str) -> None:
+def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: WorkerPlan, free: int, says: str) -> None:
     gib = 1 << 30
-    needs = {role: (Part(role, "float32", size * gib, ("a",)),) for role, size in zip(ROLES, (3, 6, 1), strict=True)}
+    needs = {
+        role: (ComponentMemory(role, "float32", size * gib, ("a",)),)
+        for role, size in zip(ROLES, (3, 6, 1), strict=True)
+    }
     devices = (Device("cpu", 90 * gib), Device("cuda:0", free * gib))
     found = Plan((), needs, want, devices, place(needs, want, devices))
     assert any(says in gain for gain, _ in gains(found))
@@ -47,7 +50,7 @@ def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: Wanted,
 
 
 def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None:
-    found = plan_for(["unfuse/shapes"], "", Wanted(), (Device("cpu", 1 << 40),))
+    found = plan_for(["unfuse/shapes"], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     pools = found.models[0].card.pools()
     denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], Exactness(tmp_path / EXACTNESS)
     for size in (2, 4) * TRUSTED:
@@ -63,9 +66,9 @@ def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None
 
 
 def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
-    needs = {role: (Part(role, "float32", 1 << 30, ("a",)),) for role in ROLES}
+    needs = {role: (ComponentMemory(role, "float32", 1 << 30, ("a",)),) for role in ROLES}
     devices, want = (
         (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),
-        Wanted(compute=ComputeOptions(offload="model")),
+        WorkerPlan(compute=ComputeOptions(offload="model")),
     )
     assert verdict(Plan((), needs, want, devices, place(needs, want, devices))).startswith("not split: one worker")

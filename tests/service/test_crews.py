@@ -15,7 +15,7 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import StorageLocations, WorkerInfo
 from unfuse.launch.base import Launcher
-from unfuse.planning.placement import Placed, Wanted
+from unfuse.planning.placement import PlacedWorker, WorkerPlan
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -67,9 +67,9 @@ class House:
         there = sum(len(crew.ids) for crew in self.crews if not crew.has_ended)
         if not (free := min(2, self.room - there)):
             raise ConfigError("there is no room")
-        worker = Placed("all", "cpu", ())
+        worker = PlacedWorker("all", "cpu", ())
         told = tuple(Model(CARDS[name], Path(), "float32", {}) for name in models)
-        return Plan(told, {}, Wanted(), (), (worker,) * free)
+        return Plan(told, {}, WorkerPlan(), (), (worker,) * free)
 
     def _start(self, plan: Plan, number: int) -> Launcher:
         self.crews.append(Staff(self.queue, plan, number))

@@ -20,7 +20,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source
-from unfuse.planning.placement import CONTEXT, CPU, Device, Part, Placed, Wanted, parse_place
+from unfuse.planning.placement import CONTEXT, CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan, parse_place
 from unfuse.service.options import options, plan
 from unfuse.service.plan import Model, Plan, explicit_dtypes, look_into, needs, plan_for
 from unfuse.service.settings import load
@@ -28,7 +28,7 @@ from unfuse.service.settings import load
 GIB = 1 << 30
 SHAPES = "unfuse/shapes"
 HOST = (Device(CPU, 64 * GIB),)
-VAE, TEXT = Part("vae", "float32", GIB), Part("text_encoder", "float32", GIB)
+VAE, TEXT = ComponentMemory("vae", "float32", GIB), ComponentMemory("text_encoder", "float32", GIB)
 GPUS = (*HOST, Device("cuda:0", 80 * GIB), Device("cuda:1", 80 * GIB))
 
 
@@ -41,11 +41,11 @@ def sibling(tmp_path: Path) -> str:
     return str(folder)
 
 
-def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> Wanted:
-    return Wanted(None, parse_place(place), ComputeOptions(device=device, dtype=dtype))
+def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> WorkerPlan:
+    return WorkerPlan(None, parse_place(place), ComputeOptions(device=device, dtype=dtype))
 
 
-def look(want: Wanted, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[Model, ...]:
+def look(want: WorkerPlan, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[Model, ...]:
     return look_into([SHAPES, *more], "", want, devices)
 
 
@@ -82,7 +82,7 @@ def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(t
 def test_a_rank_is_planned_with_its_share_of_the_matrices() -> None:
     compute = ComputeOptions(parallel="denoiser=tensor:2,encoder=tensor:4")
     parts = {part.component: part for part in needs(look(wanted()))["denoiser"] + needs(look(wanted()))["encoder"]}
-    found = plan_for([SHAPES], "", Wanted(dict.fromkeys(("encoder", "denoiser", "decoder"), 1), {}, compute), HOST)
+    found = plan_for([SHAPES], "", WorkerPlan(dict.fromkeys(("encoder", "denoiser", "decoder"), 1), {}, compute), HOST)
     own = {part.component: part.bytes for worker in found.workers for part in worker.parts}
     for name, ranks in (("transformer", 2), ("text_encoder", 4)):
         part = parts[name]
@@ -110,7 +110,7 @@ def test_auto_is_float32_on_a_cpu() -> None:
     ],
 )
 def test_dtypes_follow_the_device_of_the_role_unless_they_are_given(
-    want: Wanted, expected: tuple[str, str, str]
+    want: WorkerPlan, expected: tuple[str, str, str]
 ) -> None:
     (model,) = look(want, GPUS)
     assert tuple(dtypes(model)[name] for name in ("text_encoder", "transformer", "vae")) == expected
@@ -243,21 +243,21 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
     described = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(described).to_bytes(8, "little") + described + bytes(4000))
     together, apart = (
-        plan_for([str(tmp_path)], "", Wanted(workers, {}, ComputeOptions()), GPUS).workers
+        plan_for([str(tmp_path)], "", WorkerPlan(workers, {}, ComputeOptions()), GPUS).workers
         for workers in ({"language": 1}, {"prefill": 1, "decode": 1})
     )
     kept, full = (4096 + 2 * 2 * 16 * 64 * width for width in (2, 4))
     assert [[part.bytes for part in worker.parts] for worker in together] == [[2000, kept]]
     assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000, kept], [2000, kept]]
     ranks = {"parallel": "language=tensor:2", "device": "cpu+cpu"}
-    (worker,) = plan_for([str(tmp_path)], "", Wanted(None, {}, ComputeOptions(**ranks)), HOST).workers
+    (worker,) = plan_for([str(tmp_path)], "", WorkerPlan(None, {}, ComputeOptions(**ranks)), HOST).workers
     assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])
 
 
 def test_a_component_that_several_stages_of_a_worker_load_is_known_as_such() -> None:
-    both, once = (Placed("all", CPU, parts) for parts in ((VAE, TEXT, VAE), (VAE,)))
-    assert Plan((), {}, Wanted(), HOST, (once, both)).repeats() == {"vae": 2}
-    assert Plan((), {}, Wanted(), HOST, (once, once)).repeats() == {}
-    others = Placed("all", CPU, tuple(msgspec.structs.replace(VAE, models=(name,)) for name in ("one", "two")))
-    assert Plan((), {}, Wanted(), HOST, (others,)).repeats() == {}, "of two models"
-    assert Plan((), {}, Wanted(), HOST, ()).repeats() == {}
+    both, once = (PlacedWorker("all", CPU, parts) for parts in ((VAE, TEXT, VAE), (VAE,)))
+    assert Plan((), {}, WorkerPlan(), HOST, (once, both)).repeats() == {"vae": 2}
+    assert Plan((), {}, WorkerPlan(), HOST, (once, once)).repeats() == {}
+    others = PlacedWorker("all", CPU, tuple(msgspec.structs.replace(VAE, models=(name,)) for name in ("one", "two")))
+    assert Plan((), {}, WorkerPlan(), HOST, (others,)).repeats() == {}, "of two models"
+    assert Plan((), {}, WorkerPlan(), HOST, ()).repeats() == {}

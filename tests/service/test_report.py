@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
 from unfuse.core.model_spec import START_PICTURE, ModelSpec
-from unfuse.planning.placement import CPU, Device, Part, Placed, Wanted
+from unfuse.planning.placement import CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan
 from unfuse.service.plan import Model, Plan
 from unfuse.service.report import StartScreen
 
@@ -23,10 +23,10 @@ TALKING = replace(PICTURES, name="test/talking", limits={"max_tokens": 2048})
 FILMING = replace(MOVING, accepts=(), limits=MOVING.limits | {"max_size": 0})
 
 
-def planned(*cards: ModelSpec, workers: tuple[Placed, ...] = (), wanted: Wanted | None = None) -> Plan:
+def planned(*cards: ModelSpec, workers: tuple[PlacedWorker, ...] = (), wanted: WorkerPlan | None = None) -> Plan:
     models = tuple(Model(card, Path("/nowhere"), "", {}) for card in cards)
     devices = Device(CPU, 8 << 30), Device("cuda:0", 24 << 30)
-    return Plan(models, {}, wanted or Wanted(), devices, workers)
+    return Plan(models, {}, wanted or WorkerPlan(), devices, workers)
 
 
 def example(card: ModelSpec, *more: ModelSpec, names: dict[str, str] | None = None, keyed: bool = False) -> list[str]:
@@ -75,8 +75,8 @@ def test_a_model_that_is_a_folder_goes_by_the_name_that_clients_use() -> None:
 
 
 def test_the_opening_says_what_is_served_on_what() -> None:
-    part = Part("transformer", "float32", 2 << 30)
-    workers = (*[Placed("denoiser", "cuda:0", (part,))] * 2, Placed("encoder", CPU, (part,)))
+    part = ComponentMemory("transformer", "float32", 2 << 30)
+    workers = (*[PlacedWorker("denoiser", "cuda:0", (part,))] * 2, PlacedWorker("encoder", CPU, (part,)))
     lines = StartScreen(
         planned(PICTURES, workers=workers), {"flux": PICTURES.name, "f": PICTURES.name}, keyed=False
     ).opening()
@@ -103,13 +103,15 @@ def test_the_end_of_a_start_says_how_long_it_took(seconds: float, took: str) -> 
 
 
 def test_it_is_not_called_ready_while_a_role_has_no_worker_here() -> None:
-    part = Part("transformer", "float32", 1)
-    own = replace(planned(PICTURES, workers=(Placed("denoiser", CPU, (part,)),)), needs=dict.fromkeys(ROLES, (part,)))
+    part = ComponentMemory("transformer", "float32", 1)
+    own = replace(
+        planned(PICTURES, workers=(PlacedWorker("denoiser", CPU, (part,)),)), needs=dict.fromkeys(ROLES, (part,))
+    )
     assert StartScreen(own, {}, keyed=False).ready(URL, 13.4) == [
         "the workers here are ready in 13 s: requests wait until others come (encoder, decoder)"
     ]
     for roles in (["all"], ["encoder+denoiser", "decoder"]):
-        workers = tuple(Placed(role, CPU, (part,)) for role in roles)
+        workers = tuple(PlacedWorker(role, CPU, (part,)) for role in roles)
         assert (
             StartScreen(replace(own, workers=workers), {}, keyed=False).ready(URL, 13.4)[0].startswith("ready in 13 s")
         )

@@ -17,7 +17,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import Runtime
-from unfuse.planning.placement import CPU, Device, Wanted
+from unfuse.planning.placement import CPU, Device, WorkerPlan
 from unfuse.service.plan import look_into
 from unfuse.stages.base import Stage
 from unfuse.weights.folder import ModelFolder
@@ -61,7 +61,7 @@ def test_quantising_changes_what_is_made_and_stays_in_memory(undivided: c.Undivi
 def test_plans_count_packed_bytes_and_no_ranks_or_adapters(undivided: c.Undivided) -> None:
     cpu = (Device(CPU, 1 << 36),)
     plain, packed = (
-        look_into([str(undivided.folder(kind))], "", Wanted(None, {}, ComputeOptions()), cpu)[0]
+        look_into([str(undivided.folder(kind))], "", WorkerPlan(None, {}, ComputeOptions()), cpu)[0]
         for kind in ("wan", "wan-int8")
     )
     for part in ("transformer", "text_encoder"):
@@ -76,7 +76,9 @@ def test_plans_count_packed_bytes_and_no_ranks_or_adapters(undivided: c.Undivide
 def test_floats_that_become_wider_are_counted_so(undivided: c.Undivided) -> None:
     folder, cpu = str(undivided.folder("wan-float8")), (Device(CPU, 1 << 36),)
     half, full = (
-        look_into([folder], "", Wanted(None, {}, ComputeOptions(dtype=dtype)), cpu)[0].components["transformer"].memory
+        look_into([folder], "", WorkerPlan(None, {}, ComputeOptions(dtype=dtype)), cpu)[0]
+        .components["transformer"]
+        .memory
         for dtype in ("bfloat16", "float32")
     )
     assert half < full

@@ -20,8 +20,8 @@ from unfuse.planning.placement import (
     SPLIT,
     Device,
     Needs,
-    Placed,
-    Wanted,
+    PlacedWorker,
+    WorkerPlan,
     devices_of,
     parse_workers,
     place,
@@ -33,7 +33,7 @@ THREADS = 4
 is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
 
 
-class Means(msgspec.Struct, frozen=True):
+class HostResources(msgspec.Struct, frozen=True):
     """What there is beside devices: cores, host memory a worker may take (0: any), and the file of costs."""
 
     cores: int = 1
@@ -57,13 +57,13 @@ class Layout(msgspec.Struct, frozen=True):
         """The layout as it follows `--workers` on a command line."""
         return self.workers + (" --max-loaded-models 1" if self.max_loaded_models == "1" else "")
 
-    def of(self, wanted: Wanted) -> Wanted:
+    def of(self, wanted: WorkerPlan) -> WorkerPlan:
         """The workers of this layout."""
         counts = parse_workers(self.workers)
         return replace(wanted, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
 
 
-class Layouts(msgspec.Struct, frozen=True):
+class LayoutSearch(msgspec.Struct, frozen=True):
     """All that were looked at, the best first, whether their stages were measured, and the roles of these."""
 
     found: tuple[Layout, ...]
@@ -98,8 +98,8 @@ class Layouts(msgspec.Struct, frozen=True):
 
 
 def layouts(
-    cards: Iterable[ModelSpec], needs: Needs, wanted: Wanted, devices: tuple[Device, ...], means: Means
-) -> Layouts:
+    cards: Iterable[ModelSpec], needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources
+) -> LayoutSearch:
     """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
 
     They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what requests
@@ -124,7 +124,7 @@ def layouts(
     if not found or (len(cards) > 1 and all(layout.refusal for _, layout in found)):
         found.append(judged(f"{ALL}={len(devices_of(ALL, wanted, devices))}", "1"))
     ordered = sorted(found, key=lambda one: -round(one[0], 3))
-    return Layouts(tuple(layout for _, layout in ordered), measured, tuple(needs))
+    return LayoutSearch(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 
 def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, float], bool]:
@@ -141,14 +141,16 @@ def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, flo
     return {role: part / whole for role, part in seconds.items()}, measured
 
 
-def rate(placed: Iterable[Placed], shares: Mapping[str, float], wanted: Wanted, means: Means) -> float:
+def rate(
+    placed: Iterable[PlacedWorker], shares: Mapping[str, float], wanted: WorkerPlan, means: HostResources
+) -> float:
     """Requests at a time that these workers can do, if one core, or GPU, could do one."""
     placed = list(placed)
     gpus = {worker.device for worker in placed if not worker.on_cpu}
     threads = wanted.compute.threads or max(1, means.cores // len(placed))
     most = float(len(gpus)) if gpus else float(means.cores)
 
-    def speed(worker: Placed) -> float:
+    def speed(worker: PlacedWorker) -> float:
         """On a GPU workers take turns."""
         if worker.on_cpu:
             return float(min(threads * len(worker.devices), means.cores))
@@ -164,7 +166,7 @@ def rate(placed: Iterable[Placed], shares: Mapping[str, float], wanted: Wanted, 
     return low
 
 
-def _names(needs: Needs, wanted: Wanted, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
+def _names(needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
     """Layouts to look at. The main role is the one that is placed first: that of the stages with many forwards."""
     (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
     gpus = [name for name in devices_of(ALL, wanted, devices) if name != CPU]
@@ -177,7 +179,7 @@ def _names(needs: Needs, wanted: Wanted, devices: tuple[Device, ...], cores: int
     yield SPLIT
 
 
-def _too_large(placed: Iterable[Placed], limit: int) -> str:
+def _too_large(placed: Iterable[PlacedWorker], limit: int) -> str:
     """Why workers may not be as large as these."""
     for worker in placed:
         takes = PROCESS + sum(part.bytes for part in worker.parts)

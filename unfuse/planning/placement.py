@@ -37,7 +37,7 @@ LAYER = 2 << 30  # more bytes than any layer of a served model takes; the larges
 Needs = Mapping[str, "tuple[Part, ...]"]  # what each worker of a role holds, by role
 
 
-class Part(msgspec.Struct, frozen=True):
+class ComponentMemory(msgspec.Struct, frozen=True):
     """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype, on each rank. Of these
     ranks have a share each of `shared`, if they are spread by `tensor`.
 
@@ -55,7 +55,7 @@ class Part(msgspec.Struct, frozen=True):
     once: bool = False
     parted: bool = False
 
-    def stored_as(self, dtype: str) -> Part:
+    def stored_as(self, dtype: str) -> ComponentMemory:
         """The same component in float32 or bfloat16. Of a VAE, and of what is not float32, there is no bfloat16."""
         has_half = self.dtype == "float32" and not self.component.startswith("vae")
         if self.dtype == dtype or not (has_half or dtype == "float32"):
@@ -64,7 +64,7 @@ class Part(msgspec.Struct, frozen=True):
         sizes = {"bytes": int(self.bytes * factor), "shared": int(self.shared * factor)}
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
-    def of_rank(self, spread: ParallelDegrees) -> Part:
+    def of_rank(self, spread: ParallelDegrees) -> ComponentMemory:
         """What a rank has of it."""
         lacks = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
         own = -(-(self.bytes - lacks) // spread.parts)
@@ -83,7 +83,7 @@ class Device(msgspec.Struct, frozen=True):
     free: int
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WorkerPlan(msgspec.Struct, frozen=True):
     """Workers to start, and how they compute.
 
     A worker is named by what it serves: a role, several as `a+b`, or all. `counts` is how many there are of each; None
@@ -126,12 +126,12 @@ class Wanted(msgspec.Struct, frozen=True):
         return bool((roles_of(worker) or self.first) & self.first)
 
 
-class Placed(msgspec.Struct, frozen=True):
+class PlacedWorker(msgspec.Struct, frozen=True):
     """A worker to start and the most that it has loaded at a time; device `cuda:0+cuda:1` is for two ranks."""
 
     role: str
     device: str
-    parts: tuple[Part, ...]
+    parts: tuple[ComponentMemory, ...]
 
     @property
     def devices(self) -> list[str]:
@@ -143,7 +143,7 @@ class Placed(msgspec.Struct, frozen=True):
         """Whether it runs on the CPU."""
         return only_cpu([self.device])
 
-    def takes(self, wanted: Wanted) -> Counter[str]:
+    def takes(self, wanted: WorkerPlan) -> Counter[str]:
         """The bytes that it takes, by device, without activations."""
         ranks, weights = len(self.devices), sum(part.bytes for part in self.parts)
         host = ranks * PROCESS + wanted.arena
@@ -191,7 +191,7 @@ def parse_workers(text: str) -> dict[str, int] | None:
     return found
 
 
-def devices_of(role: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[str, ...]:
+def devices_of(role: str, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[str, ...]:
     """The devices a role may run on: those named for it, else `--device`, else every GPU, else the CPU.
 
     Where `--device` names ranks, roles that are not spread may run on any of them.
@@ -209,7 +209,7 @@ def only_cpu(devices: Iterable[str]) -> bool:
     return all(device == CPU for names in devices for device in names.split("+"))
 
 
-def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
+def place(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     """The workers to start, each on a device that has room for it and for the others there.
 
     A role has a worker for each device that was named for it, and takes turns if more are wanted; the rest go where
@@ -230,14 +230,14 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
     return placed
 
 
-def taken(placed: Sequence[Placed], wanted: Wanted) -> Counter[str]:
+def taken(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> Counter[str]:
     """The bytes that these workers take together, by device."""
     return sum(each_takes(placed, wanted), Counter())
 
 
-def each_takes(placed: Sequence[Placed], wanted: Wanted) -> list[Counter[str]]:
+def each_takes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> list[Counter[str]]:
     """The bytes that each of these workers takes, by device; what several map counts for the first of them."""
-    known: set[Part] = set()
+    known: set[ComponentMemory] = set()
     found = []
     for worker in placed:
         mapped = {part for part in worker.parts if part.mapped and worker.on_cpu}
@@ -246,9 +246,9 @@ def each_takes(placed: Sequence[Placed], wanted: Wanted) -> list[Counter[str]]:
     return found
 
 
-def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
+def _arrange(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
     room = {device.name: device.free for device in devices}
-    placed: list[Placed] = []
+    placed: list[PlacedWorker] = []
     counts = wanted.numbers(needs)
     for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
         able = devices_of(role, wanted, devices)
@@ -258,7 +258,7 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
         turns = named or (able if wanted.max_loaded_models == "1" else ())
         for number in range(max(counts[role], len(named))):
             name = turns[number % len(turns)] if turns else _roomiest(able, room, spreads)
-            worker = Placed(role, "+".join(ranked(name, spreads)), parts_of(role, needs, spreads))
+            worker = PlacedWorker(role, "+".join(ranked(name, spreads)), parts_of(role, needs, spreads))
             placed.append(worker)
             for where, size in worker.takes(wanted).items():
                 room[where] -= size
@@ -289,7 +289,7 @@ def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str
     return "+".join(ordered[:size])
 
 
-def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) -> tuple[Part, ...]:
+def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) -> tuple[ComponentMemory, ...]:
     """What a worker with these roles holds, or each of its ranks."""
     roles, spread = roles_of(role), {name: spreads.get(name, ParallelDegrees()) for name in needs}
     own = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
@@ -298,24 +298,24 @@ def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) ->
     return tuple(part.of_rank(spread[name]) for name, part in parts)
 
 
-def _together(placed: list[Placed], needs: Needs, wanted: Wanted) -> tuple[Placed, ...]:
+def _together(placed: list[PlacedWorker], needs: Needs, wanted: WorkerPlan) -> tuple[PlacedWorker, ...]:
     """One worker for all roles of a GPU whose components take turns."""
     gpus = dict.fromkeys(worker.device for worker in placed if not worker.on_cpu)
     for gpu in gpus if wanted.compute.offload == "model" else ():
         here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
         if here.keys() == needs.keys() and len(here) > 1:
-            whole = Placed(ALL, gpu, tuple(part for parts in here.values() for part in parts))
+            whole = PlacedWorker(ALL, gpu, tuple(part for parts in here.values() for part in parts))
             placed = [*(worker for worker in placed if worker.device != gpu), whole]
     return tuple(placed)
 
 
-def _short(placed: Sequence[Placed], wanted: Wanted, devices: Sequence[Device]) -> list[Device]:
+def _short(placed: Sequence[PlacedWorker], wanted: WorkerPlan, devices: Sequence[Device]) -> list[Device]:
     needed = taken(placed, wanted)
     return [device for device in devices if needed[device.name] > device.free]
 
 
 def _refusal(
-    short: list[Device], placed: Sequence[Placed], needs: Needs, wanted: Wanted, devices: Sequence[Device]
+    short: list[Device], placed: Sequence[PlacedWorker], needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]
 ) -> str:
     sums = []
     takes = each_takes(placed, wanted)
@@ -333,13 +333,13 @@ def _refusal(
     return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {helps}"
 
 
-def _fits(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> bool:
+def _fits(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> bool:
     with suppress(ConfigError):  # of ranks there are more than devices
         return not _short(_arrange(needs, wanted, devices), wanted, devices)
     return False
 
 
-def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, Wanted]]:
+def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, WorkerPlan]]:
     """What a person could do if the workers do not fit, and what would then be needed and wanted."""
     numbers = wanted.numbers(needs)
     counts = {role: min(1, count) for role, count in numbers.items()}

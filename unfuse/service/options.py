@@ -20,7 +20,7 @@ from unfuse.edge.keys import Keys
 from unfuse.launch import opener
 from unfuse.launch.base import OpenLauncher
 from unfuse.planning.machine import devices
-from unfuse.planning.placement import NONE, Wanted
+from unfuse.planning.placement import NONE, WorkerPlan
 from unfuse.server.chat_formats import Parsers
 from unfuse.server.links import parse_public_url
 from unfuse.server.request_objects import Prices
@@ -69,7 +69,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     places: StorageLocations
     listen: tuple[str, ...]
     trust: Trust
-    workers: Wanted
+    workers: WorkerPlan
     device_memory: Mapping[str, int]
     asleep: Mapping[str, int]
     resources: Mapping[str, int]

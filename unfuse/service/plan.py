@@ -21,14 +21,14 @@ from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import Forks, InheritedForks
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.encoders import shared_of
-from unfuse.planning.layout import Layouts, Means, layouts
+from unfuse.planning.layout import HostResources, LayoutSearch, layouts
 from unfuse.planning.machine import CONTROL_GROUP, cpus
 from unfuse.planning.placement import (
     AUTO,
+    ComponentMemory,
     Device,
-    Part,
-    Placed,
-    Wanted,
+    PlacedWorker,
+    WorkerPlan,
     devices_of,
     numbered,
     only_cpu,
@@ -79,12 +79,12 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     models: tuple[Model, ...]
-    needs: dict[str, tuple[Part, ...]]
-    wanted: Wanted
+    needs: dict[str, tuple[ComponentMemory, ...]]
+    wanted: WorkerPlan
     devices: tuple[Device, ...]
-    workers: tuple[Placed, ...]
+    workers: tuple[PlacedWorker, ...]
     refusal: str = ""
-    layouts: Layouts | None = None
+    layouts: LayoutSearch | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Every component of every worker, with its bytes."""
@@ -115,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True):
         ]  # fmt: skip
 
 
-def wanted(settings: Settings) -> Wanted:
+def wanted(settings: Settings) -> WorkerPlan:
     """The workers that these settings ask for. Raises ConfigError."""
     workers, parallel, loaded = settings.serve.workers, settings.compute.parallel, settings.worker.max_loaded_models
     devices = parse_place(settings.serve.place)
@@ -125,11 +125,11 @@ def wanted(settings: Settings) -> Wanted:
     if loaded == "1" and (parallel or not whole):
         raise UsageError("--max-loaded-models 1 needs workers of all stages: write --workers all=1 without --parallel")
     arena = settings.arena.bytes or SHARED_ARENA
-    return Wanted(counts, devices, settings.compute, arena, auto=auto, max_loaded_models=loaded)
+    return WorkerPlan(counts, devices, settings.compute, arena, auto=auto, max_loaded_models=loaded)
 
 
 def plan_for(
-    names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...], means: Means | None = None,
+    names: Iterable[str], revision: str, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources | None = None,
     *, results: bool = True, sources: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:  # fmt: skip
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
@@ -152,7 +152,7 @@ def plan_for(
     refuse(parse_parallel(wanted.compute.parallel), stages, wanted.compute.offload)
     looked = None
     if wanted.auto:
-        looked = layouts([model.card for model in models], needed, wanted, devices, means or Means())
+        looked = layouts([model.card for model in models], needed, wanted, devices, means or HostResources())
         wanted = looked.chosen.of(wanted)
     try:
         placed = place(needed, wanted, devices)
@@ -187,7 +187,7 @@ def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
 
 
 def look_into(
-    names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device],
+    names: Iterable[str], revision: str, wanted: WorkerPlan, devices: Sequence[Device],
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Model, ...]:  # fmt: skip
     """These models, as the workers wanted would serve them, with components from these sources.
@@ -241,18 +241,18 @@ def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict
     return {name: named.get(name, usual[name]) for name in card.dtypes}
 
 
-def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
+def needs(models: Iterable[Model]) -> dict[str, tuple[ComponentMemory, ...]]:
     """What a worker of each role holds: every pool of its stages once, even if several models share it."""
     pools: dict[str, dict[str, tuple[StageSpec, Model]]] = {}
     for model in models:
         for stage in model.card.pipeline.stages:
             pools.setdefault(model.card.pools()[stage.name], {})[model.card.name] = (stage, model)
-    found: dict[str, tuple[Part, ...]] = {}
+    found: dict[str, tuple[ComponentMemory, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
         held, once = (model.components[name] for name in stage.components), files_of(model.folder).is_whole
         parts = tuple(
-            Part(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared, once)
+            ComponentMemory(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared, once)
             for one in held
             if one.memory
         )
@@ -260,14 +260,14 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
     return found
 
 
-def _texts(stage: StageSpec, model: Model, users: tuple[str, ...]) -> Iterator[Part]:
+def _texts(stage: StageSpec, model: Model, users: tuple[str, ...]) -> Iterator[ComponentMemory]:
     """Keys and values of the longest text, for which a stage that makes or takes them has room at the least."""
     for name in PREFILL.outputs:
         if name in (*stage.inputs, *stage.outputs):
             producer = model.card.pipeline.producers()[name]
             size = producer.room.bytes({"prompt_tokens": int(model.card.limits["max_tokens"])})
             dtype = model.components[stage.components[0]].dtype
-            yield Part("keys and values", dtype, size, users, shared=size, once=True)
+            yield ComponentMemory("keys and values", dtype, size, users, shared=size, once=True)
 
 
 COSTS = "costs.json"
@@ -294,9 +294,9 @@ def device_memory(settings: Settings) -> dict[str, int]:
     return found
 
 
-def means(settings: Settings) -> Means:
+def means(settings: Settings) -> HostResources:
     """What there is to compute with on this machine, by these settings."""
-    return Means(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS))
+    return HostResources(max(1, int(cpus(CONTROL_GROUP))), settings.worker.memory_limit, Path(settings.data_dir, COSTS))
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:

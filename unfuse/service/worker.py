@@ -25,7 +25,7 @@ from unfuse.core.supervisor import first
 from unfuse.launch.local import HURRY, Forks, LocalLauncher
 from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
-from unfuse.planning.placement import CPU, Wanted, devices_of, only_cpu
+from unfuse.planning.placement import CPU, WorkerPlan, devices_of, only_cpu
 from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.logs import Logs
@@ -146,7 +146,7 @@ async def work(
         compute = options.compute
         if compute.parallel == AUTO:  # which is not decided yet, and chooses among the same devices
             compute = msgspec.structs.replace(compute, parallel="")
-        if not often or not only_cpu(devices_of(options.role, Wanted(compute=compute), devices())):
+        if not often or not only_cpu(devices_of(options.role, WorkerPlan(compute=compute), devices())):
             return None
         begun = Forks(models)
         own.append(LocalLauncher((), forks=begun))  # which starts it again when it dies
