@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.composed import Answer, call, composed, say
 from unfuse.core.errors import ConfigError
-from unfuse.edge.access import Access
+from unfuse.edge.access import AccessPolicy
 
 MODEL = "unfuse/shapes"
 JSON, FORM = "Content-Type: application/json", "Content-Type: multipart/form-data; boundary=b"
@@ -222,4 +222,4 @@ def test_every_website_may_be_allowed(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused_at_start(given: dict[str, list[str]], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        Access(**given)
+        AccessPolicy(**given)

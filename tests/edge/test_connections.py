@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from tests.server.composed import Answer, call, composed, connect, rest, say
 from tests.server.served import IDLE, PICTURES, serve, until
-from unfuse.edge.access import Access
+from unfuse.edge.access import AccessPolicy
 from unfuse.edge.connections import MAX_HEADERS, ConnectionLimits, HttpServer
 
 ASKED = json.dumps({"prompt": "a red circle"})
@@ -318,7 +318,7 @@ def test_one_address_may_have_so_many_connections(tmp_path: Path) -> None:
 
 def test_there_may_be_so_many_connections_in_all(tmp_path: Path) -> None:
     bounds = ConnectionLimits(connections=4, per_address=2)
-    with serve(tmp_path, bounds=bounds, access=Access(proxies=("127.0.0.1",))) as served, ExitStack() as stack:
+    with serve(tmp_path, bounds=bounds, access=AccessPolicy(proxies=("127.0.0.1",))) as served, ExitStack() as stack:
         port = port_of(served.url)
         held = [stack.enter_context(connect(port)) for _ in range(4)]  # more than one address may, but a proxy of ours
         refused(Answer(_all(port)), 503, "too_many_connections")
@@ -354,7 +354,7 @@ def test_a_reply_is_sent_as_it_is_written(loop: ModuleType) -> None:
 
     async def delays() -> list[int]:
         listener = socket.create_server(("127.0.0.1", 0))
-        server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), Access())
+        server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), AccessPolicy())
         serving = asyncio.create_task(server.serve([listener]))
         with connect(listener.getsockname()[1]):
             while not server.server_state.connections:
@@ -372,7 +372,7 @@ def test_a_reply_is_sent_as_it_is_written(loop: ModuleType) -> None:
 def test_a_server_that_is_told_to_end_while_it_starts_leaves_no_socket_open(loop: ModuleType) -> None:
     async def left() -> int:
         listener = socket.create_server(("127.0.0.1", 0))
-        server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), Access())
+        server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), AccessPolicy())
         server.should_exit = True
         await server.serve([listener])
         return listener.fileno()
@@ -385,7 +385,7 @@ def test_who_comes_at_once_is_taken_at_once(tmp_path: Path) -> None:
 
     async def turns() -> int:
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), Access())
+        server = HttpServer(FastAPI(), ConnectionLimits(8192, 2048), AccessPolicy())
         serving = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import pytest
 from unfuse.cli.main import run
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.request import TenantLimits
-from unfuse.edge.keys import Key, Keys, add_key, hash_keys
+from unfuse.edge.keys import ApiKey, ApiKeys, add_key, hash_keys
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -53,9 +53,9 @@ def test_a_key_is_made_printed_once_and_only_its_hash_is_kept(typed: Typed, tmp_
         f"root sha256:{sha(root)} admin=yes\nsee sha256:{sha(see)} read=yes\n"
     )
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    keys = Keys(files=[str(file)])
-    assert keys.of(ada) == Key("ada", models=frozenset({"m"}), allowance=TenantLimits(2, 60, 60))
-    assert (keys.of(root), keys.of(see)) == (Key("root", admin=True), Key("see", only_reads=True))
+    keys = ApiKeys(files=[str(file)])
+    assert keys.of(ada) == ApiKey("ada", models=frozenset({"m"}), allowance=TenantLimits(2, 60, 60))
+    assert (keys.of(root), keys.of(see)) == (ApiKey("root", admin=True), ApiKey("see", only_reads=True))
     assert keys.warning == ""
 
 
@@ -133,9 +133,9 @@ def test_plain_keys_become_hashes_and_nothing_else_changes(typed: Typed, tmp_pat
         b"root sha256:" + b"A" * 64 + b" admin=yes\n\tsha256:" + bare + b"\nbert sha256:" + bert
     )  # fmt: skip
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
-    keys = Keys(files=[str(file)])
-    assert keys.of("anna-anna-anna-anna") == Key("anna", allowance=TenantLimits(0, 60, 60))
-    assert keys.of("bare-bare-bare-bare") == Key("default") and keys.warning == ""
+    keys = ApiKeys(files=[str(file)])
+    assert keys.of("anna-anna-anna-anna") == ApiKey("anna", allowance=TenantLimits(0, 60, 60))
+    assert keys.of("bare-bare-bare-bare") == ApiKey("default") and keys.warning == ""
 
     before = written(file)
     assert "has no plain key" in typed("hash", str(file))[2]
@@ -242,5 +242,5 @@ def test_of_keys_that_are_added_at_once_none_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda number: add_key(file, f"tenant{number}", {}), range(32)))
-    keys = Keys(files=[str(file)])
+    keys = ApiKeys(files=[str(file)])
     assert {key and key.tenant for key in map(keys.of, made)} == {f"tenant{number}" for number in range(32)}

@@ -14,7 +14,7 @@ from tests.server.composed import Answer, call, composed
 from tests.server.served import until
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.request import TenantLimits
-from unfuse.edge.keys import Key, Keys
+from unfuse.edge.keys import ApiKey, ApiKeys
 
 GIVEN = "given-key-of-tests"
 
@@ -26,8 +26,8 @@ def written(folder: Path, *lines: str) -> Path:
     return fresh.replace(file)
 
 
-def in_file(folder: Path, *lines: str) -> Keys:
-    return Keys(files=[str(written(folder, *lines))])
+def in_file(folder: Path, *lines: str) -> ApiKeys:
+    return ApiKeys(files=[str(written(folder, *lines))])
 
 
 def line(name: str, key: str, *fields: str) -> str:
@@ -37,11 +37,11 @@ def line(name: str, key: str, *fields: str) -> str:
 def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
     bob = line("bob", "k3==", "admin=yes", "models=m,n/o", "rate=90/min", "concurrent=4")
     file = written(tmp_path, "# of the studio", "", "ada k1", "k2", bob, "cy k5 read=yes rate=2/h")
-    keys = Keys([GIVEN], [str(file)])
-    assert keys.of("k1") == Key("ada")
-    assert keys.of("k2") == keys.of(GIVEN) == Key("default")
-    assert keys.of("k3==") == Key("bob", True, False, frozenset({"m", "n/o"}), TenantLimits(4, 90, 60))
-    assert keys.of("k5") == Key("cy", only_reads=True, allowance=TenantLimits(0, 2, 3600))
+    keys = ApiKeys([GIVEN], [str(file)])
+    assert keys.of("k1") == ApiKey("ada")
+    assert keys.of("k2") == keys.of(GIVEN) == ApiKey("default")
+    assert keys.of("k3==") == ApiKey("bob", True, False, frozenset({"m", "n/o"}), TenantLimits(4, 90, 60))
+    assert keys.of("k5") == ApiKey("cy", only_reads=True, allowance=TenantLimits(0, 2, 3600))
     for stranger in ("", "k", "k11", "K1", "ada", "bob k3==", bob.split()[1], bob.split()[1].removeprefix("sha256:")):
         assert keys.of(stranger) is None
     assert keys.of("\udcff") is None
@@ -49,8 +49,8 @@ def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
 
 def test_a_key_that_is_also_in_a_file_is_the_file_s(tmp_path: Path) -> None:
     """As when UNFUSE_API_KEY, which client verbs send, is set where the server starts."""
-    keys = Keys([GIVEN, GIVEN], [str(written(tmp_path, line("ada", GIVEN, "rate=1/h"), "bob k2"))])
-    assert keys.of(GIVEN) == Key("ada", allowance=TenantLimits(0, 1, 3600))
+    keys = ApiKeys([GIVEN, GIVEN], [str(written(tmp_path, line("ada", GIVEN, "rate=1/h"), "bob k2"))])
+    assert keys.of(GIVEN) == ApiKey("ada", allowance=TenantLimits(0, 1, 3600))
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_line_that_says_nothing_clear_is_refused_and_no_key_is_told(
 
 def test_lines_may_repeat_and_end_as_on_windows(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbf# by hand\r\nada k1\r\nada k1\r\nada k2\r\n")
-    keys = Keys(files=[str(tmp_path / "keys")])
-    assert keys.of("k1") == keys.of("k2") == Key("ada")
+    keys = ApiKeys(files=[str(tmp_path / "keys")])
+    assert keys.of("k1") == keys.of("k2") == ApiKey("ada")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_lines_may_repeat_and_end_as_on_windows(tmp_path: Path) -> None:
 )
 def test_what_is_given_as_a_key_is_one(key: str, said: str) -> None:
     with pytest.raises(UsageError, match=said) as refused:
-        Keys([GIVEN, key])
+        ApiKeys([GIVEN, key])
     assert not key.strip() or key not in str(refused.value)
 
 
@@ -121,18 +121,18 @@ def test_a_path_given_as_a_key_is_refused_whether_its_file_is_there_or_not(
     (tmp_path / "a-file-without-ending").write_text("ada k1\n")
     for path in (tmp_path / "keys", tmp_path / "missing", "a-folder-of-secrets/api-keys", "a-file-without-ending"):
         with pytest.raises(UsageError, match="looks like the path"):
-            Keys([str(path)])
+            ApiKeys([str(path)])
 
 
 @pytest.mark.parametrize("key", ["k" * 16, "k" * 5000, "a+b/c+d/e+f/g+h/=", "sk-proj_0123.456789-abcdefghij"])
 def test_any_other_key_is_accepted_and_a_sole_one_is_an_admin_s(key: str) -> None:
-    assert Keys([key]).of(key) == Keys([key, key]).of(key) == Key("default", admin=True)
-    assert Keys([f"{key}\n", GIVEN]).of(key) == Key("default"), "as a secret that was mounted ends"
+    assert ApiKeys([key]).of(key) == ApiKeys([key, key]).of(key) == ApiKey("default", admin=True)
+    assert ApiKeys([f"{key}\n", GIVEN]).of(key) == ApiKey("default"), "as a secret that was mounted ends"
 
 
 def test_a_key_file_that_is_missing_is_refused_with_what_makes_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"there is no key file {tmp_path}/keys: `unfuse keys add NAME --file "):
-        Keys(files=[str(tmp_path / "keys")])
+        ApiKeys(files=[str(tmp_path / "keys")])
 
 
 @pytest.mark.parametrize("kind", ["bytes", "folder", "pipe", "huge", "closed", "zeros"])
@@ -156,7 +156,7 @@ def test_a_key_file_that_cannot_be_read_is_one_sentence(
         case "zeros":
             file.write_bytes(bytes(4096))
     with pytest.raises(UsageError, match=rf"{file}.*(cannot be read|is larger than 8 MiB|line 1: )"):
-        Keys(files=[str(file)])
+        ApiKeys(files=[str(file)])
 
 
 def _denied(*_: object) -> int:
@@ -180,7 +180,7 @@ def test_many_keys_are_read_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_who_is_an_admin_is_said_at_the_start(tmp_path: Path, given: list[str], lines: list[str], note: str) -> None:
-    keys = Keys(given, [str(written(tmp_path, *lines))] if lines else [])
+    keys = ApiKeys(given, [str(written(tmp_path, *lines))] if lines else [])
     assert bool(keys) == bool(given or lines)
     assert re.match(note, keys.note) if note else not keys.note
 
@@ -189,13 +189,13 @@ def test_plain_keys_in_files_are_one_warning_that_names_the_command(tmp_path: Pa
     (first := tmp_path / "first").write_text("ada k1\nbob k2\n")
     (second := tmp_path / "second").write_text("cy k3\n")
     (third := tmp_path / "third").write_text(line("dan", "k4") + "\n")
-    warning = Keys(files=[str(first), str(second), str(third)]).warning
+    warning = ApiKeys(files=[str(first), str(second), str(third)]).warning
     assert f"`unfuse keys hash {first}`, `unfuse keys hash {second}`" in warning
     assert "k1" not in warning and str(third) not in warning
-    assert Keys([GIVEN], [str(third)]).warning == Keys([GIVEN]).warning == Keys().warning == ""
+    assert ApiKeys([GIVEN], [str(third)]).warning == ApiKeys([GIVEN]).warning == ApiKeys().warning == ""
 
 
-async def looked(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+async def looked(keys: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.edge.keys.LOOK_S", 0.0)
     for _ in range(3):
         await keys.look()
@@ -205,8 +205,8 @@ async def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path, monkeypa
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1 concurrent=3", "cy k3")
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == Key("ada", allowance=TenantLimits(3))
-    assert (keys.of("k2"), keys.of("k3")) == (None, Key("cy"))
+    assert keys.of("k1") == ApiKey("ada", allowance=TenantLimits(3))
+    assert (keys.of("k2"), keys.of("k3")) == (None, ApiKey("cy"))
 
 
 @pytest.mark.parametrize("broken", ["ada k1 rate=often", "", "\0\ufffe \udcff"])
@@ -217,14 +217,14 @@ async def test_a_broken_edit_leaves_the_keys_as_they_were(
     (tmp_path / "keys").write_bytes(broken.encode("utf-8", "surrogateescape") or b"\n")
     await looked(keys, monkeypatch)
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == Key("ada")
+    assert keys.of("k1") == ApiKey("ada")
     (tmp_path / "keys").unlink()
     await looked(keys, monkeypatch)
     assert keys.of("k1") and keys
     assert capsys.readouterr().out.count("keys stay as they were") == 2, "each reason once"
     written(tmp_path, "ada k9")
     await looked(keys, monkeypatch)
-    assert keys.of("k9") == Key("ada"), "and later ones count"
+    assert keys.of("k9") == ApiKey("ada"), "and later ones count"
     assert keys.of("k1") is None
 
 
@@ -254,14 +254,14 @@ async def test_a_file_that_is_still_being_written_is_not_read(tmp_path: Path, mo
         await keys.look()
         assert keys.of("k") is None
     await keys.look()
-    assert keys.of("k2") == Key("bob")
+    assert keys.of("k2") == ApiKey("bob")
 
 
 async def test_removing_others_makes_nobody_an_admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = in_file(tmp_path, "ada k1", "bob k2")
     written(tmp_path, "ada k1")
     await looked(keys, monkeypatch)
-    assert keys.of("k1") == Key("ada")
+    assert keys.of("k1") == ApiKey("ada")
 
 
 def answered(port: int, key: str, path: str = "/v1/requests") -> Answer:

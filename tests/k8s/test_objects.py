@@ -13,7 +13,7 @@ import yaml
 from tests.integration.test_deploy import known, parsed
 from tests.k8s.server import SCHEMAS, completed
 from unfuse.core.errors import ConfigError
-from unfuse.edge.keys import Key, Keys
+from unfuse.edge.keys import ApiKey, ApiKeys
 from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
 from unfuse.k8s.spec import Object, Wrong, ranks, read
 from unfuse.service.crews import LEAVING_S
@@ -418,9 +418,9 @@ def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
     sides = [read_keys(str(tmp_path), side) for side in ("scheduler", "worker")]
     assert all(sides) and sides[0] != sides[1]
     (tmp_path / "keys").write_text(api["stringData"]["keys"])
-    keys = Keys(files=[str(tmp_path / "keys")])
-    assert keys.of(api["stringData"]["key"]) == Key("operator", admin=True) and keys.warning == ""
-    assert keys.of(api["stringData"]["metrics"]) == Key("prometheus", only_reads=True)
+    keys = ApiKeys(files=[str(tmp_path / "keys")])
+    assert keys.of(api["stringData"]["key"]) == ApiKey("operator", admin=True) and keys.warning == ""
+    assert keys.of(api["stringData"]["metrics"]) == ApiKey("prometheus", only_reads=True)
     assert secrets_of("p", pipeline(LEAST))[0] != wire
 
 

@@ -29,9 +29,9 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE, Event, ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.edge.access import Access
+from unfuse.edge.access import AccessPolicy
 from unfuse.edge.connections import ConnectionLimits, HttpServer
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import ApiKeys
 from unfuse.queues.base import QueueLimits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.app import create_app
@@ -215,7 +215,7 @@ class _Often(HttpServer):
             counter += 1
 
 
-async def _looking(keys: Keys) -> None:
+async def _looking(keys: ApiKeys) -> None:
     while True:
         await keys.look()
 
@@ -247,7 +247,7 @@ def serve(
     standard: Params | None = None,
     loras: str = "",
     store: str = "shared_memory",
-    access: Access | None = None,
+    access: AccessPolicy | None = None,
     bounds: ConnectionLimits | None = None,
     cancels: bool = False,
     reuses: bool = False,
@@ -269,7 +269,7 @@ def serve(
         known = (IDLE,) if idle else ()
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
-        worker, shown = Worker(scheduler, results), Keys(files=files)
+        worker, shown = Worker(scheduler, results), ApiKeys(files=files)
         webhooks = Webhooks(webhook_hosts, webhook_secrets)
         gateway = Gateway(
             scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
@@ -277,7 +277,7 @@ def serve(
         )  # fmt: skip
         await scheduler.start()
         webhooks.start(scheduler, gateway.links)
-        server = _Often(create_app(gateway, access), bounds or ConnectionLimits(8192, 2048), access or Access())
+        server = _Often(create_app(gateway, access), bounds or ConnectionLimits(8192, 2048), access or AccessPolicy())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
         looking = asyncio.create_task(_looking(shown))

@@ -28,7 +28,7 @@ from tools.cards import PICTURES
 from unfuse.core.messages import TaskCompleted, TaskFailed
 from unfuse.core.request import Event, RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
-from unfuse.edge.access import BrokenOff
+from unfuse.edge.access import ResponseAborted
 from unfuse.server.gateway import Gateway
 from unfuse.server.videos import Live
 from unfuse.stages.media import Video
@@ -455,6 +455,6 @@ async def _read(live: Live) -> tuple[bytes, bool]:
     try:
         async for data in live.content():
             got += data
-    except BrokenOff:
+    except ResponseAborted:
         return got, False
     return got, True

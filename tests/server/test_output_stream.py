@@ -12,7 +12,7 @@ import pytest
 from unfuse.core.errors import NotFound, TransientError
 from unfuse.core.request import Event
 from unfuse.core.task import PIECES_AT_ONCE, Lease
-from unfuse.edge.access import BrokenOff
+from unfuse.edge.access import ResponseAborted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server import chat
 from unfuse.server.chat_stream import output_stream
@@ -100,7 +100,7 @@ async def test_a_chat_is_broken_off_while_the_queue_cannot_be_read(queue: Memory
     queue.appended = away  # type: ignore[method-assign]
     plan = SimpleNamespace(stages=[SimpleNamespace(name="s", final=True)])
     gateway, context = SimpleNamespace(queue=queue), SimpleNamespace(id="a", plan=plan)
-    await raised(BrokenOff, rest(chat._pieces(gateway, context, [0])))  # type: ignore[arg-type]
+    await raised(ResponseAborted, rest(chat._pieces(gateway, context, [0])))  # type: ignore[arg-type]
 
 
 async def test_a_slow_reader_holds_nothing_up_and_has_nothing_kept_for_it(queue: MemoryQueue) -> None:

@@ -21,7 +21,7 @@ from unfuse.core.request import (
     billed_seconds,
     lost_seconds,
 )
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import ApiKeys
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.gateway import Gateway
 from unfuse.server.request_objects import FREE, Prices
@@ -106,7 +106,7 @@ class Nobody:
 async def test_metrics_add_up_by_tenant_model_and_device(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("ada k\nbob b\n")
-    keys, prices = Keys(files=[str(file)]), Prices(["cpu=3600/h"])
+    keys, prices = ApiKeys(files=[str(file)]), Prices(["cpu=3600/h"])
     gateway = Gateway(Nobody(), None, keys=keys, prices=prices)  # type: ignore[arg-type]
     for tenant, seconds in (("ada", 2.0), ("ada", 0.5), ("bob", 4.0), ("gone", 1.0)):
         gateway.ended(context(tenant, s=Timings(share_s=seconds, device="cpu")))

@@ -14,7 +14,7 @@ from tools.server import environment, unfuse
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import StorageLocations
-from unfuse.edge.keys import Key
+from unfuse.edge.keys import ApiKey
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.loading import Loading
 from unfuse.service.logs import Logs
@@ -64,7 +64,7 @@ def test_settings_become_what_is_composed() -> None:
     )
     assert load({}, None, environment_of(composed.settings)).settings.run_dir == "/r"
     assert load({}, None, environment_of(composed.settings)).settings.store.orphan_s == 77.0
-    assert composed.keys.of("k" * 16) == Key("default", admin=True)
+    assert composed.keys.of("k" * 16) == ApiKey("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA

@@ -29,7 +29,7 @@ class Refusal(errors.UnfuseError):
         self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
 
 
-class BrokenOff(Exception):
+class ResponseAborted(Exception):
     """A response cannot be sent to its end: the connection closes before that, so that the client notices."""
 
 
@@ -59,7 +59,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _STANDARD_PORT = {"http": ":80", "https": ":443"}
 
 
-class Access:
+class AccessPolicy:
     """Host names and websites that are allowed beside the server's own, and proxies that are trusted to forward both.
 
     `hosts` are names (`.domain` stands for a domain and all below it), `origins` are like `https://example.com`, `*` is
@@ -110,10 +110,10 @@ class Access:
         return None
 
 
-class Guard:
+class AccessGuard:
     """Refuses calls that Access does not allow, unless keys are required. Answers preflights. Raises Refusal."""
 
-    def __init__(self, app: ASGIApp, access: Access, keyed: bool) -> None:
+    def __init__(self, app: ASGIApp, access: AccessPolicy, keyed: bool) -> None:
         self._access, self._keyed = access, keyed
         self._app = app if not access.origins else CORSMiddleware(
             app, access.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],

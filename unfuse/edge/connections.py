@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from unfuse.core.supervisor import LogThrottle
-from unfuse.edge.access import EXEMPT, Access, Refusal, address_of, envelope
+from unfuse.edge.access import EXEMPT, AccessPolicy, Refusal, address_of, envelope
 
 MAX_HEAD = 32 * 1024
 MAX_HEADERS = 100
@@ -57,7 +57,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 class Connections(ServerState):
     """All connections of one server, counted by address; those of trusted proxies count only in the total."""
 
-    def __init__(self, bounds: ConnectionLimits, access: Access) -> None:
+    def __init__(self, bounds: ConnectionLimits, access: AccessPolicy) -> None:
         super().__init__()
         self.bounds, self._access = bounds, access
         self._most = min(bounds.connections, _files(bounds.connections + OTHER_FILES) - OTHER_FILES)
@@ -261,7 +261,7 @@ class Throttle:
 class HttpServer(Server):
     """uvicorn with bounds on its connections, and without its signal handlers, which are its caller's business."""
 
-    def __init__(self, app: ASGIApp, bounds: ConnectionLimits, access: Access) -> None:
+    def __init__(self, app: ASGIApp, bounds: ConnectionLimits, access: AccessPolicy) -> None:
         super().__init__(
             Config(
                 app, http=Protocol, ws="none", lifespan="off", log_level="error", access_log=False,

@@ -50,7 +50,7 @@ _NUMBER, _RATE = re.compile(r"[1-9][0-9]{0,6}"), re.compile(r"([1-9][0-9]{0,6})/
 _PER_S = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
-class Key(msgspec.Struct, frozen=True):
+class ApiKey(msgspec.Struct, frozen=True):
     """What a key opens.
 
     `admin`: it sees all tenants. `only_reads`: it creates, cancels and deletes nothing, and sees all metrics.
@@ -66,7 +66,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 #: Keys by their hashes.
-Known = dict[bytes, Key]
+Known = dict[bytes, ApiKey]
 
 
 class KeyLine(msgspec.Struct, frozen=True):
@@ -180,7 +180,7 @@ def known_of(entries: Iterable[KeyLine]) -> Known:
     return known
 
 
-def key_of(where: str, tenant: str, fields: Sequence[str]) -> Key:
+def key_of(where: str, tenant: str, fields: Sequence[str]) -> ApiKey:
     """Return what a key opens whose line has these fields. Raises UsageError, which begins with `where`."""
     given = dict(field.partition("=")[::2] for field in fields)
     if len(given) != len(fields) or any("=" not in field for field in fields) or given.keys() - set(FIELDS):
@@ -195,7 +195,7 @@ def key_of(where: str, tenant: str, fields: Sequence[str]) -> Key:
     allowance = TenantLimits(int(concurrent[0]) if "concurrent" in given else 0)
     if "rate" in given:
         allowance = TenantLimits(allowance.concurrent, int(rate[1]), _PER_S[rate[2]])
-    return Key(tenant, given.get("admin") == "yes", given.get("read") == "yes", models, allowance)
+    return ApiKey(tenant, given.get("admin") == "yes", given.get("read") == "yes", models, allowance)
 
 
 #: Seconds between two looks at the files. A file that has changed is read once two looks saw the same.
@@ -207,7 +207,7 @@ NOBODY = "no key is an admin's: workers, pools and other tenants' requests are c
 log = structlog.get_logger(__name__)
 
 
-class Keys:
+class ApiKeys:
     """The keys of one server: those that are `given`, and those in the lines of `files`.
 
     Files are read again when they change. If a changed file is wrong, that is logged and the keys stay as they were.
@@ -246,11 +246,11 @@ class Keys:
         commands = ", ".join(f"`unfuse keys hash {file}`" for file in self._plain)
         return f"keys are stored as plain text: replace them by their hashes with {commands}"
 
-    def of(self, shown: str) -> Key | None:
+    def of(self, shown: str) -> ApiKey | None:
         """Return what the key that a client sends opens; None if it is unknown."""
         return self._known.get(digest_of(shown))
 
-    def all(self) -> list[Key]:
+    def all(self) -> list[ApiKey]:
         """Return what all keys open."""
         return list(self._known.values())
 
@@ -315,7 +315,7 @@ class Keys:
         known = known_of(entries)
         self._plain = plain
         if self._is_sole:
-            known = {digest: Key(key.tenant, admin=True) for digest, key in known.items()}
+            known = {digest: ApiKey(key.tenant, admin=True) for digest, key in known.items()}
         return known
 
 
@@ -353,7 +353,7 @@ def _stamp_of(file: str) -> tuple[int, int, int, int] | None:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
-def _opens_less(now: Key | None, before: Key) -> bool:
+def _opens_less(now: ApiKey | None, before: ApiKey) -> bool:
     return now is None or now.tenant != before.tenant or before.admin and not now.admin
 
 
@@ -364,7 +364,7 @@ SHOWN_DIGITS = 8
 LEAST_DIGITS = 4
 
 
-def rows_of(file: Path) -> list[tuple[KeyLine, Key]]:
+def rows_of(file: Path) -> list[tuple[KeyLine, ApiKey]]:
     """Return the keys of a file, in order, with what each opens. Raises UsageError."""
     entries = list(entries_of(read_file(str(file)), str(file)))
     known = known_of(entries)

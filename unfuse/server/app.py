@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unfuse import __version__
 from unfuse.core.errors import UnfuseError
-from unfuse.edge.access import Access, BrokenOff, Guard, Refusal, envelope
+from unfuse.edge.access import AccessGuard, AccessPolicy, Refusal, ResponseAborted, envelope
 from unfuse.edge.connections import ConnectionLimits, HttpServer, Throttle
-from unfuse.edge.keys import Keys
+from unfuse.edge.keys import ApiKeys
 from unfuse.server import chat, dead_letters, images, models, monitoring, requests, videos
 from unfuse.server.auth import KEYED, WITHDRAWN_KEY, caller_of, key_in, unauthorized
 from unfuse.server.errors import allowed_methods, answer_error, refusal_of, response_of
@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def create_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
+def create_app(gateway: Gateway, access: AccessPolicy | None = None) -> FastAPI:
     """The application of a gateway. Without keys, `access` says from where it may be used: from this machine alone."""
     keyed = bool(gateway.keys)
     app = FastAPIOffline(
@@ -59,7 +59,7 @@ def create_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
         middleware=[
             Middleware(RequestIds),
             Middleware(Throttle),
-            Middleware(Guard, access=access or Access(), keyed=keyed),
+            Middleware(AccessGuard, access=access or AccessPolicy(), keyed=keyed),
             Middleware(KeyWithdrawal, keys=gateway.keys),
             Middleware(Methods),
         ],
@@ -103,7 +103,7 @@ class RequestIds:
         with structlog.contextvars.bound_contextvars(x_request_id=name):
             try:
                 await self._app(scope, receive, named)
-            except BrokenOff as error:
+            except ResponseAborted as error:
                 log.info("broken off", path=scope["path"], reason=str(error))
             except ClientDisconnect:
                 log.info("the client left before it had sent its request")
@@ -157,11 +157,11 @@ def _without_ranges(scope: Scope) -> list[tuple[bytes, bytes]]:
 class KeyWithdrawal:
     """Ends calls whose keys are withdrawn: streams with an event that says so, others by closing the connection."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call for as long as its key is known. Raises Refusal, BrokenOff."""
+        """Serve one call for as long as its key is known. Raises Refusal, ResponseAborted."""
         begun: Message | None = None
 
         async def noted(message: Message) -> None:
@@ -181,7 +181,7 @@ class KeyWithdrawal:
                 raise refusal from error
             kind = Headers(raw=begun["headers"]).get("content-type", "")
             if not kind.startswith("text/event-stream"):
-                raise BrokenOff("the key was withdrawn") from error
+                raise ResponseAborted("the key was withdrawn") from error
             await send({"type": "http.response.body", "body": sse_event(envelope(refusal), "error")})
 
 
@@ -191,8 +191,8 @@ class Front:
     Until then `/ready` has the reason, and all calls that need the queue get 503 with `Retry-After`.
     """
 
-    def __init__(self, listener: socket, bounds: ConnectionLimits, access: Access, keyed: bool) -> None:
-        self._app: ASGIApp = RequestIds(Guard(self._answer_starting, access, keyed))
+    def __init__(self, listener: socket, bounds: ConnectionLimits, access: AccessPolicy, keyed: bool) -> None:
+        self._app: ASGIApp = RequestIds(AccessGuard(self._answer_starting, access, keyed))
         self._server, self._listener = HttpServer(self, bounds, access), listener
         self._reason = ""
         self._serving: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from unfuse.core.errors import TransientError
 from unfuse.edge.access import STRANGER, Refusal
-from unfuse.edge.keys import DEFAULT_TENANT, Key
+from unfuse.edge.keys import DEFAULT_TENANT, ApiKey
 from unfuse.server.gateway import gateway_of
 
 #: Declares in /openapi.json that a key is needed; `caller_of` checks it.
@@ -28,7 +28,7 @@ UNKNOWN_KEY = "this server does not know this key: use one that `unfuse keys add
 WITHDRAWN_KEY = "this server does not know this key any more: it was removed, or its rights were reduced"
 
 
-class Principal(Key, frozen=True):
+class Principal(ApiKey, frozen=True):
     """A caller with what its key opens. It sees and ends the requests of the tenant `sees`; None: of all tenants."""
 
     sees: str | None = None
@@ -85,7 +85,7 @@ async def reader_of(request: Request, visitor: Visitor) -> Principal | None:
     return visitor
 
 
-def _caller(key: Key) -> Principal:
+def _caller(key: ApiKey) -> Principal:
     return Principal(**asdict(key), sees=None if key.admin else key.tenant)
 
 

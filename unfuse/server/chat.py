@@ -35,7 +35,7 @@ from unfuse.core.text import (
 )
 from unfuse.core.text_parameters import UNBOUNDED, PromptTokens, read_bad_words, template_kwargs
 from unfuse.core.vision import MediaItem, places_of
-from unfuse.edge.access import BrokenOff
+from unfuse.edge.access import ResponseAborted
 from unfuse.language.answer_reader import ReasoningReader
 from unfuse.language.grammars import pack_grammar
 from unfuse.language.structured_outputs import FORMAT, AnswerFormat, answer_format
@@ -214,7 +214,7 @@ def _finals(context: RequestContext) -> list[str]:
 async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, TokenDelta]]:
     """Yield new pieces of each choice with its index, after those that the client already has.
 
-    Raises BrokenOff while the queue cannot be read: the client continues with the id of the last event.
+    Raises ResponseAborted while the queue cannot be read: the client continues with the id of the last event.
     """
     stages = _finals(context)
     stream = output_stream(gateway.queue, context.id, dict(zip(stages, told, strict=True)))
@@ -223,7 +223,7 @@ async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) ->
             async for stage, data in stream:
                 yield stages.index(stage), decode(data, TokenDelta)
     except TransientError as error:
-        raise BrokenOff(str(error)) from error
+        raise ResponseAborted(str(error)) from error
 
 
 def _chunk(

@@ -30,7 +30,7 @@ from unfuse.core.plan import Params
 from unfuse.core.request import MODERATION_BLOCKED, TERMINAL_EVENTS, RequestContext, RequestRecord, billed_seconds
 from unfuse.core.supervisor import Supervisor
 from unfuse.edge.access import Refusal
-from unfuse.edge.keys import DEFAULT_TENANT, Keys
+from unfuse.edge.keys import DEFAULT_TENANT, ApiKeys
 from unfuse.queues.base import DeclaredModels
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
@@ -76,7 +76,7 @@ class Gateway(Observer):
         scheduler: Scheduler,
         results: ResultStore,
         *,
-        keys: Keys | None = None,
+        keys: ApiKeys | None = None,
         names: Mapping[str, str] | None = None,
         standard: Params | None = None,
         loras: str = "",
@@ -94,7 +94,7 @@ class Gateway(Observer):
         open_metrics: bool = False,
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
-        self.keys, self._prices, self._public_url = keys or Keys(), prices, public_url
+        self.keys, self._prices, self._public_url = keys or ApiKeys(), prices, public_url
         self.links = Links(scheduler.queue, scheduler.clock, signs=bool(self.keys))
         self.names, self._standard, self.strict = ModelNames(names or {}), standard or {}, strict
         self.metrics = Metrics(store, self.names.shown)

@@ -18,7 +18,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from unfuse.core.errors import InvalidParameter, NotFound, ResultsUnavailable, UnfuseError
 from unfuse.core.modalities import LAST_FRAME, VIDEO
 from unfuse.core.request import Event, RequestContext, RequestRecord
-from unfuse.edge.access import BrokenOff, Refusal
+from unfuse.edge.access import Refusal, ResponseAborted
 from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body
@@ -44,19 +44,19 @@ class Live:
         self._sent = hashlib.sha256()
 
     async def content(self) -> AsyncIterator[bytes]:
-        """The bytes, as they come to be. Raises BrokenOff when the client cannot have all of them."""
+        """The bytes, as they come to be. Raises ResponseAborted when the client cannot have all of them."""
         try:
             async for event in self._gateway.queue.watch(self._request):
                 while data := await self._next_part(event):
                     yield data
             record = await self._gateway.queue.load(self._request)
             if record.context.status != "completed":
-                raise BrokenOff(f"the request is {record.status}")
+                raise ResponseAborted(f"the request is {record.status}")
             rest = self._beyond(await to_thread.run_sync(self._gateway.results.path, self._request, 0))
             while data := await to_thread.run_sync(_chunk, rest):
                 yield data
         except (UnfuseError, OSError) as error:
-            raise BrokenOff(str(error)) from error
+            raise ResponseAborted(str(error)) from error
 
     async def _next_part(self, event: Event) -> bytes:
         """The next part of those that this event tells of; b"" if there is none.
@@ -76,7 +76,7 @@ class Live:
         return b""
 
     async def _go_on_with(self, attempt: int) -> None:
-        """Have a later attempt's parts follow what was sent. Raises BrokenOff if they do not begin with that."""
+        """Have a later attempt's parts follow what was sent. Raises ResponseAborted if they do not begin with that."""
         same = hashlib.sha256()
         for step in range(1, self._parts + 1):
             same.update(await self._read(attempt, step))
@@ -87,7 +87,7 @@ class Live:
         return await to_thread.run_sync(self._gateway.results.attached, self._request, part_name(attempt, step))
 
     def _beyond(self, path: Path) -> Iterator[bytes]:
-        """The finished file's stream behind what was sent. Raises BrokenOff if it does not begin with that."""
+        """The finished file's stream behind what was sent. Raises ResponseAborted if it does not begin with that."""
         same, left = hashlib.sha256(), self._bytes
         for data in streamed(path, self._fps):
             known, new = data[:left], data[left:]
@@ -102,7 +102,7 @@ class Live:
 
     def _require(self, digest: bytes) -> None:
         if digest != self._sent.digest():
-            raise BrokenOff("what was made again differs from what was sent")
+            raise ResponseAborted("what was made again differs from what was sent")
 
 
 def _chunk(rest: Iterator[bytes]) -> bytes:

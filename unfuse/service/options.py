@@ -15,8 +15,8 @@ from unfuse.core.messages import StorageLocations
 from unfuse.core.modalities import IMAGE, UPLOADS, VIDEO
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, StageSelector, StageSpec, roles_of
-from unfuse.edge.access import Access
-from unfuse.edge.keys import Keys
+from unfuse.edge.access import AccessPolicy
+from unfuse.edge.keys import ApiKeys
 from unfuse.launch import opener
 from unfuse.launch.base import OpenLauncher
 from unfuse.planning.machine import devices
@@ -62,8 +62,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     settings: Settings
-    keys: Keys
-    access: Access
+    keys: ApiKeys
+    access: AccessPolicy
     prices: Prices
     queue: str
     places: StorageLocations
@@ -116,9 +116,9 @@ def options(loaded: Loaded) -> ServeOptions:
     slots_by_role(settings)
     found = ServeOptions(
         settings=settings,
-        keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
+        keys=ApiKeys((*serve.api_key, *filter(None, [settings.api_key])), serve.api_keys),
         public_url=parse_public_url(serve.public_url),
-        access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
+        access=AccessPolicy(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         prices=Prices(serve.price),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         places=places(settings),

@@ -31,7 +31,7 @@ from unfuse.core.messages import AdapterBytes, FetchAdapter, Rejected, ToSchedul
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.supervisor import Supervisor, first
 from unfuse.edge.connections import ConnectionLimits
-from unfuse.edge.keys import Keys as ApiKeys
+from unfuse.edge.keys import ApiKeys as ApiKeys
 from unfuse.launch.base import Launcher
 from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
