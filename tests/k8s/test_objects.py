@@ -15,7 +15,7 @@ from tests.k8s.server import SCHEMAS, completed
 from unfuse.core.errors import ConfigError
 from unfuse.edge.keys import ApiKey, ApiKeys
 from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
-from unfuse.k8s.spec import Object, Wrong, ranks, read
+from unfuse.k8s.spec import InvalidSpec, Object, ranks, read
 from unfuse.service.crews import LEAVING_S
 from unfuse.wire.keys import read as read_keys
 from unfuse.worker.worker import SAVING
@@ -393,9 +393,9 @@ def test_workers_of_several_pipelines_serve_the_models_of_all_and_come_for_the_w
 )  # fmt: skip
 def test_pipelines_that_share_workers_agree_in_what_their_pods_have(other: Object, says: str) -> None:
     assert len(workers(POOL, KEYED, q=KEYED | {"model": "another"})) == 4
-    with pytest.raises(Wrong, match=f"p and q cannot share workers: they differ in .*{says}"):
+    with pytest.raises(InvalidSpec, match=f"p and q cannot share workers: they differ in .*{says}"):
         workers(POOL, KEYED, q=KEYED | other)
-    with pytest.raises(Wrong, match="keysSecret, which both have to name"):
+    with pytest.raises(InvalidSpec, match="keysSecret, which both have to name"):
         workers(POOL, LEAST, q=LEAST)
 
 
@@ -426,9 +426,9 @@ def test_keys_are_made_where_a_pipeline_names_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a" * 41, "A", "a.b", "1a", "a\n", 'a"', "-a", "a-", "x" * 64, ""])
 def test_names_of_which_no_others_can_be_made_are_refused(name: str) -> None:
-    with pytest.raises(Wrong, match="at most 40"):
+    with pytest.raises(InvalidSpec, match="at most 40"):
         pipeline(LEAST, name)
-    with pytest.raises(Wrong, match="at most 40"):
+    with pytest.raises(InvalidSpec, match="at most 40"):
         pipeline(LEAST | {"stages": [{"name": "all", "pool": name}]})
 
 
@@ -453,7 +453,7 @@ def test_a_component_comes_from_where_its_stage_says() -> None:
     assert unmet("p", spec, {"enc": "encoder", "dit": "denoiser"}, EVERY) == []
     assert not [flag for flag in arguments(made(LEAST)) if "component-source" in flag]
     other = stages[0] | {"pool": "enc2", "model": {"path": "owner/other", "component": "text_encoder_2"}}
-    with pytest.raises(Wrong, match="two sources of component text_encoder_2"):
+    with pytest.raises(InvalidSpec, match="two sources of component text_encoder_2"):
         pipeline(LEAST | {"stages": [*stages, other]})
     sources = {"vae": "owner/vae", "text_encoder_2": "/models/t5 xxl"}
     said = arguments(made(LEAST | {"componentSources": sources}))

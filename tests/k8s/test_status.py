@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.k8s.reconcile import Found, condition, conditions, of_workload
-from unfuse.k8s.spec import Object, Wrong
+from unfuse.k8s.reconcile import ObservedStatus, condition, conditions, of_workload
+from unfuse.k8s.spec import InvalidSpec, Object
 
 BODY: Object = {"metadata": {"name": "p", "generation": 3}}
 
 
-def told(found: Found, body: Object = BODY, now: str = "then") -> dict[str, tuple[str, str]]:
+def told(found: ObservedStatus, body: Object = BODY, now: str = "then") -> dict[str, tuple[str, str]]:
     return {one["type"]: (one["status"], one["reason"]) for one in conditions(body, found, "workers", now)}
 
 
 @pytest.mark.parametrize(
     ("found", "ready", "progressing", "degraded"),
     [
-        (Found(2, 2, 2), ("True", "AsWanted"), ("False", "AsWanted"), ("False", "AsWanted")),
-        (Found(2, 2, 1), ("False", "Starting"), ("True", "Starting"), ("False", "AsWanted")),
-        (Found(0, 1, 1), ("True", "Asleep"), ("False", "Asleep"), ("False", "AsWanted")),
-        (Found(2, 2, 2, (Wrong("Odd", "it is"),)), ("True", "AsWanted"), ("False", "AsWanted"), ("True", "Odd")),
-        (Found(2, 2, 1, (Wrong("Odd", "it is"),)), ("False", "Starting"), ("False", "Starting"), ("True", "Odd")),
-        (Found(2, 3, 3, waits="w-2"), ("True", "AsWanted"), ("True", "WorkersFinish"), ("False", "AsWanted")),
-        (Found(3, 3, 2, waits="w-2"), ("False", "Starting"), ("True", "WorkersFinish"), ("False", "AsWanted")),
-        (Found(2, 3, 3, (Wrong("Odd", "it is"),), waits="w-2"),
+        (ObservedStatus(2, 2, 2), ("True", "AsWanted"), ("False", "AsWanted"), ("False", "AsWanted")),
+        (ObservedStatus(2, 2, 1), ("False", "Starting"), ("True", "Starting"), ("False", "AsWanted")),
+        (ObservedStatus(0, 1, 1), ("True", "Asleep"), ("False", "Asleep"), ("False", "AsWanted")),
+        (ObservedStatus(2, 2, 2, (InvalidSpec("Odd", "it is"),)), ("True", "AsWanted"), ("False", "AsWanted"), ("True", "Odd")),
+        (ObservedStatus(2, 2, 1, (InvalidSpec("Odd", "it is"),)), ("False", "Starting"), ("False", "Starting"), ("True", "Odd")),
+        (ObservedStatus(2, 3, 3, waits="w-2"), ("True", "AsWanted"), ("True", "WorkersFinish"), ("False", "AsWanted")),
+        (ObservedStatus(3, 3, 2, waits="w-2"), ("False", "Starting"), ("True", "WorkersFinish"), ("False", "AsWanted")),
+        (ObservedStatus(2, 3, 3, (InvalidSpec("Odd", "it is"),), waits="w-2"),
          ("True", "AsWanted"), ("False", "WorkersFinish"), ("True", "Odd")),
-        (Found(refused=Wrong("Bad", "it is")), ("False", "Bad"), ("False", "Starting"), ("True", "Bad")),
+        (ObservedStatus(refused=InvalidSpec("Bad", "it is")), ("False", "Bad"), ("False", "Starting"), ("True", "Bad")),
     ],
 )  # fmt: skip
 def test_it_is_ready_on_its_way_or_not_as_it_should_be(
-    found: Found, ready: tuple[str, str], progressing: tuple[str, str], degraded: tuple[str, str]
+    found: ObservedStatus, ready: tuple[str, str], progressing: tuple[str, str], degraded: tuple[str, str]
 ) -> None:
     assert told(found) == {"Ready": ready, "Progressing": progressing, "Degraded": degraded}
 
 
 def test_a_condition_keeps_its_time_while_it_stays_and_says_of_what_it_speaks() -> None:
-    before = conditions(BODY, Found(2, 2, 1), "workers", "then")
+    before = conditions(BODY, ObservedStatus(2, 2, 1), "workers", "then")
     body = BODY | {"status": {"conditions": before}}
     same, other = (
         {"status": {"conditions": conditions(body, found, "workers", "now")}}
-        for found in (Found(3, 2, 1), Found(2, 2, 2))
+        for found in (ObservedStatus(3, 2, 1), ObservedStatus(2, 2, 2))
     )
     times = [condition(one, "Ready")["lastTransitionTime"] for one in (same, other)]
     assert times == ["then", "now"] and condition(other, "Degraded")["lastTransitionTime"] == "then"
@@ -50,7 +50,7 @@ def test_a_condition_keeps_its_time_while_it_stays_and_says_of_what_it_speaks() 
 
 
 def test_what_is_wrong_is_said_whole() -> None:
-    found = Found(1, 1, 1, (Wrong("One", "first"), Wrong("Two", "second")))
+    found = ObservedStatus(1, 1, 1, (InvalidSpec("One", "first"), InvalidSpec("Two", "second")))
     (degraded,) = (one for one in conditions(BODY, found, "workers", "then") if one["type"] == "Degraded")
     assert (degraded["reason"], degraded["message"]) == ("One", "first; second")
 

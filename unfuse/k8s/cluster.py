@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx2
 
 from unfuse.core.errors import TransientError
-from unfuse.k8s.spec import Object, Wrong
+from unfuse.k8s.spec import InvalidSpec, Object
 
 if TYPE_CHECKING:
     from kopf import ConnectionInfo
@@ -18,7 +18,7 @@ APPLIED = "fieldManager=unfuse-operator&force=true"
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 
 
-class Cluster:
+class ClusterClient:
     """The server, with the credentials that `login` finds; it looks for them again when they are refused."""
 
     def __init__(self, login: Callable[[], ConnectionInfo]) -> None:
@@ -53,7 +53,7 @@ class Cluster:
         if answer.status_code in {401, 429} or answer.status_code >= (500 if method == "GET" else 501):
             raise TransientError(f"the API server says {answer.status_code}: {said.get('message')}")
         if answer.is_error and answer.status_code != 404:
-            raise Wrong(said.get("reason") or "Refused", str(said.get("message")))
+            raise InvalidSpec(said.get("reason") or "Refused", str(said.get("message")))
         return None if answer.status_code == 404 else dict(said)
 
     async def every(self, api: str, kind: str, namespace: str, query: str = "") -> dict[str, Object]:
@@ -66,7 +66,7 @@ class Cluster:
         whole = made | {"metadata": made["metadata"] | {"ownerReferences": [owner]}}
         try:
             await self.ask("POST", place(made["apiVersion"], made["kind"], namespace), whole)
-        except Wrong as error:
+        except InvalidSpec as error:
             if error.reason != "AlreadyExists":
                 raise
 
@@ -75,10 +75,12 @@ class Cluster:
         api, kind, metadata = made["apiVersion"], made["kind"], made["metadata"]
         path = place(api, kind, namespace, metadata["name"])
         if (there := await self.ask("GET", path)) and not owns(owner, there):
-            raise Wrong("NameTaken", f"{kind} {metadata['name']} is there already, and not of this {owner['kind']}")
+            raise InvalidSpec(
+                "NameTaken", f"{kind} {metadata['name']} is there already, and not of this {owner['kind']}"
+            )
         whole = made | {"metadata": metadata | {"namespace": namespace, "ownerReferences": [owner]}}
         if (applied := await self.ask("PATCH", f"{path}?{APPLIED}", whole, APPLY)) is None:
-            raise Wrong("KindUnknown", f"the cluster has no {kind} of {api}")
+            raise InvalidSpec("KindUnknown", f"the cluster has no {kind} of {api}")
         return applied
 
     async def delete(self, api: str, kind: str, namespace: str, name: str, owner: Object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.plan import roles_of
-from unfuse.k8s.spec import Object, Wrong, component_sources, models, parallel, pools, queue, ranks, role
+from unfuse.k8s.spec import InvalidSpec, Object, component_sources, models, parallel, pools, queue, ranks, role
 from unfuse.wire.keys import new
 
 VERSION = "unfuse.dev/v1alpha1"
@@ -83,7 +83,7 @@ def of_pool(name: str, namespace: str, spec: Object, users: Mapping[str, Object]
         differ += [key for key in ("queue", "redis") if pipeline["scheduler"].get(key) != its["scheduler"].get(key)]
         if differ or "keysSecret" not in its:
             said = ", ".join(differ) or "keysSecret, which both have to name"
-            raise Wrong("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {said}")
+            raise InvalidSpec("PipelinesDiffer", f"{first} and {other} cannot share workers: they differ in {said}")
     drain, model = max(spec["drainSeconds"], ceil(STEPS * spec["stepSeconds"])), spec.get("model", {})
     # what one scheduler tells its workers to load is its own pipeline's
     both = dict.fromkeys(one for _, its in sorted(users.items()) for one in models(its)) if others else [None]

@@ -12,10 +12,10 @@ import kopf
 import structlog
 
 from unfuse.core.errors import TransientError, UsageError
-from unfuse.k8s.cluster import Cluster
+from unfuse.k8s.cluster import ClusterClient
 from unfuse.k8s.objects import MADE, VERSION
 from unfuse.k8s.reconcile import PIPELINE, POOL, Reconciler
-from unfuse.k8s.spec import Object, Wrong
+from unfuse.k8s.spec import InvalidSpec, Object
 
 OWNED = ("configmaps", "services", "poddisruptionbudgets", "networkpolicies", "deployments", "statefulsets")
 """Kinds whose objects are put right when somebody changes or deletes them."""
@@ -34,10 +34,10 @@ Login = Callable[..., kopf.ConnectionInfo | None]
 log = structlog.get_logger(__name__)
 
 
-class Tasks:
+class ReconcileTasks:
     """A task for each object, which is woken when anything changed, and by itself until all is as wanted."""
 
-    def __init__(self, cluster: Cluster, reconciler: Reconciler) -> None:
+    def __init__(self, cluster: ClusterClient, reconciler: Reconciler) -> None:
         self._cluster, self._reconciler = cluster, reconciler
         self._tasks: dict[tuple[str, str, str], tuple[asyncio.Event, asyncio.Task[None]]] = {}
 
@@ -71,7 +71,7 @@ class Tasks:
             try:
                 done = await self._reconciler.reconcile(kind, namespace, name)
             except Exception as error:  # others go on, and so does this one
-                is_bug = not isinstance(error, TransientError | Wrong)
+                is_bug = not isinstance(error, TransientError | InvalidSpec)
                 log.warning("tried in vain, and will again", kind=kind, name=name, error=str(error), exc_info=is_bug)
                 done = False
             pause = None if done else min(LONGEST_S, 2 * (pause or 0.5))
@@ -101,27 +101,27 @@ async def operate(image: str, namespaces: Sequence[str] = (), login: Login = cre
         return known
 
     found()
-    cluster = Cluster(found)
+    cluster = ClusterClient(found)
     while not await _introduced(cluster):
         log.warning("waits until the cluster knows pipelines and pools: kubectl apply -f deploy/kubernetes/crds")
         await asyncio.sleep(DEFINED_S)
-    registry = _registry(Tasks(cluster, Reconciler(cluster, image, kopf.warn)), login)
+    registry = _registry(ReconcileTasks(cluster, Reconciler(cluster, image, kopf.warn)), login)
     flags |= {"clusterwide": not namespaces, "namespaces": namespaces}
     await kopf.operator(registry=registry, settings=settings, **flags)
 
 
-async def _introduced(cluster: Cluster) -> bool:
+async def _introduced(cluster: ClusterClient) -> bool:
     """Whether the cluster knows our kinds, which kopf looks for once; then others can hear of this operator too."""
     with suppress(TransientError):
         said = await cluster.ask("GET", f"/apis/{VERSION}") or {}
         if {one["name"] for one in said.get("resources", [])} >= OURS:
-            with suppress(Wrong):  # it is there; or this one may not make it, and works by itself
+            with suppress(InvalidSpec):  # it is there; or this one may not make it, and works by itself
                 await cluster.ask("POST", PEERS, PEERING)
             return True
     return False
 
 
-def _registry(tasks: Tasks, login: Login) -> kopf.OperatorRegistry:
+def _registry(tasks: ReconcileTasks, login: Login) -> kopf.OperatorRegistry:
     """What kopf calls."""
     made = kopf.OperatorRegistry()
     kopf.on.login(registry=made)(login)

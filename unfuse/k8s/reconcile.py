@@ -13,9 +13,9 @@ import httpx2
 from unfuse.core.compute_options import AUTO
 from unfuse.core.errors import ConfigError
 from unfuse.k8s import objects
-from unfuse.k8s.cluster import MERGE, Cluster, owns, place
+from unfuse.k8s.cluster import MERGE, ClusterClient, owns, place
 from unfuse.k8s.objects import KEDA, MADE, MONITORING, POLICIES, VERSION
-from unfuse.k8s.spec import NAME, Object, Wrong, gpus, pools as pools_in, ranks, read
+from unfuse.k8s.spec import NAME, InvalidSpec, Object, gpus, pools as pools_in, ranks, read
 
 PIPELINE, POOL = "DiffusionPipeline", "DiffusionPool"
 
@@ -32,7 +32,7 @@ Tell = Callable[..., None]
 class Reconciler:
     """What is done about one object at a time."""
 
-    def __init__(self, cluster: Cluster, image: str, tell: Tell) -> None:
+    def __init__(self, cluster: ClusterClient, image: str, tell: Tell) -> None:
         self._cluster, self._usual, self._tell = cluster, {"image": image}, tell
 
     async def reconcile(self, kind: str, namespace: str, name: str) -> bool | None:
@@ -44,10 +44,10 @@ class Reconciler:
         more: Object = {}
         try:
             found, more = await (self._pipeline if kind == PIPELINE else self._pool)(body, namespace)
-        except Wrong as error:
-            found = Found(refused=error)
+        except InvalidSpec as error:
+            found = ObservedStatus(refused=error)
         except NOT_AS_DEFINED as error:
-            found = Found(refused=Wrong("InvalidSpec", f"its definition does not allow this: {error!r}"))
+            found = ObservedStatus(refused=InvalidSpec("InvalidSpec", f"its definition does not allow this: {error!r}"))
         what = "schedulers and pools" if kind == PIPELINE else "workers"
         said = more | {"observedGeneration": body["metadata"].get("generation", 0)}
         said["conditions"] = conditions(body, found, what, now())
@@ -58,7 +58,7 @@ class Reconciler:
             await self._cluster.ask("PATCH", f"{path}/status", {"status": said}, MERGE)
         return found.ready >= found.wanted and not (found.refused or found.waits)
 
-    async def _pipeline(self, body: Object, namespace: str) -> tuple[Found, Object]:
+    async def _pipeline(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
         name, asked, apis = body["metadata"]["name"], self._usual | read(body), await self._apis()
         pools, owner = pools_in(name, asked), owner_of(body)
         for made in (*objects.secrets_of(name, asked), *objects.pools_of(name, asked)):
@@ -70,17 +70,17 @@ class Reconciler:
         found = await self._applied(ours, body, namespace)
         there = await self._cluster.every(VERSION, POOL, namespace)
         roles = {pool: one["spec"]["role"] for pool, one in there.items()}
-        troubles = [Wrong("NotAsAsked", said) for said in objects.unmet(name, asked, roles, apis)]
+        troubles = [InvalidSpec("NotAsAsked", said) for said in objects.unmet(name, asked, roles, apis)]
         ready = found.ready
         for pool in pools:
             ready += condition(there.get(pool, {}), "Ready").get("status") == "True"
             its = condition(there.get(pool, {}), "Degraded")
             if its.get("status") == "True":
-                troubles.append(Wrong(its["reason"], f"pool {pool}: {its['message']}"))
-        whole = Found(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
+                troubles.append(InvalidSpec(its["reason"], f"pool {pool}: {its['message']}"))
+        whole = ObservedStatus(found.wanted + len(pools), found.there, ready, (*found.troubles, *troubles))
         return whole, {"url": at(name, namespace, asked)}
 
-    async def _pool(self, body: Object, namespace: str) -> tuple[Found, Object]:
+    async def _pool(self, body: Object, namespace: str) -> tuple[ObservedStatus, Object]:
         name, asked = body["metadata"]["name"], read(body)
         users: dict[str, Object] = {}
         there = await self._cluster.every(VERSION, PIPELINE, namespace)
@@ -90,14 +90,14 @@ class Reconciler:
                 if name in pools_in(user, its := self._usual | read(one)):
                     users[user] = its
             except NOT_AS_DEFINED as error:  # which may mean this pool: what serves goes on
-                raise Wrong("PipelineNotUnderstood", f"it stays as it is until {user} is understood") from error
+                raise InvalidSpec("PipelineNotUnderstood", f"it stays as it is until {user} is understood") from error
         if MADE.items() <= body["metadata"].get("labels", {}).items():
             await self._keep(body, namespace, [pipelines[user] for user in users])
         if not users:
             path = place("apps/v1", "StatefulSet", namespace, name)
             if (workload := await self._cluster.ask("GET", path)) and owns(owner_of(body), workload):
                 await self._cluster.ask("PATCH", path, {"spec": {"replicas": 0}}, MERGE)
-            raise Wrong("NotUsed", "no pipeline names it, so it has no workers")
+            raise InvalidSpec("NotUsed", "no pipeline names it, so it has no workers")
         made = objects.of_pool(name, namespace, asked, users, apis := await self._apis())
         gateways = [at(one, namespace, its) for one, its in sorted(users.items())]
         since, waits = await self._shrink(body, made[-1], asked["finishSeconds"], gateways)
@@ -134,7 +134,7 @@ class Reconciler:
             if api in apis | {POLICIES}:
                 await self._cluster.delete(api, kind, body["metadata"]["namespace"], name, owner_of(body))
 
-    async def _applied(self, made: list[Object], body: Object, namespace: str) -> Found:
+    async def _applied(self, made: list[Object], body: Object, namespace: str) -> ObservedStatus:
         """Apply objects of which the last is a workload, and see how that is."""
         owner, workload = owner_of(body) | {"controller": True}, made[-1]
         for one in made:
@@ -154,7 +154,7 @@ class Reconciler:
         return frozenset([api for api in (MONITORING, KEDA) if await self._cluster.ask("GET", f"/apis/{api}")])
 
 
-async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[Wrong]:
+async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[InvalidSpec]:
     """What is wrong where workers of a pool have more GPUs than ranks, as they were told to or their gateways say."""
     there = gpus(pool.get("resources", {}))
     if there < 2:
@@ -166,7 +166,7 @@ async def idle_gpus(name: str, pool: Object, gateways: list[str]) -> list[Wrong]
     told = f"device is {pool['device']}" if pool["device"] != "auto" else "its args say so"
     most = f"its stages cannot be divided by more, so ask for {count} GPUs"
     why = most if said == AUTO else f"parallel is {said}" if said else told
-    return [Wrong("IdleGPUs", f"its workers have {there} GPUs and compute on {count}: {why}")]
+    return [InvalidSpec("IdleGPUs", f"its workers have {there} GPUs and compute on {count}: {why}")]
 
 
 def owner_of(body: Object) -> Object:
@@ -230,7 +230,7 @@ COMING = {"", "ContainerCreating", "PodInitializing"}
 """Reasons to wait that pass by themselves."""
 
 
-class Found(NamedTuple):
+class ObservedStatus(NamedTuple):
     """How many are wanted, there, and ready; what is wrong all the same; why nothing was done, if that is so; and for
     what it waits before it is as wanted.
     """
@@ -238,34 +238,36 @@ class Found(NamedTuple):
     wanted: int = 0
     there: int = 0
     ready: int = 0
-    troubles: tuple[Wrong, ...] = ()
-    refused: Wrong | None = None
+    troubles: tuple[InvalidSpec, ...] = ()
+    refused: InvalidSpec | None = None
     waits: str = ""
 
 
-def of_workload(made: Object, pods: Iterable[Object]) -> Found:
+def of_workload(made: Object, pods: Iterable[Object]) -> ObservedStatus:
     """What a workload, as the server returned it, and its pods say. Pods of an older template do not count as ready."""
     status, wanted = made.get("status", {}), made["spec"]["replicas"]
     known = status.get("observedGeneration", 0) >= made["metadata"].get("generation", 0)
     ready = min(status.get("readyReplicas", 0), status.get("updatedReplicas", 0)) if known else 0
-    return Found(wanted, status.get("replicas", 0), ready, (*_troubles(pods),))
+    return ObservedStatus(wanted, status.get("replicas", 0), ready, (*_troubles(pods),))
 
 
-def _troubles(pods: Iterable[Object]) -> Iterator[Wrong]:
+def _troubles(pods: Iterable[Object]) -> Iterator[InvalidSpec]:
     """Why pods do not run: no node takes them, or a container does not start, with the last line that it wrote."""
     for pod in pods:
         name, status = pod["metadata"]["name"], pod.get("status", {})
         for one in status.get("conditions", []):
             if one["type"] == "PodScheduled" and one["status"] == "False":
-                yield Wrong(one.get("reason", "Unschedulable"), f"{name} finds no node: {one.get('message', '')}")
+                yield InvalidSpec(one.get("reason", "Unschedulable"), f"{name} finds no node: {one.get('message', '')}")
         for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
             waiting = one.get("state", {}).get("waiting", {})
             if (reason := waiting.get("reason", "")) not in COMING:
                 wrote = one.get("lastState", {}).get("terminated", {}).get("message", "").strip().splitlines()
-                yield Wrong(reason, f"{name} does not run ({reason}): {(wrote or [waiting.get('message', '')])[-1]}")
+                yield InvalidSpec(
+                    reason, f"{name} does not run ({reason}): {(wrote or [waiting.get('message', '')])[-1]}"
+                )
 
 
-def conditions(body: Object, found: Found, what: str, now: str) -> list[Object]:
+def conditions(body: Object, found: ObservedStatus, what: str, now: str) -> list[Object]:
     """Ready, Progressing and Degraded of an object; each keeps its time while it stays as it was."""
     enough = found.ready >= found.wanted and not found.refused
     wrong = [found.refused] if found.refused else found.troubles

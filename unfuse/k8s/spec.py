@@ -21,7 +21,7 @@ GPU = re.compile(r"^(nvidia|amd)\.com/gpu$|^gpu\.intel\.com/(i915|xe)$")
 """Names of resources that are whole GPUs."""
 
 
-class Wrong(ConfigError):
+class InvalidSpec(ConfigError):
     """An object asks for what cannot be; `reason` is a word for programs, the message a sentence for people."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -34,7 +34,7 @@ def read(body: Object) -> Object:
     spec = dict(body["spec"])
     for name in (body["metadata"]["name"], *(stage["pool"] for stage in spec.get("stages", []))):
         if not NAME.fullmatch(name):
-            raise Wrong("InvalidName", f"{name!r} is not at most 40 of a-z, 0-9 and -, beginning with a letter")
+            raise InvalidSpec("InvalidName", f"{name!r} is not at most 40 of a-z, 0-9 and -, beginning with a letter")
     if "role" not in spec:
         roles_of("+".join(role(stage) for stage in spec.get("stages") or [{"role": "all"}]))
         queue(spec["scheduler"])
@@ -59,7 +59,7 @@ def component_sources(pipeline: Object) -> dict[str, str]:
     for model in named if len(served) == 1 else []:
         component, path = model["component"], model.get("path", served[0])
         if path not in served and found.setdefault(component, path) != path:
-            raise Wrong("InvalidSpec", f"two sources of component {component} are said: say one")
+            raise InvalidSpec("InvalidSpec", f"two sources of component {component} are said: say one")
     return found
 
 
@@ -82,12 +82,14 @@ def parallel(stages: Sequence[Object]) -> str:
     for stage in (one for one in stages if "parallel" in one):
         its, how = role(stage), stage["parallel"]
         if its == ALL or not its.isidentifier():
-            raise Wrong(
+            raise InvalidSpec(
                 "InvalidSpec",
                 f"stage {stage['name']} is spread by {how}, and its role {its} is several: set parallel in its pool",
             )
         if said.setdefault(its, how) != how or (AUTO in said.values()) != (how == AUTO):
-            raise Wrong("InvalidSpec", f"stages of one pool are spread in two ways, {how} and {said[its]}: say one")
+            raise InvalidSpec(
+                "InvalidSpec", f"stages of one pool are spread in two ways, {how} and {said[its]}: say one"
+            )
     return AUTO if AUTO in said.values() else ",".join(f"{its}={how}" for its, how in said.items())
 
 
