@@ -11,7 +11,7 @@ import pytest
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.text import Answer, AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
-from unfuse.server.chat_stream import GrowingMessage, whole
+from unfuse.server.chat_stream import StreamedMessage, whole
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 BOTH = f"<think>Hm.</think>I call.\n{CALL}\n{CALL}"
@@ -24,7 +24,7 @@ def context(**about: Any) -> Any:
 
 def deltas(text: str, size: int, ended: str = "stop") -> list[dict[str, Any]]:
     """What a client is told of a text that comes in pieces of a size."""
-    message = GrowingMessage(context(), 0)
+    message = StreamedMessage(context(), 0)
     ends = [*range(0, len(text), size), len(text)]
     return [message.add(text[start:end]) for start, end in pairwise(ends)] + message.finish(ended)
 
@@ -67,7 +67,7 @@ def test_a_call_that_was_cut_ends_for_its_length() -> None:
 def test_plain_text_is_content() -> None:
     plain: Any = SimpleNamespace(id="chat_1", request=SimpleNamespace(derived=DerivedFacts()))
     assert whole(plain, 0, Answer(CALL, "stop", [])) == ({"content": CALL}, "stop")
-    assert not GrowingMessage(plain, 0).looks_back
+    assert not StreamedMessage(plain, 0).looks_back
 
 
 def test_reasoning_may_be_left_out() -> None:

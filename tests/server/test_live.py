@@ -30,7 +30,7 @@ from unfuse.core.request import Event, RequestContext, Timings, new_request_id
 from unfuse.core.task import Lease
 from unfuse.edge.access import ResponseAborted
 from unfuse.server.gateway import Gateway
-from unfuse.server.videos import Live
+from unfuse.server.videos import VideoStream
 from unfuse.stages.media import Video
 from unfuse.stores.results import open_results, part_name
 from unfuse.testing.queue_samples import wanted
@@ -333,13 +333,13 @@ def test_a_slow_reader_holds_nobody_up_and_gets_the_rest_from_the_file(
 ) -> None:
     """Sockets hold less than these parts together: some are gone before they are asked for."""
     parts, file = filmed(scene(frames=37, side=512))
-    beyond, had = Live._beyond, list[int]()
+    beyond, had = VideoStream._beyond, list[int]()
 
-    def noted(self: Live, path: Path) -> Iterator[bytes]:
+    def noted(self: VideoStream, path: Path) -> Iterator[bytes]:
         had.append(self._parts)
         return beyond(self, path)
 
-    monkeypatch.setattr(Live, "_beyond", noted)
+    monkeypatch.setattr(VideoStream, "_beyond", noted)
     narrow = httpx2.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)])
     with httpx2.Client(base_url=served.url, timeout=600, transport=narrow) as http, live(http, decoder.id) as response:
         reader = Reader(response)
@@ -441,7 +441,7 @@ def test_whatever_happens_a_client_gets_one_stream_and_an_error_unless_it_is_who
     """Given attempts that die, parts that are lost, events that come late or never, and attempts that make others."""
     course = Course(tmp_path_factory.mktemp("moves"), moves, ends, strays)
 
-    got, whole = asyncio.run(_read(Live(cast("Gateway", course), cast("RequestContext", course))))
+    got, whole = asyncio.run(_read(VideoStream(cast("Gateway", course), cast("RequestContext", course))))
 
     assert STREAM.startswith(got) or b"".join(OTHERS).startswith(got)
     assert whole == (ends and got == b"".join(course.parts))
@@ -449,7 +449,7 @@ def test_whatever_happens_a_client_gets_one_stream_and_an_error_unless_it_is_who
         assert got == STREAM
 
 
-async def _read(live: Live) -> tuple[bytes, bool]:
+async def _read(live: VideoStream) -> tuple[bytes, bool]:
     """What a client gets, and whether that is all."""
     got = b""
     try:

@@ -8,7 +8,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
 from unfuse.language.tools import Tools, read_tools
-from unfuse.server.chat_formats import Parsers, reading_of
+from unfuse.server.chat_formats import OutputParsers, reading_of
 
 HERMES, MISTRAL, QWEN3 = CALL_FORMATS["hermes"], CALL_FORMATS["mistral"], REASONING_FORMATS["qwen3"]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
@@ -19,12 +19,12 @@ def tools(**about: object) -> Tools | None:
 
 
 def test_a_chosen_parser_goes_before_that_of_the_template() -> None:
-    auto, chosen = Parsers(), Parsers("pythonic", "none")
+    auto, chosen = OutputParsers(), OutputParsers("pythonic", "none")
     assert auto.format_of_calls(HERMES) is HERMES and auto.format_of_reasoning(QWEN3) is QWEN3
     assert chosen.format_of_calls(HERMES).name == "pythonic" and chosen.format_of_reasoning(QWEN3) is None
     for tool_call, reasoning in (("openai", "auto"), ("auto", "openai")):
         with pytest.raises(ConfigError, match="choose one of auto"):
-            Parsers(tool_call, reasoning)
+            OutputParsers(tool_call, reasoning)
 
 
 def test_plain_text_is_not_read() -> None:

@@ -24,7 +24,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import Pipeline, manned
 from unfuse.core.request import Delivery
 from unfuse.queues.base import QueueLimits
-from unfuse.server.calls import Call
+from unfuse.server.calls import CreatingCall
 from unfuse.server.result_cache import result_key
 from unfuse.stores.results import ResultStore
 
@@ -323,7 +323,7 @@ def test_the_copies_of_a_request_that_was_somebody_s_already_are_dropped(
         return None
 
     with monkeypatch.context() as patch:
-        patch.setattr(Call, "_earlier", none)
+        patch.setattr(CreatingCall, "_earlier", none)
         assert made(http, asked, **{"idempotency-key": "so close"})["id"] == first["id"]
     assert set(thrifty.folder.iterdir()) == folders
 

@@ -12,7 +12,7 @@ from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
 from unfuse.edge.access import Refusal
 from unfuse.planning.placement import PROCESS
-from unfuse.server.served_models import JoinProgress
+from unfuse.server.served_models import AddModelProgress
 from unfuse.service import crews as module
 
 TWO = 2 * ONE + PROCESS // (1 << 20)
@@ -68,10 +68,10 @@ async def test_one_that_is_added_twice_at_once_is_added_once(machine: Machine, f
 
 async def test_what_workers_say_is_the_progress_of_their_models_alone(machine: Machine, folder: str) -> None:
     await machine.crews.add("added", folder)
-    assert machine.crews.progress("added") == JoinProgress("starting")
+    assert machine.crews.progress("added") == AddModelProgress("starting")
     machine.crews.hear(2, b'{"event": "loading", "level": "info", "done": 1, "total": 2}')
-    assert machine.crews.progress("added") == JoinProgress("loading", 1, 2)
-    assert machine.crews.progress("unfuse/shapes") == JoinProgress("starting")
+    assert machine.crews.progress("added") == AddModelProgress("loading", 1, 2)
+    assert machine.crews.progress("unfuse/shapes") == AddModelProgress("starting")
     machine.crews.hear(2, b'{"event": "ready", "level": "info"}')
     assert machine.crews.progress("added") is None
     machine.crews.hear(99, b"unfuse: nobody's")

@@ -185,7 +185,7 @@ class KeyWithdrawal:
             await send({"type": "http.response.body", "body": sse_event(envelope(refusal), "error")})
 
 
-class Front:
+class HttpFrontend:
     """The HTTP server at a socket, which answers for a gateway from the first call of `wait` or `serve` on.
 
     Until then `/ready` has the reason, and all calls that need the queue get 503 with `Retry-After`.

@@ -50,7 +50,7 @@ NEW_KEY = "unfuse-new-key"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RequestInputs:
     """What a request has beside its parameters. For a chat most of it is read before these are checked."""
 
     #: Attachments by name.
@@ -68,7 +68,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Call:
+class CreatingCall:
     """A creating call: who asks, its fields, its medium. `upload` is the name of its field for a picture, if any.
 
     That of another one may go `beside` it. One that `waits` is answered with what was made, unless its
@@ -84,7 +84,7 @@ class Call:
     waits: bool = False
     beside: str = ""
     #: Reads the prompt out of the fields.
-    read: Callable[[ModelSpec, Mapping[str, object]], Inputs] | None = None
+    read: Callable[[ModelSpec, Mapping[str, object]], RequestInputs] | None = None
 
     @property
     def files(self) -> list[str]:
@@ -206,14 +206,16 @@ class Call:
                 await to_thread.run_sync(gateway.results.delete, id)
         return record
 
-    async def _prompt(self, card: ModelSpec, fields: Mapping[str, object]) -> Inputs:
+    async def _prompt(self, card: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
         """What a chat brings. Raises InvalidParameter."""
         if self.read is None:
-            return Inputs()
+            return RequestInputs()
         fields = await self.gateway.image_fetcher.fetched(card, fields)
         return await to_thread.run_sync(self.read, card, fields, limiter=self.gateway.decoding)
 
-    async def _inputs(self, card: ModelSpec, params: Params, pictures: Mapping[str, object], prompt: Inputs) -> Inputs:
+    async def _inputs(
+        self, card: ModelSpec, params: Params, pictures: Mapping[str, object], prompt: RequestInputs
+    ) -> RequestInputs:
         """Read everything that takes long, once the parameters are checked. Raises InvalidParameter."""
         gateway, files = self.gateway, dict(prompt.files)
         derived = replace_struct(prompt.derived, expected_tokens=expected_tokens(params))
@@ -269,7 +271,7 @@ class Call:
             yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: card.accepted(LAST_FRAME).max > 0
 
 
-async def respond_async(call: Call, record: RequestRecord) -> JSONResponse | None:
+async def respond_async(call: CreatingCall, record: RequestRecord) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
     if not call.prefers_not_to_wait:
         return None
@@ -284,7 +286,7 @@ def _fingerprint(path: str, given: dict[str, object]) -> str:
 
 
 async def answer_call(
-    call: Call,
+    call: CreatingCall,
     events: Callable[[RequestRecord], AsyncIterator[bytes]],
     reply: Callable[[RequestContext, Delivery], bytes],
 ) -> Response:

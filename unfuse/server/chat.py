@@ -44,9 +44,9 @@ from unfuse.language.tools import Tools, grammar_of, read_tools
 from unfuse.models import resolve_source
 from unfuse.server.auth import Known
 from unfuse.server.body import MAX_SHOWN_BODY, read_json
-from unfuse.server.calls import Call, Inputs, answer_call
-from unfuse.server.chat_formats import Parsers, reading_of, without_special_tokens
-from unfuse.server.chat_stream import GrowingMessage, output_stream, whole
+from unfuse.server.calls import CreatingCall, RequestInputs, answer_call
+from unfuse.server.chat_formats import OutputParsers, reading_of, without_special_tokens
+from unfuse.server.chat_stream import StreamedMessage, output_stream, whole
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.server.openapi_schemas import CHAT, CHATTED
@@ -75,7 +75,7 @@ async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
     given = await read_json(request, MAX_SHOWN_BODY)
     read = partial(_prompt, gateway.parsers)
-    call = Call(gateway, request, asker, given, TEXT, waits=True, read=read)
+    call = CreatingCall(gateway, request, asker, given, TEXT, waits=True, read=read)
     options = given.get("stream_options")
     wanted = options if isinstance(options, dict) else {}
     usage = StreamUsage(bool(wanted.get("include_usage")), bool(wanted.get("continuous_usage_stats")))
@@ -91,7 +91,7 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(parsers: Parsers, card: ModelSpec, fields: Mapping[str, object]) -> Inputs:
+def _prompt(parsers: OutputParsers, card: ModelSpec, fields: Mapping[str, object]) -> RequestInputs:
     """Return the prompt of a chat: its tokens, its pictures, and the grammars and the parser of the answer."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -117,7 +117,7 @@ def _prompt(parsers: Parsers, card: ModelSpec, fields: Mapping[str, object]) -> 
     reading = reading_of(tools, calls, reasoning, start, format is not None, continues)
     if reading and str(fields.get("include_reasoning")).lower() == "false":
         reading = msgspec.structs.replace(reading, hidden=True)
-    return Inputs(
+    return RequestInputs(
         {PROMPT: packed(ids), **uploads},
         begins=beginnings(ids, places),
         derived=DerivedFacts(prompt_tokens=len(ids), shown=shown, continues=continues, reading=reading),
@@ -173,8 +173,8 @@ async def _events(gateway: Gateway, record: RequestRecord, usage: StreamUsage, t
     """
     context = record.context
     chunk = partial(_chunk, usage)
-    messages = [GrowingMessage(context, index) for index in range(len(told))]
-    logprobs = [GrowingLogprobs() for _ in told]
+    messages = [StreamedMessage(context, index) for index in range(len(told))]
+    logprobs = [StreamedLogprobs() for _ in told]
     for index, before in enumerate(told):
         if not before:
             yield chunk(context, told, index, {"role": "assistant", "content": ""})
@@ -305,7 +305,7 @@ def reasoning_tokens(answer: Answer, reading: AnswerParsing) -> int:
     return len(answer.pieces) if reader.state != "start" else 0
 
 
-class GrowingLogprobs:
+class StreamedLogprobs:
     """Returns the entries of one streamed choice, each as soon as the text of its token is final."""
 
     def __init__(self) -> None:

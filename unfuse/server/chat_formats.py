@@ -23,7 +23,7 @@ MAX_KNOWN = 1024  # the most grammars whose result is remembered
 UNSATISFIABLE = "Unsatisfiable"
 
 
-class Parsers(msgspec.Struct, frozen=True):
+class OutputParsers(msgspec.Struct, frozen=True):
     """The names of the parsers of tool calls and of reasoning, or "auto". Raises UsageError for an unknown name."""
 
     tool_call: str = "auto"

@@ -42,7 +42,7 @@ async def _stages_with_news(events: AsyncIterator[Event], counts: Mapping[str, i
     yield counts.keys()
 
 
-class GrowingMessage:
+class StreamedMessage:
     """Turns the text of one choice into deltas. A parsed answer must be fed from its beginning."""
 
     def __init__(self, context: RequestContext, index: int) -> None:
@@ -120,7 +120,7 @@ class GrowingMessage:
 
 def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str, Any], str]:
     """The message of a choice, and why it ended."""
-    message = GrowingMessage(context, index)
+    message = StreamedMessage(context, index)
     texts, calls = {"reasoning_content": "", "content": ""}, list[dict[str, Any]]()
     for delta in (message.add(answer.text), *message.finish(answer.finish_reason)):
         for name in texts:

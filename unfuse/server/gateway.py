@@ -35,14 +35,14 @@ from unfuse.queues.base import DeclaredModels
 from unfuse.scheduler.lifecycle import MODEL_FAILED, WEIGHTS_CHANGED
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.chat_formats import GrammarChecker, Parsers
+from unfuse.server.chat_formats import GrammarChecker, OutputParsers
 from unfuse.server.errors import refusal_of
-from unfuse.server.links import Links
+from unfuse.server.links import SignedLinks
 from unfuse.server.metrics import Metrics
 from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.request_objects import FREE, Prices, request_object
 from unfuse.server.result_cache import ResultCache
-from unfuse.server.served_models import Joining, ModelNames
+from unfuse.server.served_models import AddModel, ModelNames
 from unfuse.server.webhooks import Webhooks
 from unfuse.stores.results import PART, ResultStore
 from unfuse.weights.adapters import Loras
@@ -67,7 +67,7 @@ class Gateway(Observer):
     place where workers keep outputs. With `cancels`, a request whose waiting client disconnects is cancelled. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `image_fetcher` no picture is fetched; `joining` adds
-    models; `parsers` selects the parsers of answers. Links begin with the `public_url` ("": with the address that the
+    models; `parsers` selects the parsers of answers. SignedLinks begin with the `public_url` ("": with the address that the
     client used). With `open_metrics`, everybody sees all metrics. What the scheduler does it counts and logs.
     """
 
@@ -88,14 +88,14 @@ class Gateway(Observer):
         webhooks: Webhooks | None = None,
         prices: Prices = FREE,
         image_fetcher: ImageFetcher | None = None,
-        joining: Joining | None = None,
+        joining: AddModel | None = None,
         public_url: str = "",
-        parsers: Parsers | None = None,
+        parsers: OutputParsers | None = None,
         open_metrics: bool = False,
     ) -> None:
         self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
         self.keys, self._prices, self._public_url = keys or ApiKeys(), prices, public_url
-        self.links = Links(scheduler.queue, scheduler.clock, signs=bool(self.keys))
+        self.links = SignedLinks(scheduler.queue, scheduler.clock, signs=bool(self.keys))
         self.names, self._standard, self.strict = ModelNames(names or {}), standard or {}, strict
         self.metrics = Metrics(store, self.names.shown)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
@@ -104,8 +104,8 @@ class Gateway(Observer):
         self.cancels, self.open_metrics = cancels, open_metrics
         self.result_cache = ResultCache(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
-        self.joining, self._no_room = joining or Joining(), ""
-        self.parsers = parsers or Parsers()
+        self.joining, self._no_room = joining or AddModel(), ""
+        self.parsers = parsers or OutputParsers()
         self.awaited = Counter[str]()  # how many callers wait here for each request
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()

@@ -21,7 +21,7 @@ from unfuse.core.parameters import nth_seed
 from unfuse.core.request import Delivery, RequestContext, RequestRecord, ResultFile
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
-from unfuse.server.calls import Call, answer_call
+from unfuse.server.calls import CreatingCall, answer_call
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.openapi_schemas import DRAWN, EDIT, GENERATE
 from unfuse.server.request_objects import result_path, size_of
@@ -46,7 +46,7 @@ _FLAGGED: dict[str, object] = {"b64_json": None, "flagged": True}
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures of a prompt, and wait for them. They are cancelled when the client disconnects."""
-    call = Call(gateway, request, asker, await read_json(request), IMAGE, waits=True)
+    call = CreatingCall(gateway, request, asker, await read_json(request), IMAGE, waits=True)
     return await _answer(call, "image_generation")
 
 
@@ -60,10 +60,12 @@ async def edit(request: Request, gateway: Served, asker: Known) -> Response:
         given["image"] = given.pop("images")
     if given.get("image") in (None, [], [None]):
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True, beside=MASK), "image_edit")
+    return await _answer(
+        CreatingCall(gateway, request, asker, given, IMAGE, "image", waits=True, beside=MASK), "image_edit"
+    )
 
 
-async def _answer(call: Call, kind: str) -> Response:
+async def _answer(call: CreatingCall, kind: str) -> Response:
     gateway, base, sign = call.gateway, call.gateway.base_of(call.request), await call.gateway.links.signer()
 
     def reply(context: RequestContext, delivery: Delivery) -> bytes:

@@ -27,7 +27,7 @@ _RESULT = re.compile(r"/v1/requests/[^/]+/result/[0-9]+")
 _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
-class Links:
+class SignedLinks:
     """Signs the paths of results, and verifies signatures. Without API keys (`signs` is false) paths are not signed.
 
     Times are Unix seconds of this gateway's clock. If the clock is set, links expire earlier or later accordingly.

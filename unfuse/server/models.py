@@ -30,7 +30,7 @@ async def page(gateway: Served, caller: Known) -> dict[str, object]:
     Requests without a model go to the one that is marked as default. An admin also gets those that were added and
     cannot be served.
     """
-    views = await Views.of(gateway, caller)
+    views = await ModelViews.of(gateway, caller)
     failed = gateway.failed(caller.models) if caller.admin else {}
     return {"object": "list", "data": [*map(views.served, views.cards), *map(views.failed, failed)]}
 
@@ -72,7 +72,7 @@ async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]
 @router.get("/{name:path}", responses=one(MODEL))
 async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """One served model, or one that was added and cannot be served; its name may hold slashes."""
-    views = await Views.of(gateway, caller)
+    views = await ModelViews.of(gateway, caller)
     found = gateway.names.asked(name)
     if found in views.cards:
         return views.served(found)
@@ -98,7 +98,7 @@ def _added(given: Mapping[str, Any]) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Views:
+class ModelViews:
     """Makes model objects for a caller, who may ask for the models in `cards`, by name.
 
     `missing` has the pools that lack a worker, by a model's own name.
@@ -110,7 +110,7 @@ class Views:
     loras: list[str]
 
     @classmethod
-    async def of(cls, gateway: Gateway, caller: Principal) -> Views:
+    async def of(cls, gateway: Gateway, caller: Principal) -> ModelViews:
         """Look at the models as they are now."""
         loras = [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
         missing = await gateway.scheduler.registry.missing()

@@ -235,7 +235,7 @@ def _filled(message: Any, found: Mapping[str, bytes]) -> Any:
     return {**message, "content": parts}
 
 
-class Film(NamedTuple):
+class VideoInfo(NamedTuple):
     """Pixels of a frame, how many frames there are, and how many of them a second."""
 
     width: int
@@ -244,7 +244,7 @@ class Film(NamedTuple):
     rate: float
 
 
-def film_of(data: bytes) -> Film:
+def film_of(data: bytes) -> VideoInfo:
     """The first video in a file. Raises ValueError for one that is no MP4 file, or that says it in its fragments."""
     try:
         for track in _inside(memoryview(data), PATH):
@@ -255,7 +255,7 @@ def film_of(data: bytes) -> Film:
     raise ValueError("it has no video track with frames that are listed at one place")
 
 
-def _film(track: memoryview) -> Film | None:
+def _film(track: memoryview) -> VideoInfo | None:
     """The video of a track; None of one that is no video."""
     handler, header = (next(_inside(track, (name,)), memoryview(b"")) for name in (b"hdlr", b"mdhd"))
     if bytes(handler[8:12]) != b"vide":
@@ -268,7 +268,7 @@ def _film(track: memoryview) -> Film | None:
     width, height = struct.unpack(">HH", looks[40:44])
     if not all((scale, duration, frames, width, height)):
         return None
-    return Film(width, height, frames, frames * scale / duration)
+    return VideoInfo(width, height, frames, frames * scale / duration)
 
 
 def _inside(data: memoryview, path: tuple[bytes, ...]) -> Iterator[memoryview]:

@@ -68,7 +68,7 @@ class ModelNames:
 Phase = Literal["starting", "fetching", "importing", "loading"]
 
 
-class JoinProgress(msgspec.Struct, frozen=True):
+class AddModelProgress(msgspec.Struct, frozen=True):
     """What workers do before they are ready; `done` of `total` bytes are fetched, or loaded."""
 
     phase: Phase
@@ -76,7 +76,7 @@ class JoinProgress(msgspec.Struct, frozen=True):
     total: int = 0
 
 
-class Joining:
+class AddModel:
     """What starts the workers of models that are added."""
 
     async def add(self, name: str, source: str) -> None:
@@ -86,6 +86,6 @@ class Joining:
         """
         raise ConfigError("this gateway starts no workers: name the model when the server is started")
 
-    def progress(self, name: str) -> JoinProgress | None:
+    def progress(self, name: str) -> AddModelProgress | None:
         """How far workers are with loading a model; None if they are ready, or start elsewhere."""
         return None

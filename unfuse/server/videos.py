@@ -22,7 +22,7 @@ from unfuse.edge.access import Refusal, ResponseAborted
 from unfuse.queues.base import RequestFilter
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body
-from unfuse.server.calls import Call, respond_async
+from unfuse.server.calls import CreatingCall, respond_async
 from unfuse.server.gateway import Gateway, Served
 from unfuse.server.openapi_schemas import CREATE, DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
 from unfuse.server.request_objects import video_object
@@ -34,7 +34,7 @@ from unfuse.stores.results import part_name
 CHUNK_BYTES = 256 * 1024  # about so many bytes of a finished file are read at a time
 
 
-class Live:
+class VideoStream:
     """One client's stream of one video. It keeps no bytes for a slow client, only how many it has, and their hash."""
 
     def __init__(self, gateway: Gateway, context: RequestContext) -> None:
@@ -123,7 +123,7 @@ POLL_MS = 500  # how long a client waits before it asks again for a video that i
 @router.post("/generations", openapi_extra=CREATE, responses=FILMED)
 async def create(request: Request, gateway: Served, asker: Known) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
-    call = Call(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
+    call = CreatingCall(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
     record, _ = await call.accept()
     return await respond_async(call, record) or _answer(record)
 
@@ -175,7 +175,7 @@ async def content(
     if stream and (variant != "video" or record.context.request.params["output_format"] != "mp4"):
         raise InvalidParameter("what can be streamed is a video as mp4: leave stream out", "stream")
     if stream and (record.context.status == "completed" or not record.context.over):
-        live = Live(gateway, record.context).content()
+        live = VideoStream(gateway, record.context).content()
         return StreamingResponse(live, media_type="video/mp4", headers={"cache-control": "no-store"})
     if record.context.status != "completed":
         message = f"{id} has no content, it is {record.status}: ask for it once it is completed"

@@ -25,7 +25,7 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.edge.keys import is_path_like
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.links import WEBHOOK_LASTS_S, Links
+from unfuse.server.links import WEBHOOK_LASTS_S, SignedLinks
 from unfuse.server.outbound_http import OutboundHttp, host_of
 from unfuse.server.request_objects import FREE, Prices, request_object
 
@@ -52,7 +52,7 @@ class Webhooks(Observer):
         self._all = asyncio.Semaphore(AT_ONCE)
         self._hosts = WeakValueDictionary[str, asyncio.Semaphore]()
 
-    def start(self, scheduler: Scheduler, links: Links) -> None:
+    def start(self, scheduler: Scheduler, links: SignedLinks) -> None:
         """Start delivering webhooks that are due, and those of requests that end here. `links` signs their links."""
         if self.http:
             self._scheduler, self._deliveries, self._links = scheduler, scheduler.webhook_deliveries, links

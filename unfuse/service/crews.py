@@ -22,7 +22,7 @@ from unfuse.planning.placement import taken
 from unfuse.queues.base import DeclaredModels, RequestFilter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.served_models import Joining, JoinProgress
+from unfuse.server.served_models import AddModel, AddModelProgress
 from unfuse.service.loading import Loading
 from unfuse.service.plan import Model, Plan
 from unfuse.weights.gguf_model import files_of
@@ -62,7 +62,7 @@ class _Crew:
         return _models(self.next or self.plan)
 
 
-class Crews(Joining):
+class Crews(AddModel):
     """The crews of a service: one for the models that it began with, and one for each that was added.
 
     `plan` decides who serves these models, by name and where they are, where devices hold so many bytes and will hold
@@ -117,10 +117,10 @@ class Crews(Joining):
                 crew.loading.hear(number - crew.first, record)
 
     @override
-    def progress(self, name: str) -> JoinProgress | None:
+    def progress(self, name: str) -> AddModelProgress | None:
         latest = next((crew for crew in reversed(self._crews) if name in _models(crew.plan)), None)
         found = latest.loading.earliest() if latest else None
-        return JoinProgress(found.phase, found.done, found.total) if found else None
+        return AddModelProgress(found.phase, found.done, found.total) if found else None
 
     @override
     async def add(self, name: str, source: str) -> None:

@@ -21,7 +21,7 @@ from unfuse.launch import opener
 from unfuse.launch.base import OpenLauncher
 from unfuse.planning.machine import devices
 from unfuse.planning.placement import NONE, WorkerPlan
-from unfuse.server.chat_formats import Parsers
+from unfuse.server.chat_formats import OutputParsers
 from unfuse.server.links import parse_public_url
 from unfuse.server.request_objects import Prices
 from unfuse.service.addresses import listens, require_engines, trust
@@ -77,7 +77,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     standard: Params
     launcher: OpenLauncher | None
     public_url: str
-    parsers: Parsers
+    parsers: OutputParsers
 
     @property
     def serve(self) -> Serve:
@@ -131,7 +131,7 @@ def options(loaded: Loaded) -> ServeOptions:
         resources=resources(settings),
         costs=Path(settings.data_dir, COSTS),
         standard=standard(settings),
-        parsers=Parsers(serve.tool_call_parser, serve.reasoning_parser),
+        parsers=OutputParsers(serve.tool_call_parser, serve.reasoning_parser),
     )
     if found.trust is not None and serve.workers != NONE and found.launcher is None:
         require_engines(settings.transfer.engine)

@@ -39,7 +39,7 @@ from unfuse.queues.base import QueueBackend, QueueLimits, RequestStore
 from unfuse.scheduler.admission import PoolArenas
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.app import Front, create_app
+from unfuse.server.app import HttpFrontend, create_app
 from unfuse.server.gateway import Gateway
 from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.webhooks import Webhooks
@@ -195,7 +195,7 @@ class Service(Stoppable):
         options, serve = self._options, self._options.serve
         names, listener = public_names(serve), listen(options)
         bounds = ConnectionLimits(serve.max_connections, serve.max_connections_per_address)
-        front = Front(listener, bounds, options.access, keyed=bool(options.keys))
+        front = HttpFrontend(listener, bounds, options.access, keyed=bool(options.keys))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             stack.push_async_callback(front.close)
