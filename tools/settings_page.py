@@ -8,7 +8,7 @@ from pathlib import Path
 import unfuse.cli.app  # noqa: F401  whose verbs say which settings have flags
 from unfuse.cli.verbs import EXPERT, OFFERED, PANELS
 from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, Field, Size
+from unfuse.service.settings import FIELDS, ByteSize, SettingField
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -53,9 +53,9 @@ def page() -> str:
     return "".join([*parts, f"\n## Expert settings\n\nThe defaults suit nearly every server.{TABLE}", *expert])
 
 
-def row(field: Field) -> str:
+def row(field: SettingField) -> str:
     """A setting's line of its table."""
-    value = Size(field.default) if field.unit == "byte" else field.written(field.default)
+    value = ByteSize(field.default) if field.unit == "byte" else field.written(field.default)
     flag = f"`{field.flag}`" if field.name in OFFERED else ""
     cells = [f"`{field.variable}`", flag, f"`{value}`" if str(value) else "", field.description.replace("|", "\\|")]
     return "| " + " | ".join(cells) + " |\n"

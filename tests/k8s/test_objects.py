@@ -16,7 +16,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.edge.keys import ApiKey, ApiKeys
 from unfuse.k8s.objects import KEDA, MONITORING, of_pipeline, of_pool, pools_of, secrets_of, unmet
 from unfuse.k8s.spec import InvalidSpec, Object, ranks, read
-from unfuse.service.crews import LEAVING_S
+from unfuse.service.worker_groups import LEAVING_S
 from unfuse.wire.keys import read as read_keys
 from unfuse.worker.worker import SAVING
 

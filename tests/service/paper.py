@@ -21,12 +21,12 @@ from unfuse.queues.base import QueueBackend
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.service.crews import Crews
 from unfuse.service.logs import Logs
 from unfuse.service.options import options as options_of, plan as plan_of
-from unfuse.service.plan import Plan
+from unfuse.service.plan import ServingPlan
 from unfuse.service.service import Service
 from unfuse.service.settings import load
+from unfuse.service.worker_groups import WorkerGroups
 
 ONE = 64 + 18
 """MiB for an arena and one of the models, which take 15, and no second denoiser of 8."""
@@ -35,7 +35,7 @@ ONE = 64 + 18
 class Started(Launcher):
     """Workers of a plan that exist on paper."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ServingPlan) -> None:
         self.models, self.stopped = [model.card.name for model in plan.models], False
         self.max_loaded_models = plan.wanted.max_loaded_models
         self.failed = asyncio.get_running_loop().create_future()
@@ -64,19 +64,19 @@ class Machine:
         self.hub_answers, self.hub_is_asked = threading.Event(), threading.Event()
         self.hub_answers.set()
         self.launchers, self.offered, self.asked = list[Started](), list[list[str]](), list[list[int]]()
-        self.crews = Crews(self.scheduler, dispatcher, self.plan, self.start, self.changed, 1.0, server)
+        self.crews = WorkerGroups(self.scheduler, dispatcher, self.plan, self.start, self.changed, 1.0, server)
 
-    def plan(self, models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> Plan:
+    def plan(self, models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> ServingPlan:
         self.asked.append([others["cpu"], coming["cpu"]])
         self.hub_is_asked.set()
         self.hub_answers.wait()
         return self.service._planned(models, others, coming)
 
-    def start(self, plan: Plan, first: int) -> Started:
+    def start(self, plan: ServingPlan, first: int) -> Started:
         self.launchers.append(Started(plan))
         return self.launchers[-1]
 
-    def changed(self, plans: Sequence[Plan]) -> None:
+    def changed(self, plans: Sequence[ServingPlan]) -> None:
         self.offered.append(sorted(model.card.name for plan in plans for model in plan.models))
 
     async def begin(self) -> None:

@@ -18,7 +18,7 @@ from unfuse.service import addresses
 from unfuse.service.addresses import await_scheduler, invitations, keys_folder, listens, schedulers, trust, worker_trust
 from unfuse.service.options import options
 from unfuse.service.plan import environment_of
-from unfuse.service.settings import Loaded, load
+from unfuse.service.settings import LoadedSettings, load
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.keys import Keys, make, make_once, read
 from unfuse.wire.unix_socket import listening, private_socket, server_socket
@@ -35,7 +35,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def loaded(run: Path, data: Path, **flags: object) -> Loaded:
+def loaded(run: Path, data: Path, **flags: object) -> LoadedSettings:
     given = {name.replace("__", "."): value for name, value in flags.items()}
     return load(given, None, {"UNFUSE_RUN_DIR": str(run), "UNFUSE_DATA_DIR": str(data)})
 

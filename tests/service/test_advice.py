@@ -8,7 +8,7 @@ import pytest
 
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place
-from unfuse.service.plan import Plan, plan_for
+from unfuse.service.plan import ServingPlan, plan_for
 from unfuse.service.report import batches_of, gains, verdict
 from unfuse.worker.batches import TRUSTED, Exactness
 from unfuse.worker.compute_messages import EXACTNESS
@@ -44,7 +44,7 @@ def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: WorkerP
         for role, size in zip(ROLES, (3, 6, 1), strict=True)
     }
     devices = (Device("cpu", 90 * gib), Device("cuda:0", free * gib))
-    found = Plan((), needs, want, devices, place(needs, want, devices))
+    found = ServingPlan((), needs, want, devices, place(needs, want, devices))
     assert any(says in gain for gain, _ in gains(found))
     assert verdict(found).startswith("split: ")
 
@@ -71,4 +71,6 @@ def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
         (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),
         WorkerPlan(compute=ComputeOptions(offload="model")),
     )
-    assert verdict(Plan((), needs, want, devices, place(needs, want, devices))).startswith("not split: one worker")
+    assert verdict(ServingPlan((), needs, want, devices, place(needs, want, devices))).startswith(
+        "not split: one worker"
+    )

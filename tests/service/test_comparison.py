@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unfuse.service.comparison import Course, Figures, duration, verdict
+from unfuse.service.comparison import ComparisonFigures, ComparisonProgress, duration, verdict
 
 
 class Told:
@@ -12,7 +12,9 @@ class Told:
 
     def __init__(self, predicted_s: float | None = None) -> None:
         self.now, self.said = 100.0, list[str]()
-        self.course = Course({"diffusers": 10, "unfuse": 5}, predicted_s, self.said.append, lambda: self.now)
+        self.course = ComparisonProgress(
+            {"diffusers": 10, "unfuse": 5}, predicted_s, self.said.append, lambda: self.now
+        )
 
     def made(self, seconds: float) -> None:
         self.now += seconds
@@ -54,8 +56,8 @@ def test_a_time_is_said_in_its_unit(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
-def figures(latency: float, rate: float, memory: int) -> Figures:
-    return Figures(latency, {1: 1 / latency, 16: rate}, memory, memory, 0, [])
+def figures(latency: float, rate: float, memory: int) -> ComparisonFigures:
+    return ComparisonFigures(latency, {1: 1 / latency, 16: rate}, memory, memory, 0, [])
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from unfuse.planning.placement import PlacedWorker, WorkerPlan
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.service.crews import QUIET, Crews
-from unfuse.service.plan import Model, Plan
+from unfuse.service.plan import PlannedModel, ServingPlan
+from unfuse.service.worker_groups import QUIET, WorkerGroups
 
 CARDS = {card.name: card for card in (PICTURES, IDLE, STILL)}
 
@@ -28,7 +28,7 @@ CARDS = {card.name: card for card in (PICTURES, IDLE, STILL)}
 class Staff(Launcher):
     """Workers that are there once they are told to come."""
 
-    def __init__(self, queue: MemoryQueue, plan: Plan, number: int) -> None:
+    def __init__(self, queue: MemoryQueue, plan: ServingPlan, number: int) -> None:
         self.queue, self.cards = queue, [model.card for model in plan.models]
         self.ids = [f"{number}-{place}" for place in range(len(plan.workers))]
         self.failed, self.has_ended = asyncio.get_running_loop().create_future(), False
@@ -56,22 +56,22 @@ class House:
         self.queue, self.room, self.crews = MemoryQueue(SystemClock()), room, list[Staff]()
         self.scheduler = Scheduler(self.queue, cards=[*CARDS.values()])
         dispatcher = Dispatcher(self.scheduler, [], StorageLocations(""))
-        self._all = Crews(self.scheduler, dispatcher, self._plan, self._start, lambda plans: None, 0.0)
+        self._all = WorkerGroups(self.scheduler, dispatcher, self._plan, self._start, lambda plans: None, 0.0)
 
     async def begin(self, *models: str) -> None:
         await self.scheduler.registry.declare([CARDS[name] for name in models])
         self._all.begin(self._plan({name: name for name in models}, Counter(), Counter()))
         await self.all_come()
 
-    def _plan(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> Plan:
+    def _plan(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> ServingPlan:
         there = sum(len(crew.ids) for crew in self.crews if not crew.has_ended)
         if not (free := min(2, self.room - there)):
             raise ConfigError("there is no room")
         worker = PlacedWorker("all", "cpu", ())
-        told = tuple(Model(CARDS[name], Path(), "float32", {}) for name in models)
-        return Plan(told, {}, WorkerPlan(), (), (worker,) * free)
+        told = tuple(PlannedModel(CARDS[name], Path(), "float32", {}) for name in models)
+        return ServingPlan(told, {}, WorkerPlan(), (), (worker,) * free)
 
-    def _start(self, plan: Plan, number: int) -> Launcher:
+    def _start(self, plan: ServingPlan, number: int) -> Launcher:
         self.crews.append(Staff(self.queue, plan, number))
         return self.crews[-1]
 
@@ -95,7 +95,7 @@ class House:
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.service.crews.LOOK_S", 0.0)
+    monkeypatch.setattr("unfuse.service.worker_groups.LOOK_S", 0.0)
 
 
 async def test_what_stays_has_workers_before_the_others_end() -> None:

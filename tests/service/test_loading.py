@@ -14,9 +14,9 @@ import structlog
 
 import unfuse
 from unfuse.client import Client, connect
-from unfuse.service.loading import EVERY_S, Loading, LoadLines, RankProgress
+from unfuse.service.loading import EVERY_S, LoadingProgress, LoadLines, RankProgress
 from unfuse.service.logs import Logs
-from unfuse.service.settings import Loaded
+from unfuse.service.settings import LoadedSettings
 
 READY = b'{"event": "ready", "level": "info"}'
 
@@ -32,7 +32,7 @@ def unconfigured() -> Iterator[None]:
 
 
 @contextmanager
-def pools(loaded: Loaded, logs: Logs, loading: Loading | None = None) -> Iterator[Client]:
+def pools(loaded: LoadedSettings, logs: Logs, loading: LoadingProgress | None = None) -> Iterator[Client]:
     """Stand in for `own_pools`: one worker, which is ready at once."""
     if loading:
         loading.expect(["all"])
@@ -61,7 +61,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     ready: list[bool] = []
-    loading = Loading(["one", "two"])
+    loading = LoadingProgress(["one", "two"])
     assert str(loading) == "looking into one, two"
     loading.expect(["encoder", "denoiser"], lambda: ready.append(True))
     loading.hear(0, {"event": "importing"})
@@ -77,7 +77,7 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
 
 
 def test_loading_is_under_way_from_when_workers_are_expected_until_they_are_ready() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     assert not loading.is_under_way
     for _ in range(2):  # workers may be started again
         loading.expect(["all"])
@@ -87,7 +87,7 @@ def test_loading_is_under_way_from_when_workers_are_expected_until_they_are_read
 
 
 def test_a_download_is_told_in_bytes_and_rate() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["encoder"])
     loading.hear(0, {"event": "fetching", "model": "one", "done": 1 << 20, "total": 3 << 20, "rate": float(1 << 20)})
 
@@ -95,7 +95,7 @@ def test_a_download_is_told_in_bytes_and_rate() -> None:
 
 
 def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["denoiser"])
 
     def told(event: str, rank: int, **more: int) -> str:
@@ -113,12 +113,12 @@ def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
 
 def test_who_starts_no_worker_has_nothing_to_wait_for() -> None:
     ready: list[bool] = []
-    Loading(["one"]).expect([], lambda: ready.append(True))
+    LoadingProgress(["one"]).expect([], lambda: ready.append(True))
     assert ready
 
 
 def test_workers_that_are_equally_far_are_one_part_of_the_line() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["all", "all", "encoder"])
     for worker in range(3):
         loading.hear(worker, {"event": "importing"})
@@ -127,7 +127,7 @@ def test_workers_that_are_equally_far_are_one_part_of_the_line() -> None:
 
 def test_only_the_first_start_is_shown_in_the_line_and_it_is_ready_once() -> None:
     ready: list[bool] = []
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["all"], lambda: ready.append(True))
     assert loading.hear(0, {"event": "importing"})
     assert not loading.hear(0, {"event": "task failed"})
@@ -139,7 +139,7 @@ def test_only_the_first_start_is_shown_in_the_line_and_it_is_ready_once() -> Non
 
 
 def test_the_earliest_phase_of_all_workers_counts_with_its_bytes() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["encoder", "denoiser"])
     assert loading.earliest() == RankProgress("starting")
     loading.hear(0, {"event": "fetching", "done": 3, "total": 10, "rate": 1.0})
@@ -158,7 +158,7 @@ def test_the_earliest_phase_of_all_workers_counts_with_its_bytes() -> None:
 
 
 def test_bytes_of_ranks_are_added_up() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["denoiser"])
     loading.hear(0, {"event": "loading", "done": 1, "total": 4, "rank": 0})
     loading.hear(0, {"event": "loading", "done": 2, "total": 4, "rank": 1})
@@ -166,7 +166,7 @@ def test_bytes_of_ranks_are_added_up() -> None:
 
 
 def test_what_is_not_understood_changes_nothing() -> None:
-    loading = Loading(["one"])
+    loading = LoadingProgress(["one"])
     loading.expect(["denoiser"])
     for worker, record in (
         (0, {"event": "fetching", "done": "1", "total": 2}),
@@ -178,7 +178,7 @@ def test_what_is_not_understood_changes_nothing() -> None:
 
 
 def test_a_line_is_said_every_few_seconds_until_all_workers_are_ready() -> None:
-    now, lines, loading = [100.0], list[str](), Loading(["one"])
+    now, lines, loading = [100.0], list[str](), LoadingProgress(["one"])
     progress = LoadLines("one", loading, lines.append, lambda: now[0])
     loading.expect(["encoder", "denoiser"])
     loading.hear(0, {"event": "ready"})

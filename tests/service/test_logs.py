@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from unfuse.service.groups import Log
+from unfuse.service.groups import LogSettings
 from unfuse.service.logs import Logs
 from unfuse.worker.records import Record, read_record, relog
 
@@ -29,7 +29,7 @@ def unconfigured() -> Iterator[None]:
 
 @pytest.mark.parametrize(("level", "shown"), [("error", 0), ("warning", 1), ("info", 2)])
 def test_what_a_worker_logs_is_shown_by_its_level(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
-    logs = Logs(Log(level, "json"))
+    logs = Logs(LogSettings(level, "json"))
     logs.relay(0, INFO)
     logs.relay(0, WARNING)
     lines = capsys.readouterr().err.splitlines()
@@ -37,7 +37,7 @@ def test_what_a_worker_logs_is_shown_by_its_level(capsys: pytest.CaptureFixture[
 
 
 def test_text_is_one_line_a_record_in_which_nothing_moves_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = Logs(Log("info", "text"))
+    logs = Logs(LogSettings("info", "text"))
     logs.relay(0, WARNING)
     logs.relay(0, b'{"event": "a\\u001b[2Jb\\nc", "level": "error"}')
     logs.relay(0, b"\x1b[2Jraw\n")
@@ -49,13 +49,13 @@ def test_text_is_one_line_a_record_in_which_nothing_moves_the_terminal(capsys: p
 
 
 def test_where_records_are_expected_a_plain_line_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
-    Logs(Log(format="json"), quiet=True).relay(3, b"Segmentation fault\n")
+    Logs(LogSettings(format="json"), quiet=True).relay(3, b"Segmentation fault\n")
     assert json.loads(capsys.readouterr().err) == {"event": "Segmentation fault", "level": "warning", "worker": 3}
 
 
 def test_a_process_without_standard_error_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    logs = Logs(Log("info", "text"))
+    logs = Logs(LogSettings("info", "text"))
     logs.relay(0, INFO)
     logs.say("a line")
     logs.flush()
@@ -63,7 +63,7 @@ def test_a_process_without_standard_error_logs_nothing(monkeypatch: pytest.Monke
 
 
 def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = Logs(Log("error"))
+    logs = Logs(LogSettings("error"))
     heard: list[tuple[int, str]] = []
 
     def hear(worker: int, record: Record) -> bool:
@@ -79,7 +79,7 @@ def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize(("level", "shown"), [("info", 0), ("debug", 1)])
 def test_what_progress_shows_is_a_detail_of_the_log(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
-    logs = Logs(Log(level, "json"))
+    logs = Logs(LogSettings(level, "json"))
     logs.heard = lambda worker, record: record["event"] == "ready"
     logs.relay(0, INFO)
     logs.relay(0, WARNING)
@@ -88,7 +88,7 @@ def test_what_progress_shows_is_a_detail_of_the_log(capsys: pytest.CaptureFixtur
 
 
 def test_seconds_have_two_digits_in_text(capsys: pytest.CaptureFixture[str]) -> None:
-    logs = Logs(Log("info", "text"))
+    logs = Logs(LogSettings("info", "text"))
     logs.relay(0, b'{"event": "loaded", "level": "info", "seconds": 0.019943501999932778, "bytes": 3158}')
     line = capsys.readouterr().err
     assert "seconds=0.02" in line and "bytes=3158" in line and "0.0199" not in line
@@ -102,7 +102,7 @@ def test_what_is_no_record_is_a_plain_line(line: bytes) -> None:
 
 
 def test_what_another_process_logged_is_logged_again_with_its_own_level(capsys: pytest.CaptureFixture[str]) -> None:
-    Logs(Log("warning", "json")).open_log()
+    Logs(LogSettings("warning", "json")).open_log()
     for line in (INFO, WARNING):
         record = read_record(line)
         assert record
@@ -114,7 +114,7 @@ def test_what_another_process_logged_is_logged_again_with_its_own_level(capsys: 
 def test_what_libraries_log_comes_with_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Logs(Log("info", "json")).open_log()
+    Logs(LogSettings("info", "json")).open_log()
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logging.getLogger("some.library").warning("watch %s", "out")
     told = json.loads(capsys.readouterr().err)
@@ -133,20 +133,20 @@ def test_a_reader_that_is_gone_harms_nothing(monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Gone())
-    logs = Logs(Log("info", "json"))
+    logs = Logs(LogSettings("info", "json"))
     logs.open_log()
     structlog.get_logger().warning("nobody hears this")
     logs.relay(0, WARNING)
 
 
 def test_workers_are_told_to_write_records_and_no_more_than_is_looked_at() -> None:
-    assert Logs(Log("error")).environment == {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
-    assert Logs(Log("debug", "text")).environment["UNFUSE_LOG__LEVEL"] == "debug"
+    assert Logs(LogSettings("error")).environment == {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
+    assert Logs(LogSettings("debug", "text")).environment["UNFUSE_LOG__LEVEL"] == "debug"
 
 
 def test_quiet_is_nothing_but_errors_unless_a_level_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Logs(quiet=True)
     quiet.say("making it")
     quiet.relay(0, WARNING)
-    Logs(Log("warning", "json"), quiet=True).relay(0, WARNING)
+    Logs(LogSettings("warning", "json"), quiet=True).relay(0, WARNING)
     assert capsys.readouterr().err.count("\n") == 1

@@ -16,7 +16,7 @@ from unfuse.core.errors import ConfigError, UsageError
 from unfuse.core.messages import StorageLocations
 from unfuse.edge.keys import ApiKey
 from unfuse.service.groups import SHARED_ARENA, Transfer
-from unfuse.service.loading import Loading
+from unfuse.service.loading import LoadingProgress
 from unfuse.service.logs import Logs
 from unfuse.service.options import ServeOptions, options, plan
 from unfuse.service.plan import environment_of, specs_of
@@ -30,7 +30,7 @@ def test_a_private_service_needs_no_keys_of_a_server_elsewhere(monkeypatch: pyte
     loaded = load({}, None, environment)
     composed: list[ServeOptions] = []
     monkeypatch.setattr("unfuse.service.service.plan", composed.append)
-    with pytest.raises(AttributeError, match="workers"), own_pools(loaded, Logs(), Loading(())):
+    with pytest.raises(AttributeError, match="workers"), own_pools(loaded, Logs(), LoadingProgress(())):
         pass
     assert not composed[0].keys
     with pytest.raises(UsageError, match="there is no key file|at least 16"):

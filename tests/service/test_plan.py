@@ -22,7 +22,7 @@ from unfuse.core.plan import Pipeline
 from unfuse.models import resolve_source
 from unfuse.planning.placement import CONTEXT, CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan, parse_place
 from unfuse.service.options import options, plan
-from unfuse.service.plan import Model, Plan, explicit_dtypes, look_into, needs, plan_for
+from unfuse.service.plan import PlannedModel, ServingPlan, explicit_dtypes, look_into, needs, plan_for
 from unfuse.service.settings import load
 
 GIB = 1 << 30
@@ -45,11 +45,11 @@ def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> Worker
     return WorkerPlan(None, parse_place(place), ComputeOptions(device=device, dtype=dtype))
 
 
-def look(want: WorkerPlan, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[Model, ...]:
+def look(want: WorkerPlan, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[PlannedModel, ...]:
     return look_into([SHAPES, *more], "", want, devices)
 
 
-def dtypes(model: Model) -> dict[str, str]:
+def dtypes(model: PlannedModel) -> dict[str, str]:
     """The dtypes of what has weights."""
     return {name: one.dtype for name, one in model.components.items() if one.parameters}
 
@@ -256,8 +256,8 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
 
 def test_a_component_that_several_stages_of_a_worker_load_is_known_as_such() -> None:
     both, once = (PlacedWorker("all", CPU, parts) for parts in ((VAE, TEXT, VAE), (VAE,)))
-    assert Plan((), {}, WorkerPlan(), HOST, (once, both)).repeats() == {"vae": 2}
-    assert Plan((), {}, WorkerPlan(), HOST, (once, once)).repeats() == {}
+    assert ServingPlan((), {}, WorkerPlan(), HOST, (once, both)).repeats() == {"vae": 2}
+    assert ServingPlan((), {}, WorkerPlan(), HOST, (once, once)).repeats() == {}
     others = PlacedWorker("all", CPU, tuple(msgspec.structs.replace(VAE, models=(name,)) for name in ("one", "two")))
-    assert Plan((), {}, WorkerPlan(), HOST, (others,)).repeats() == {}, "of two models"
-    assert Plan((), {}, WorkerPlan(), HOST, ()).repeats() == {}
+    assert ServingPlan((), {}, WorkerPlan(), HOST, (others,)).repeats() == {}, "of two models"
+    assert ServingPlan((), {}, WorkerPlan(), HOST, ()).repeats() == {}

@@ -14,7 +14,7 @@ from tools.cards import MOVING, PICTURES, STILL
 from unfuse import __version__
 from unfuse.core.model_spec import START_PICTURE, ModelSpec
 from unfuse.planning.placement import CPU, ComponentMemory, Device, PlacedWorker, WorkerPlan
-from unfuse.service.plan import Model, Plan
+from unfuse.service.plan import PlannedModel, ServingPlan
 from unfuse.service.report import StartScreen
 
 URL = "http://127.0.0.1:8000"
@@ -23,10 +23,10 @@ TALKING = replace(PICTURES, name="test/talking", limits={"max_tokens": 2048})
 FILMING = replace(MOVING, accepts=(), limits=MOVING.limits | {"max_size": 0})
 
 
-def planned(*cards: ModelSpec, workers: tuple[PlacedWorker, ...] = (), wanted: WorkerPlan | None = None) -> Plan:
-    models = tuple(Model(card, Path("/nowhere"), "", {}) for card in cards)
+def planned(*cards: ModelSpec, workers: tuple[PlacedWorker, ...] = (), wanted: WorkerPlan | None = None) -> ServingPlan:
+    models = tuple(PlannedModel(card, Path("/nowhere"), "", {}) for card in cards)
     devices = Device(CPU, 8 << 30), Device("cuda:0", 24 << 30)
-    return Plan(models, {}, wanted or WorkerPlan(), devices, workers)
+    return ServingPlan(models, {}, wanted or WorkerPlan(), devices, workers)
 
 
 def example(card: ModelSpec, *more: ModelSpec, names: dict[str, str] | None = None, keyed: bool = False) -> list[str]:

@@ -16,7 +16,7 @@ from tools.snippets import PAGES, blocks
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Settings
 from unfuse.service.options import ServeOptions
-from unfuse.service.settings import FIELDS, Size, load
+from unfuse.service.settings import FIELDS, ByteSize, load
 from unfuse.transfer.base import TransferOptions, TransferSettings
 from unfuse.worker.registration import WorkerOptions
 
@@ -269,15 +269,15 @@ def test_every_field_says_what_it_is_for() -> None:
     [("0", 0), ("12", 12), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024), ("2 GiB", 2 << 30), ("1t", 1 << 40)],
 )
 def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
-    assert Size.parse(text) == count
+    assert ByteSize.parse(text) == count
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from(["k", "KiB", "MiB", "GiB"]))
 def test_a_size_grows_with_its_number(number: int, unit: str) -> None:
-    assert Size.parse(f"{number + 1}{unit}") > Size.parse(f"{number}{unit}") >= number
+    assert ByteSize.parse(f"{number + 1}{unit}") > ByteSize.parse(f"{number}{unit}") >= number
 
 
 @pytest.mark.parametrize("text", ["", "-1", "GiB", "1 XB", "1e9", "nan", "1,5GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
-        Size.parse(text)
+        ByteSize.parse(text)

@@ -15,7 +15,7 @@ from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
 from unfuse.planning.placement import PROCESS
 from unfuse.service import crews as module
-from unfuse.service.plan import Plan
+from unfuse.service.plan import ServingPlan
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ async def test_what_would_have_to_be_downloaded_first_is_refused_while_others_wo
     says what to do first: nobody's workers end for a download."""
     folder, planned = Path(shutil.copytree(siblings[0], tmp_path / "away")), machine.service._planned
 
-    def vanish(models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> Plan:
+    def vanish(models: Mapping[str, str], others: Counter[str], coming: Counter[str]) -> ServingPlan:
         found = planned(models, others, coming)
         next(folder.glob("transformer/*.safetensors")).unlink()
         return found

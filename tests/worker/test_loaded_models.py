@@ -26,7 +26,7 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import card_of
-from unfuse.service.service import Lending
+from unfuse.service.service import AdapterServer
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.weights.adapters import CHUNK, Loras
@@ -402,7 +402,7 @@ class Lender:
 
     def __init__(self, folder: Path, change: Change = lambda lent: lent) -> None:
         self.asked, self._change = list[FetchAdapter](), change
-        self._lending = Lending(None, str(folder))  # type: ignore[arg-type]
+        self._lending = AdapterServer(None, str(folder))  # type: ignore[arg-type]
 
     async def call(self, message: FetchAdapter) -> Any:
         self.asked.append(message)
@@ -496,7 +496,7 @@ def test_an_id_is_no_path(places: tuple[Path, Path, Path]) -> None:
 
 def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path, Path, Path]) -> None:
     async def ask(loras: str, name: str, id: str = ID) -> Any:
-        return await Lending(None, loras).answer(b"", FetchAdapter(name, id))  # type: ignore[arg-type]
+        return await AdapterServer(None, loras).answer(b"", FetchAdapter(name, id))  # type: ignore[arg-type]
 
     said = [asyncio.run(ask(str(places[0]), name)) for name in ("../there/ink", "fog")]
     assert all(isinstance(answer, Rejected) and "no lora" in answer.message for answer in said)

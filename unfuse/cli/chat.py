@@ -16,7 +16,7 @@ from unfuse.cli.files import argument_of, is_terminal, json_of, lines_of_stdin, 
 from unfuse.cli.terminal import ProgressDisplay, Terminal
 from unfuse.cli.verbs import COMPUTE, PLACING, ApiKey, Config, takes
 from unfuse.core.errors import InvalidParameter, Overloaded, PermanentError, UnfuseError, UnknownModel
-from unfuse.service.loading import Loading
+from unfuse.service.loading import LoadingProgress
 from unfuse.service.settings import load
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _wait_until_loaded(client: Client, progress: ProgressDisplay) -> None:
 
     Raises TransientError if they cannot start.
     """
-    while isinstance(progress.status(), Loading) and str(progress.status()):
+    while isinstance(progress.status(), LoadingProgress) and str(progress.status()):
         client.get("/health")
         time.sleep(LOOK_S)
     progress.close()

@@ -18,12 +18,12 @@ from unfuse.core.checking import check_bounds
 from unfuse.core.errors import UsageError
 from unfuse.core.modalities import medium_for
 from unfuse.service.groups import Settings
-from unfuse.service.loading import Loading
-from unfuse.service.settings import Loaded, Size, load
+from unfuse.service.loading import LoadingProgress
+from unfuse.service.settings import ByteSize, LoadedSettings, load
 
 if TYPE_CHECKING:
-    from unfuse.service.comparison import Course, Figures
-    from unfuse.service.plan import Plan
+    from unfuse.service.comparison import ComparisonFigures, ComparisonProgress
+    from unfuse.service.plan import ServingPlan
 
 MOST_AT_ONCE = 10_000
 
@@ -69,29 +69,31 @@ def compare(
 class _Wanted:
     """What is measured: requests that ask for this, in so many rounds, and so many of them at once."""
 
-    plan: Plan
+    plan: ServingPlan
     asked: dict[str, Any]
     image: Path | None
     rounds: int
     counts: list[int]
 
-    def course(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> Course:
+    def course(self, totals: Mapping[str, int], settings: Settings, terminal: Terminal) -> ComparisonProgress:
         """Count requests, and say how long they will take."""
-        from unfuse.service.comparison import Course, predicted_s
+        from unfuse.service.comparison import ComparisonProgress, predicted_s
         from unfuse.service.plan import means
 
-        return Course(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
+        return ComparisonProgress(totals, predicted_s(self.plan, self.asked, means(settings).costs), terminal.say)
 
 
-def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[Figures, Figures]:
+def _measure_both(
+    wanted: _Wanted, loaded: LoadedSettings, terminal: Terminal
+) -> tuple[ComparisonFigures, ComparisonFigures]:
     """Measure diffusers, and then unfuse."""
-    from unfuse.service.comparison import Pools, UndividedPipeline, measure, requests_of, threads_to_try
+    from unfuse.service.comparison import ComparedPools, UndividedPipeline, measure, requests_of, threads_to_try
     from unfuse.service.service import own_pools
 
     number, trials = requests_of(wanted.rounds, wanted.counts), 2 * len(threads_to_try(wanted.plan))
     course = wanted.course({"diffusers": number + trials, "unfuse": number}, loaded.settings, terminal)
     repeats = wanted.asked, wanted.rounds, wanted.counts
-    loading = Loading(loaded.settings.serve.models)
+    loading = LoadingProgress(loaded.settings.serve.models)
     terminal.heard = loading.hear
     with progress_on(terminal, lambda: loading if loading.is_under_way else course):
         with UndividedPipeline(wanted.plan, wanted.image, terminal.relay, course.made) as pipeline:
@@ -99,7 +101,7 @@ def _measure_both(wanted: _Wanted, loaded: Loaded, terminal: Terminal) -> tuple[
             whole = measure(pipeline, *repeats)
         with own_pools(loaded, terminal, loading) as client:
             course.begin("unfuse")
-            return whole, measure(Pools(client, wanted.image, course.made), *repeats)
+            return whole, measure(ComparedPools(client, wanted.image, course.made), *repeats)
 
 
 def _counts(levels: str) -> list[int]:
@@ -113,7 +115,7 @@ def _counts(levels: str) -> list[int]:
     return [int(level) for level in found]
 
 
-def _report(whole: Figures, split: Figures, workers: int, json: bool) -> None:
+def _report(whole: ComparisonFigures, split: ComparisonFigures, workers: int, json: bool) -> None:
     from unfuse.service.comparison import verdict
 
     same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
@@ -122,7 +124,7 @@ def _report(whole: Figures, split: Figures, workers: int, json: bool) -> None:
         rows.append(_row(f"requests a second, {count} at once", rate, split.throughput[count], more_is_better=True))
     memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]
     memory += [("GPU memory", whole.gpu, split.gpu)] if whole.gpu else []
-    rows += [_row(name, Size(a), Size(b)) for name, a, b in memory]
+    rows += [_row(name, ByteSize(a), ByteSize(b)) for name, a, b in memory]
     said = verdict(whole, split, workers)
     if json:
         show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same, "verdict": said})

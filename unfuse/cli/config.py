@@ -9,7 +9,7 @@ from unfuse.cli import show as shown
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import OFFERED, Config, Json, Verbs
 from unfuse.service.groups import Settings
-from unfuse.service.settings import FIELDS, Field, Size, load
+from unfuse.service.settings import FIELDS, ByteSize, SettingField, load
 
 app = Verbs("What is set, and where.")
 
@@ -38,12 +38,12 @@ def show(terminal: Terminal, config: Config = None, json: Json = False) -> None:
         shown.as_table(rows, ["setting", "value", "flag", "environment", "from"], "no settings")
 
 
-def _value(field: Field, settings: Settings) -> Any:
+def _value(field: SettingField, settings: Settings) -> Any:
     value: Any = settings
     for part in field.name.split("."):
         value = getattr(value, part)
     if field.unit == "byte":
-        return Size(value)
+        return ByteSize(value)
     if field.secret and value:
         return HIDDEN
     return PASSWORD.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value

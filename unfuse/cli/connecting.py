@@ -11,12 +11,12 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import ProgressDisplay, Terminal
 from unfuse.core.errors import ConfigError
 from unfuse.service.installed import require_server
-from unfuse.service.loading import Loading
-from unfuse.service.settings import DEFAULT, Loaded, load
+from unfuse.service.loading import LoadingProgress
+from unfuse.service.settings import DEFAULT, LoadedSettings, load
 
 if TYPE_CHECKING:
     from unfuse.client import Client
-    from unfuse.service.plan import Plan
+    from unfuse.service.plan import ServingPlan
 
 
 def client(server: str | None, api_key: str | None, config: Path | None) -> Client:
@@ -29,7 +29,7 @@ def client(server: str | None, api_key: str | None, config: Path | None) -> Clie
 
 @contextmanager
 def client_of(
-    loaded: Loaded, terminal: Terminal, check: Callable[[Plan], object] | None = None
+    loaded: LoadedSettings, terminal: Terminal, check: Callable[[ServingPlan], object] | None = None
 ) -> Iterator[tuple[Client, ProgressDisplay]]:
     """A client of the server that was named, or of private workers that end with the block; and its progress.
 
@@ -39,7 +39,7 @@ def client_of(
     server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
     if not server:
         require_server("working without --server URL")
-    loading = Loading(loaded.settings.serve.models)
+    loading = LoadingProgress(loaded.settings.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
     status = f"waiting for {server}" if server else loading

@@ -18,11 +18,11 @@ from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import COMPUTE, PLACING, Config, Json, takes
 from unfuse.planning.placement import NO_DEVICE
 from unfuse.service.groups import Settings
-from unfuse.service.settings import Size, load
+from unfuse.service.settings import ByteSize, load
 
 if TYPE_CHECKING:
     from unfuse.planning.machine import Machine
-    from unfuse.service.plan import Model, Plan
+    from unfuse.service.plan import PlannedModel, ServingPlan
 
 
 Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
@@ -89,7 +89,7 @@ def _ports(addresses: Iterable[str]) -> list[int]:
     return [int(port) for address in addresses if (port := address.rpartition(":")[2]).isdecimal()]
 
 
-def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
+def _report(plan: ServingPlan, data_dir: str) -> dict[str, Any]:
     from unfuse.service.report import batches_of, gains, layouts_of, verdict
 
     return {
@@ -105,14 +105,14 @@ def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
     }
 
 
-def _components(model: Model) -> list[dict[str, Any]]:
+def _components(model: PlannedModel) -> list[dict[str, Any]]:
     return [
-        msgspec.structs.asdict(component) | {"files": Size(component.files), "memory": Size(component.memory)}
+        msgspec.structs.asdict(component) | {"files": ByteSize(component.files), "memory": ByteSize(component.memory)}
         for component in model.components.values()
     ]
 
 
-def _print_plan(plan: Plan, data_dir: str) -> None:
+def _print_plan(plan: ServingPlan, data_dir: str) -> None:
     from unfuse.service.report import basis_of, batches_of, gains, layouts_of, verdict
 
     for model in plan.models:
@@ -192,5 +192,5 @@ def disk(terminal: Terminal, config: Config = None, json: Json = False) -> None:
     if json:
         show.as_json(rows)
         return
-    shown = [row | {"bytes": "elsewhere" if row["bytes"] is None else Size(row["bytes"])} for row in rows]
+    shown = [row | {"bytes": "elsewhere" if row["bytes"] is None else ByteSize(row["bytes"])} for row in rows]
     show.as_table(shown, ["what", "bytes", "files", "path", "may go"], "nothing")

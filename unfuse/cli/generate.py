@@ -17,11 +17,11 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.modalities import IMAGE, VIDEO, medium_for
 from unfuse.core.parameters import nth_seed
 from unfuse.service.logs import harmless
-from unfuse.service.settings import Loaded, load
+from unfuse.service.settings import LoadedSettings, load
 
 if TYPE_CHECKING:
     from unfuse.client import Result
-    from unfuse.service.plan import Plan
+    from unfuse.service.plan import ServingPlan
 
 
 @takes(*PLACING, *COMPUTE, "serve.loras")
@@ -89,10 +89,10 @@ def generate(
         raise KeyboardInterrupt
 
 
-def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
+def _made(loaded: LoadedSettings, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
     """The result, and whether it is complete: after an interrupt it has what was finished."""
 
-    def check(plan: Plan) -> None:
+    def check(plan: ServingPlan) -> None:
         from unfuse.service.options import check_request
 
         check_request(plan, asked, loaded.settings.serve.loras)

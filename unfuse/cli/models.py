@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError, Tr
 from unfuse.core.paths import expanded
 from unfuse.core.plan import StageSelector, roles_of
 from unfuse.service.installed import missing_here
-from unfuse.service.settings import DEFAULT, Size, load
+from unfuse.service.settings import DEFAULT, ByteSize, load
 
 if TYPE_CHECKING:
     from unfuse.weights.hub import Brought
@@ -186,7 +186,7 @@ def pull(
                 roles = ", ".join(dict.fromkeys(stage.role for stage in card.pipeline.stages))
                 raise ConfigError(f"no stage of model {name} is what --role and --component say: its roles are {roles}")
             brought = heard[0].total - heard[0].done if heard else 0
-            rows.append({"model": name, "brought": Size(brought), "folder": str(folder)})
+            rows.append({"model": name, "brought": ByteSize(brought), "folder": str(folder)})
     show.listing(rows, ["model", "brought", "folder"], "no model", json)
 
 

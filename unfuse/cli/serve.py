@@ -19,13 +19,13 @@ from unfuse.launch.local import Forks, InheritedForks
 from unfuse.planning.machine import devices
 from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings
-from unfuse.service.loading import Loading
+from unfuse.service.loading import LoadingProgress
 from unfuse.service.settings import load
 from unfuse.service.stopping import READY, STOPPING, notify
 
 if TYPE_CHECKING:
     from unfuse.service.options import ServeOptions
-    from unfuse.service.plan import Plan
+    from unfuse.service.plan import ServingPlan
 
 
 @takes(
@@ -87,7 +87,7 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
         yield begun
 
 
-def tell(plan: Plan, say: Callable[[str], object]) -> None:
+def tell(plan: ServingPlan, say: Callable[[str], object]) -> None:
     """Say what each component of each worker takes, line by line, and all of them on each device."""
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
     for line in show.table(plan.rows(), columns, "no worker is started here"):
@@ -102,7 +102,7 @@ def tell(plan: Plan, say: Callable[[str], object]) -> None:
 class _Start:
     """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
 
-    def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal, began: float) -> None:
+    def __init__(self, options: ServeOptions, plan: ServingPlan, terminal: Terminal, began: float) -> None:
         from unfuse.service.report import StartScreen
         from unfuse.service.service import public_names
 
@@ -138,7 +138,7 @@ class _Start:
 def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks | None, began: float) -> None:
     """Serve until stopped by a signal. The verb was called when the monotonic clock was at `began`."""
     stopped_by: list[int] = []
-    loading = Loading(options.serve.models)
+    loading = LoadingProgress(options.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
     with ExitStack() as shown:

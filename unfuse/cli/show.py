@@ -14,7 +14,7 @@ import typer
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.service.logs import harmless
-from unfuse.service.settings import Size
+from unfuse.service.settings import ByteSize
 
 INDENT = "    "
 
@@ -76,7 +76,7 @@ def cell(value: Any) -> str:
         return ", ".join(cell(item) for item in value) or "-"
     if isinstance(value, dict):
         return ", ".join(f"{harmless(str(name))}={cell(one)}" for name, one in value.items()) or "-"
-    if isinstance(value, Size):
+    if isinstance(value, ByteSize):
         return readable_bytes(value)
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")

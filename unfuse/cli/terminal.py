@@ -16,7 +16,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from unfuse.core.request import Event
-from unfuse.service.groups import Log
+from unfuse.service.groups import LogSettings
 from unfuse.service.logs import Logs
 
 Status = Callable[[], object]  # returns what goes on, in a few words; "" if there is nothing to show
@@ -53,7 +53,7 @@ class Terminal(Logs):
     """Standard error of a verb, and what was said of it; `flags` are the settings that flags gave."""
 
     def __init__(
-        self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False,
+        self, log: LogSettings | None = None, usual: str = "warning", *, quiet: bool = False,
         flags: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(log, usual, quiet=quiet)

@@ -25,7 +25,7 @@ from unfuse.core.errors import InvalidParameter, UsageError
 from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.parameters import Parameter as RequestParameter
 from unfuse.service.installed import require_server
-from unfuse.service.settings import FIELDS, REMOVED, Field, Size, load
+from unfuse.service.settings import FIELDS, REMOVED, ByteSize, SettingField, load
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING, EXPERT = (
@@ -75,7 +75,7 @@ PLACING = (
 def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
-    shown = Size(field.default) if field.unit == "byte" else field.default
+    shown = ByteSize(field.default) if field.unit == "byte" else field.default
     usual = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
     flag = field.flag
     if isinstance(field.default, bool):
@@ -85,7 +85,7 @@ def option_of(name: str, **more: Any) -> Any:
     return typer.Option(flag, help=field.description + usual, show_default=False, rich_help_panel=_panel(name), **more)
 
 
-def _metavar(field: Field) -> str | None:
+def _metavar(field: SettingField) -> str | None:
     """What stands for a value in `--help`; None is for the choices, or nothing, as the type has it."""
     kind = get_args(field.type)[0]
     if get_origin(kind) is tuple:

@@ -20,7 +20,7 @@ from unfuse.service.settings import FIELDS, load
 from unfuse.service.stopping import READY, STOPPING, notify
 
 if TYPE_CHECKING:
-    from unfuse.service.plan import Plan
+    from unfuse.service.plan import ServingPlan
 
 
 @takes(
@@ -76,7 +76,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     import uvloop
 
     from unfuse.service.addresses import await_scheduler, schedulers
-    from unfuse.service.loading import Loading
+    from unfuse.service.loading import LoadingProgress
     from unfuse.service.report import layout_lines
     from unfuse.service.stopping import AT_ONCE_S, end_after
     from unfuse.service.worker import MachineWorkers
@@ -84,7 +84,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
     terminal.open_log()
     await_scheduler(settings)
     named = " or ".join(schedulers(settings))
-    loading = Loading([f"what {named} serves"])
+    loading = LoadingProgress([f"what {named} serves"])
     terminal.heard = loading.hear
     with ExitStack() as shown:
         shown.enter_context(progress_on(terminal, lambda: loading))
@@ -105,7 +105,7 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
                 terminal.say(f"{count} worker{'s' * (count > 1)} of this machine work for {named}")
                 notify(READY)
 
-            def starting(planned: Plan) -> None:
+            def starting(planned: ServingPlan) -> None:
                 for line in layout_lines(planned):
                     terminal.say(line)
                 if terminal.is_detailed:

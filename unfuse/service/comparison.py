@@ -25,7 +25,7 @@ from unfuse.launch.local import Output
 from unfuse.models.undivided import Undivided
 from unfuse.planning.machine import gpus
 from unfuse.scheduler.costs import Costs
-from unfuse.service.plan import Plan
+from unfuse.service.plan import ServingPlan
 
 Digests = tuple[str, ...]  # the SHA-256 of each file of a request
 
@@ -33,7 +33,7 @@ Digests = tuple[str, ...]  # the SHA-256 of each file of a request
 Request = dict[str, Any]  # what a client asks for
 
 
-class Figures(msgspec.Struct, frozen=True):
+class ComparisonFigures(msgspec.Struct, frozen=True):
     """What was measured of one side: median seconds of a request alone, requests a second by how many came at once,
     peak bytes of the largest process, of all together with their arenas, and of the GPUs; files by request.
     """
@@ -52,7 +52,7 @@ class UndividedPipeline:
     `made` is called after each request.
     """
 
-    def __init__(self, plan: Plan, image: Path | None, hear: Hear, made: Callable[[], object]) -> None:
+    def __init__(self, plan: ServingPlan, image: Path | None, hear: Hear, made: Callable[[], object]) -> None:
         model = plan.models[0]
         device = next(worker.device for worker in plan.workers if plan.wanted.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
@@ -108,7 +108,7 @@ class UndividedPipeline:
         raise PermanentError("the undivided pipeline failed; its message is above")
 
 
-class Pools:
+class ComparedPools:
     """Workers of our own, which take all requests at once. `made` is called after each of them."""
 
     def __init__(self, client: Client, image: Path | None, made: Callable[[], object]) -> None:
@@ -132,7 +132,7 @@ class Pools:
         return [_peak(pid) for pid in pids], sum(int(worker["room"]) for worker in workers)
 
 
-def threads_to_try(plan: Plan) -> list[int]:
+def threads_to_try(plan: ServingPlan) -> list[int]:
     """The numbers of CPU threads that the undivided pipeline may suit best: first that of each worker of the plan."""
     cores = len(os.sched_getaffinity(0))
     alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
@@ -144,7 +144,7 @@ def requests_of(rounds: int, counts: Sequence[int]) -> int:
     return 2 * rounds + 1 + sum(counts)
 
 
-def predicted_s(plan: Plan, asked: dict[str, Any], costs: Path | None) -> float | None:
+def predicted_s(plan: ServingPlan, asked: dict[str, Any], costs: Path | None) -> float | None:
     """Seconds of a request by what its stages took on this machine; None if one of them never ran."""
     card, known = plan.models[0].card, Costs(costs)
     params, _ = check(card, asked, medium_for(asked))
@@ -158,7 +158,9 @@ def sized(card: ModelSpec, asked: dict[str, Any], image: Path | None) -> dict[st
     return asked if image is None else asked | size_from(card, asked, card.defaults, size_of(image.read_bytes()))
 
 
-def measure(side: UndividedPipeline | Pools, asked: Request, rounds: int, counts: Sequence[int]) -> Figures:
+def measure(
+    side: UndividedPipeline | ComparedPools, asked: Request, rounds: int, counts: Sequence[int]
+) -> ComparisonFigures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
 
     def requests(first: int, count: int) -> list[Request]:
@@ -176,7 +178,7 @@ def measure(side: UndividedPipeline | Pools, asked: Request, rounds: int, counts
     latency = median(seconds(seed, 1) for seed in range(rounds))
     throughput = {count: count / seconds(0, count) for count in counts}
     peaks, shared = side.memory()
-    return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
+    return ComparisonFigures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
 
 
 def _peak(pid: int) -> int:
@@ -191,13 +193,13 @@ def _free() -> int:
 
 
 if TYPE_CHECKING:
-    from unfuse.service.comparison import Figures
+    from unfuse.service.comparison import ComparisonFigures
 
 ALIKE = 0.05
 """By how much figures of two runs may differ and be called equal."""
 
 
-class Course:
+class ComparisonProgress:
     """Counts the requests of a comparison. As text it is what runs now, and how much is left.
 
     `totals` are the requests of each side, in order. Before the first request it says how many there are, with an
@@ -261,7 +263,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def verdict(whole: Figures, split: Figures, workers: int) -> str:
+def verdict(whole: ComparisonFigures, split: ComparisonFigures, workers: int) -> str:
     """What the figures of diffusers and of so many workers come to, in a sentence."""
     most = max(whole.throughput)
     alone, at_once = whole.latency / split.latency, split.throughput[most] / whole.throughput[most]

@@ -18,7 +18,7 @@ from unfuse.arena.protocol import is_refused
 from unfuse.core.modalities import MEDIA
 from unfuse.core.paths import expanded
 from unfuse.service.groups import Settings
-from unfuse.service.settings import Size
+from unfuse.service.settings import ByteSize
 from unfuse.stores import COPIES
 
 REQUESTS = tuple(medium.prefix for medium in MEDIA)  # prefixes of result folders
@@ -201,4 +201,4 @@ def _take(path: Path, what: str) -> Iterator[Remain]:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         taken = sum(file.lstat().st_size for file in files)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield {"what": what, "path": str(path), "bytes": Size(taken)}
+        yield {"what": what, "path": str(path), "bytes": ByteSize(taken)}

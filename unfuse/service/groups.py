@@ -27,7 +27,7 @@ def says_bytes(text: str, *, flag: str = "") -> Meta:
     return says(text, flag=flag, unit="byte", ge=0, le=2**63 - 1)
 
 
-class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The server: gateway, scheduler and the workers it starts."""
 
     host: Annotated[str, says("Address to listen on; anything but loopback needs an API key.")] = "127.0.0.1"
@@ -265,7 +265,7 @@ class ArenaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = 0  # fmt: skip
 
 
-class Kv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KvSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's memory for the keys and values of texts."""
 
     bytes: Annotated[int, says_bytes(
@@ -274,7 +274,7 @@ class Kv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = 0  # fmt: skip
 
 
-class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BufferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where tensors from other nodes arrive that are longer than it."""
 
     tokens: Annotated[int, says(
@@ -284,7 +284,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )] = 8192  # fmt: skip
 
 
-class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where workers keep objects."""
 
     orphan_s: Annotated[
@@ -292,7 +292,7 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 900.0
 
 
-class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SpillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A store that moves objects that nobody reads from a fast place to a slow one."""
 
     threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
@@ -318,7 +318,7 @@ class LeaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 600.0
 
 
-class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The log on standard error."""
 
     level: Annotated[Literal["auto", "error", "warning", "info", "debug"], says(
@@ -348,14 +348,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure_listen: Annotated[
         bool, says("Have workers over TCP without keys: whoever reaches the port sees prompts and forges results.")
     ] = False
-    serve: Serve = Serve()
+    serve: ServeSettings = ServeSettings()
     worker: WorkerSettings = WorkerSettings()
     compute: ComputeOptions = ComputeOptions()
     arena: ArenaSettings = ArenaSettings()
-    kv: Kv = Kv()
-    buffer: Buffer = Buffer()
+    kv: KvSettings = KvSettings()
+    buffer: BufferSettings = BufferSettings()
     lease: LeaseSettings = LeaseSettings()
-    store: Store = Store()
-    spill: Spill = Spill()
+    store: StoreSettings = StoreSettings()
+    spill: SpillSettings = SpillSettings()
     transfer: Transfer = Transfer()
-    log: Log = Log()
+    log: LogSettings = LogSettings()

@@ -44,7 +44,7 @@ class RankProgress(NamedTuple):
         return f"{readable_bytes(self.done)} of {readable_bytes(self.total)}" if self.phase == "loading" else self.phase
 
 
-class Loading:
+class LoadingProgress:
     """How far workers are with loading `models`, by their log records. As text it is the line to show, "" once all are
     ready. Records may be heard in another thread than it is asked in.
     """
@@ -125,7 +125,11 @@ class LoadLines(AbstractContextManager["LoadLines"]):
     """
 
     def __init__(
-        self, model: str, loading: Loading, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+        self,
+        model: str,
+        loading: LoadingProgress,
+        say: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._loading, self._say, self._clock = model, loading, say, clock
         self._began = self._said_at = clock()

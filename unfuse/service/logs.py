@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO, cast
 
-from unfuse.service.groups import Log
+from unfuse.service.groups import LogSettings
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict
@@ -32,8 +32,8 @@ def harmless(text: str) -> str:
 class Logs:
     """What this process and those it starts log on standard error, by default from level `usual` on. Never fails."""
 
-    def __init__(self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
-        log = log or Log()
+    def __init__(self, log: LogSettings | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
+        log = log or LogSettings()
         self.quiet = quiet
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self.interactive = is_terminal and os.environ.get("TERM", "").lower() not in PLAIN

@@ -25,10 +25,10 @@ from unfuse.server.chat_formats import OutputParsers
 from unfuse.server.links import parse_public_url
 from unfuse.server.request_objects import Prices
 from unfuse.service.addresses import listens, require_engines, trust
-from unfuse.service.groups import Serve, Settings
+from unfuse.service.groups import ServeSettings, Settings
 from unfuse.service.plan import (
     COSTS,
-    Plan,
+    ServingPlan,
     counts,
     device_memory,
     means,
@@ -37,7 +37,7 @@ from unfuse.service.plan import (
     slots_by_role,
     wanted,
 )
-from unfuse.service.settings import Loaded
+from unfuse.service.settings import LoadedSettings
 from unfuse.stages import specs
 from unfuse.weights.adapters import Loras, require_peft
 from unfuse.weights.fingerprints import FINGERPRINTS
@@ -80,12 +80,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     parsers: OutputParsers
 
     @property
-    def serve(self) -> Serve:
+    def serve(self) -> ServeSettings:
         """The settings of the server."""
         return self.settings.serve
 
 
-def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Plan:
+def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> ServingPlan:
     """The plan for these options, or for `models` in place of theirs, by name, with where each is.
 
     Raises ConfigError for models that cannot be served, or do not fit.
@@ -109,7 +109,7 @@ def plan(options: ServeOptions, models: Mapping[str, str] | None = None) -> Plan
     return planned
 
 
-def options(loaded: Loaded) -> ServeOptions:
+def options(loaded: LoadedSettings) -> ServeOptions:
     """Return the options of a service for these settings. Fingerprints of weights are cached in the data folder."""
     settings, serve = loaded.settings, loaded.settings.serve
     FINGERPRINTS.remember_in(Path(settings.data_dir))
@@ -175,7 +175,7 @@ def places(settings: Settings) -> StorageLocations:
     )  # fmt: skip
 
 
-def require_libraries(plan: Plan, loras: str) -> None:
+def require_libraries(plan: ServingPlan, loras: str) -> None:
     """Raise ConfigError, with what to install, for an optional library that the workers of this plan would miss.
 
     `loras` is the folder of adapters ("": none). They are loaded by the roles whose stages have many forwards.
@@ -190,7 +190,7 @@ def require_libraries(plan: Plan, loras: str) -> None:
         library(files.quantisation(component) for component in model.components)
 
 
-def check_request(plan: Plan, asked: Mapping[str, Any], loras: str) -> None:
+def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> None:
     """Check the parameters and adapters of a request for the only model of a plan, as a gateway would.
 
     `asked` are the arguments of `Client.submit`. Raises InvalidParameter. What only a gateway can tell is left to it.
@@ -218,7 +218,7 @@ BUILT_IN = frozenset(spec.kind for spec in vars(specs).values() if isinstance(sp
 """Kinds of stages of our own families; families of other packages may have more."""
 
 
-def check_stage_kinds(serve: Serve, cards: Sequence[ModelSpec]) -> None:
+def check_stage_kinds(serve: ServeSettings, cards: Sequence[ModelSpec]) -> None:
     """Raise UsageError if --encode or --durable-stages names a kind that no stage has."""
     known = BUILT_IN | {stage.kind for card in cards for stage in card.pipeline.stages}
     entries = [("--encode", entry, entry.partition("=")[0]) for entry in serve.encode]

@@ -39,14 +39,14 @@ from unfuse.planning.placement import (
 )
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import SHARED_ARENA, Settings
-from unfuse.service.settings import FIELDS, Size
+from unfuse.service.settings import FIELDS, ByteSize
 from unfuse.stages.specs import PREFILL
 from unfuse.weights.folder import STORED, ModelFolder, choose_dtypes, parse_dtypes
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.source import with_components
 
 
-class Component(msgspec.Struct, frozen=True):
+class PlannedComponent(msgspec.Struct, frozen=True):
     """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype,
     of which ranks can share `shared`.
 
@@ -63,22 +63,22 @@ class Component(msgspec.Struct, frozen=True):
     shared: int = 0
 
 
-class Model(msgspec.Struct, frozen=True):
+class PlannedModel(msgspec.Struct, frozen=True):
     """A model and its components. `dtypes` is `--dtype` with "auto" replaced by a type."""
 
     card: ModelSpec
     folder: Path
     dtypes: str
-    components: dict[str, Component]
+    components: dict[str, PlannedComponent]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ServingPlan(msgspec.Struct, frozen=True):
     """Which workers would serve what; `refusal` says why there are none. The first device is the host.
 
     `layouts` are those among which one was chosen, if it was left to us.
     """
 
-    models: tuple[Model, ...]
+    models: tuple[PlannedModel, ...]
     needs: dict[str, tuple[ComponentMemory, ...]]
     wanted: WorkerPlan
     devices: tuple[Device, ...]
@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True):
         return [
             {
                 "worker": number, "role": worker.role, "device": worker.device, "component": part.component,
-                "dtype": part.dtype, "memory": Size(part.bytes), "models": part.models,
+                "dtype": part.dtype, "memory": ByteSize(part.bytes), "models": part.models,
             }
             for number, worker in enumerate(self.workers, 1) for part in worker.parts
         ]  # fmt: skip
@@ -110,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True):
         """Bytes that the workers take by device, their processes and arenas counted, and the bytes that are free."""
         takes = taken(self.workers, self.wanted)
         return [
-            {"device": device.name, "takes": Size(takes[device.name]), "free": Size(device.free)}
+            {"device": device.name, "takes": ByteSize(takes[device.name]), "free": ByteSize(device.free)}
             for device in self.devices if takes[device.name]
         ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def wanted(settings: Settings) -> WorkerPlan:
 def plan_for(
     names: Iterable[str], revision: str, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources | None = None,
     *, results: bool = True, sources: Mapping[str, str] = MappingProxyType({}),
-) -> Plan:  # fmt: skip
+) -> ServingPlan:  # fmt: skip
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
     `names` may map them to where their models are, if not by that name: a folder, a file or a hub name.
@@ -158,9 +158,9 @@ def plan_for(
         placed = place(needed, wanted, devices)
         if not results:
             placed = tuple(replace(one, role="+".join(needed) if one.role == ALL else one.role) for one in placed)
-        return Plan(models, needed, wanted, devices, placed, layouts=looked)
+        return ServingPlan(models, needed, wanted, devices, placed, layouts=looked)
     except ConfigError as error:
-        return Plan(models, needed, wanted, devices, (), str(error), looked)
+        return ServingPlan(models, needed, wanted, devices, (), str(error), looked)
 
 
 def roles_apart(cards: Iterable[ModelSpec]) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def roles_apart(cards: Iterable[ModelSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stage.role for stage in stages if stage.role not in needing))
 
 
-def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
+def _without_results(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
     """What is left of models without the roles that need the result store. Raises ConfigError if nothing is."""
     models, left = tuple(models), []
     apart = roles_apart(model.card for model in models)
@@ -189,7 +189,7 @@ def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
 def look_into(
     names: Iterable[str], revision: str, wanted: WorkerPlan, devices: Sequence[Device],
     sources: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Model, ...]:  # fmt: skip
+) -> tuple[PlannedModel, ...]:  # fmt: skip
     """These models, as the workers wanted would serve them, with components from these sources.
 
     Raises ConfigError, also for a vain `--dtype`.
@@ -210,11 +210,11 @@ def look_into(
         dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), files_of(folder)
         text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
-        found.append(Model(card_of(name, folder, text), folder, text, components))
+        found.append(PlannedModel(card_of(name, folder, text), folder, text, components))
     return tuple(found)
 
 
-def _component(files: ModelFolder, name: str, dtype: str) -> Component:
+def _component(files: ModelFolder, name: str, dtype: str) -> PlannedComponent:
     tensors, kind, width = files.tensors(name), files.class_of(name), DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
     shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
@@ -222,7 +222,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
     if files.is_quantised(name):  # in memory as in its files, but for floats that become wider
         stored = {STORED[one]: DTYPES[one] for one in STORED}
         memory = files.size(name) + sum(n * max(width - stored.get(is_, width), 0) for is_, n in tensors.values())
-    return Component(name, kind, whole, files.size(name), dtype, memory, mapped, shared * width)
+    return PlannedComponent(name, kind, whole, files.size(name), dtype, memory, mapped, shared * width)
 
 
 def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
@@ -241,9 +241,9 @@ def explicit_dtypes(card: ModelSpec, spec: str, on_gpu: Collection[str]) -> dict
     return {name: named.get(name, usual[name]) for name in card.dtypes}
 
 
-def needs(models: Iterable[Model]) -> dict[str, tuple[ComponentMemory, ...]]:
+def needs(models: Iterable[PlannedModel]) -> dict[str, tuple[ComponentMemory, ...]]:
     """What a worker of each role holds: every pool of its stages once, even if several models share it."""
-    pools: dict[str, dict[str, tuple[StageSpec, Model]]] = {}
+    pools: dict[str, dict[str, tuple[StageSpec, PlannedModel]]] = {}
     for model in models:
         for stage in model.card.pipeline.stages:
             pools.setdefault(model.card.pools()[stage.name], {})[model.card.name] = (stage, model)
@@ -260,7 +260,7 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[ComponentMemory, ...]]:
     return found
 
 
-def _texts(stage: StageSpec, model: Model, users: tuple[str, ...]) -> Iterator[ComponentMemory]:
+def _texts(stage: StageSpec, model: PlannedModel, users: tuple[str, ...]) -> Iterator[ComponentMemory]:
     """Keys and values of the longest text, for which a stage that makes or takes them has room at the least."""
     for name in PREFILL.outputs:
         if name in (*stage.inputs, *stage.outputs):
@@ -288,7 +288,7 @@ def device_memory(settings: Settings) -> dict[str, int]:
     for entry in settings.serve.device_memory:
         name, _, size = entry.partition("=")
         try:
-            found[numbered(name)] = Size.parse(size)
+            found[numbered(name)] = ByteSize.parse(size)
         except ValueError as error:
             raise UsageError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
     return found
@@ -333,7 +333,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
     }
 
 
-def forked(planned: Plan, begun: Forks | InheritedForks | None = None) -> Forks | InheritedForks | None:
+def forked(planned: ServingPlan, begun: Forks | InheritedForks | None = None) -> Forks | InheritedForks | None:
     """Return the fork server for a plan's workers on CPUs, or None if there are no such workers.
 
     It is `begun`, or a copy of that if it is inherited, or a new one.
@@ -349,7 +349,7 @@ def forked(planned: Plan, begun: Forks | InheritedForks | None = None) -> Forks 
 
 
 def specs_of(
-    planned: Plan, settings: Settings, told: Mapping[str, object], more: Mapping[str, str],
+    planned: ServingPlan, settings: Settings, told: Mapping[str, object], more: Mapping[str, str],
     models: tuple[str, ...] = (), *, elsewhere: bool = False,
 ) -> list[WorkerSpec]:  # fmt: skip
     """The workers to start, which share the cores, for these `models` or what their scheduler offers when they start.

@@ -17,7 +17,7 @@ from unfuse.core.plan import declared
 from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
-from unfuse.service.plan import Plan
+from unfuse.service.plan import ServingPlan
 from unfuse.worker.batches import Exactness, Verdict
 from unfuse.worker.compute_messages import EXACTNESS
 
@@ -27,7 +27,7 @@ PROMPT = "a red circle on white"
 class StartScreen:
     """The lines of a start, for a plan whose models clients know by these `names`. `keyed`: clients need a key."""
 
-    def __init__(self, plan: Plan, names: dict[str, str], *, keyed: bool) -> None:
+    def __init__(self, plan: ServingPlan, names: dict[str, str], *, keyed: bool) -> None:
         self._plan, self._keyed = plan, keyed
         shown = ModelNames(names).shown
         self._served = {shown(model.card.name): model.card for model in plan.models}
@@ -71,7 +71,7 @@ def _first_request(card: ModelSpec) -> tuple[str, dict[str, object], bool]:
     return "/v1/videos", {"prompt": PROMPT}, False
 
 
-def layout_lines(plan: Plan) -> list[str]:
+def layout_lines(plan: ServingPlan) -> list[str]:
     """Which workers are started where, why so, and the memory that they take."""
     lines = [f"{model.card.name} is not split: {model.card.undivided}" for model in plan.models if model.card.undivided]
     if not plan.workers:
@@ -87,7 +87,7 @@ def layout_lines(plan: Plan) -> list[str]:
     return [*lines, f"workers: {workers}; memory: {memory}"]
 
 
-def gains(plan: Plan) -> Iterator[tuple[str, int]]:
+def gains(plan: ServingPlan) -> Iterator[tuple[str, int]]:
     """What serving in stages gains on this machine, one reason each, with the bytes if it saves memory."""
     used = dict.fromkeys(device for worker in plan.workers for device in worker.devices)
     if len(used) > 1:
@@ -109,7 +109,7 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
         yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
 
-def layouts_of(plan: Plan) -> list[dict[str, Any]]:
+def layouts_of(plan: ServingPlan) -> list[dict[str, Any]]:
     """`serve`'s layouts with their predicted rates: the chosen one's is 1."""
     if plan.layouts is None:
         return []
@@ -120,13 +120,13 @@ def layouts_of(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def basis_of(plan: Plan) -> str:
+def basis_of(plan: ServingPlan) -> str:
     """What the predicted rates of the layouts come from."""
     measured = plan.layouts is not None and plan.layouts.measured
     return f"rates are {'by what stages took here' if measured else 'a guess: nothing was measured here yet'}"
 
 
-def batches_of(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
+def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
     """How requests share forwards in the pools of these models, as comparing has shown here: of each pool the largest
     batch that changes no byte, the smallest that does, and the function that is to blame for it.
     """
@@ -143,7 +143,7 @@ def batches_of(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
     return rows
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: ServingPlan) -> str:
     """Whether to split, in a sentence. Saved memory counts only if it is more than the extra processes take."""
     if plan.refusal:
         return "nothing to split: serve would refuse this"
@@ -163,5 +163,5 @@ def verdict(plan: Plan) -> str:
     )
 
 
-def _denoisers(plan: Plan) -> int:
+def _denoisers(plan: ServingPlan) -> int:
     return sum(worker.role in plan.wanted.first for worker in plan.workers)

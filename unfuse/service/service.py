@@ -44,15 +44,15 @@ from unfuse.server.gateway import Gateway
 from unfuse.server.multimodal_messages import ImageFetcher
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.addresses import from_elsewhere, running
-from unfuse.service.crews import Crews
 from unfuse.service.disk import passing_folder
-from unfuse.service.groups import Serve
-from unfuse.service.loading import Loading, LoadLines
+from unfuse.service.groups import ServeSettings
+from unfuse.service.loading import LoadingProgress, LoadLines
 from unfuse.service.logs import Logs
 from unfuse.service.options import ServeOptions, options, plan
-from unfuse.service.plan import Plan, forked, specs_of
-from unfuse.service.settings import DEFAULT, Loaded, load
+from unfuse.service.plan import ServingPlan, forked, specs_of
+from unfuse.service.settings import DEFAULT, LoadedSettings, load
 from unfuse.service.stopping import Stoppable
+from unfuse.service.worker_groups import WorkerGroups
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
 from unfuse.weights.adapters import Loras
@@ -149,7 +149,7 @@ class QueueStart:
         return working.result()
 
 
-class Lending:
+class AdapterServer:
     """Answers workers: of adapters in the folder `loras` itself, of all else by the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, loras: str) -> None:
@@ -176,12 +176,12 @@ class Service(Stoppable):
     """
 
     def __init__(
-        self, options: ServeOptions, plan: Plan, logs: Logs, forks: Forks | InheritedForks | None = None
+        self, options: ServeOptions, plan: ServingPlan, logs: Logs, forks: Forks | InheritedForks | None = None
     ) -> None:
         super().__init__(options.serve.drain_timeout)
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
         self.addresses: list[str] = []  # the control addresses, once they are open; a unix socket is first
-        self._crews: Crews | None = None
+        self._crews: WorkerGroups | None = None
 
     async def run(self, started: Callable[[str], None]) -> None:
         """Serve until `stop`; `started` is called with the URL once requests are answered.
@@ -247,7 +247,9 @@ class Service(Stoppable):
                 await front.close()
 
     @contextlib.asynccontextmanager
-    async def _scheduler(self, port: int, start: QueueStart) -> AsyncIterator[tuple[Scheduler, Dispatcher, Crews]]:
+    async def _scheduler(
+        self, port: int, start: QueueStart
+    ) -> AsyncIterator[tuple[Scheduler, Dispatcher, WorkerGroups]]:
         options, serve, cards = self._options, self._options.serve, [model.card for model in self._plan.models]
         settings, kind = options.settings, options.places.store.partition(":")[0]
         offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
@@ -263,7 +265,7 @@ class Service(Stoppable):
         dispatcher = Dispatcher(
             scheduler, offered, places, options.workers.compute.outcome, serve.dispatch, node=machine_id(folder)
         )
-        lending = Lending(dispatcher, places.loras)
+        lending = AdapterServer(dispatcher, places.loras)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(settings.run_dir, port)}"]
         try:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
@@ -273,7 +275,7 @@ class Service(Stoppable):
             await scheduler.start()
             drain, expect = serve.drain_timeout, partial(self._expect, arenas)
             name = f"{socket.gethostname()}:{serve.port}:{Path(settings.data_dir).absolute()}"
-            self._crews = Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain, name)
+            self._crews = WorkerGroups(scheduler, dispatcher, self._planned, self._launch, expect, drain, name)
             yield scheduler, dispatcher, self._crews
         finally:
             for router in routers:
@@ -281,7 +283,7 @@ class Service(Stoppable):
             await scheduler.close()
             await self._close(queue)
 
-    def _expect(self, arenas: PoolArenas, plans: Sequence[Plan]) -> None:
+    def _expect(self, arenas: PoolArenas, plans: Sequence[ServingPlan]) -> None:
         """Have a scheduler expect the arenas of the workers that are started here."""
         options = self._options
         if options.places.store.partition(":")[0] in ARENAS:
@@ -302,7 +304,7 @@ class Service(Stoppable):
                 for number, worker in enumerate(plan.workers)
             ]
 
-    def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> Plan:
+    def _planned(self, models: Mapping[str, str], taken: Counter[str], coming: Counter[str]) -> ServingPlan:
         """Plan models, by name and where each is, beside others, which take or (`coming`) will take bytes of devices.
 
         Raises ConfigError.
@@ -320,7 +322,7 @@ class Service(Stoppable):
         settings = msgspec.structs.replace(options.settings, serve=serve)
         return plan(msgspec.structs.replace(options, settings=settings, device_memory=left), models)
 
-    def _launch(self, planned: Plan, first: int) -> Launcher:
+    def _launch(self, planned: ServingPlan, first: int) -> Launcher:
         """Start the workers of a plan; the first of them goes by this number."""
         options, launcher = self._options, self._options.launcher
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
@@ -344,7 +346,7 @@ class Service(Stoppable):
             self._crews.hear(worker, line)
         self._logs.relay(worker, line)
 
-    async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, crews: Crews) -> None:
+    async def _await_callers(self, scheduler: Scheduler, gateway: Gateway, crews: WorkerGroups) -> None:
         """Wait for the requests that callers wait for here, as long as one can be over in time.
 
         Half of the budget is for workers, if there are any. All other requests go on after the start, or elsewhere.
@@ -403,7 +405,7 @@ async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None
                 await asyncio.to_thread(place.drop, folders[request])
 
 
-def public_names(serve: Serve) -> dict[str, str]:
+def public_names(serve: ServeSettings) -> dict[str, str]:
     """The models by the names that clients use. Raises ConfigError if a name is ambiguous."""
     models, names = serve.models, serve.served_model_name
     if len(models) == 1:
@@ -454,7 +456,7 @@ def local(model: str | None = None, *, threads: int | None = None) -> Iterator[C
     UNFUSE_LOG__LEVEL is set. Raises ConfigError.
     """
     loaded = load({"serve.models": [model] if model else None, "compute.threads": threads})
-    logs, loading = Logs(loaded.settings.log), Loading(loaded.settings.serve.models)
+    logs, loading = Logs(loaded.settings.log), LoadingProgress(loaded.settings.serve.models)
     say = _teller(logs, loaded.settings.log.level)
     if not structlog.is_configured():
         logs.open_log()
@@ -476,15 +478,18 @@ def _teller(logs: Logs, level: str) -> Callable[[str], object] | None:
     return (lambda line: logs.say(f"unfuse: {line}")) if level == "auto" else None
 
 
-def without_keys(loaded: Loaded) -> Loaded:
+def without_keys(loaded: LoadedSettings) -> LoadedSettings:
     """Return the settings without API keys, which are those of a server elsewhere."""
     serve = msgspec.structs.replace(loaded.settings.serve, api_key=(), api_keys=())
-    return Loaded(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
+    return LoadedSettings(msgspec.structs.replace(loaded.settings, api_key="", serve=serve), loaded.origins)
 
 
 @contextmanager
 def own_pools(
-    loaded: Loaded, logs: Logs, loading: Loading | None = None, check: Callable[[Plan], object] | None = None
+    loaded: LoadedSettings,
+    logs: Logs,
+    loading: LoadingProgress | None = None,
+    check: Callable[[ServingPlan], object] | None = None,
 ) -> Iterator[Client]:
     """What `local` returns, for these settings; `loading` learns which workers are started.
 
@@ -506,7 +511,7 @@ def own_pools(
 
 
 @contextmanager
-def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
+def _served(options: ServeOptions, planned: ServingPlan, logs: Logs) -> Iterator[Client]:
     """A service for this process alone, on a free port with a random key; it ends with the block.
 
     Raises ConfigError if a worker cannot start, in place of any other error that follows from it.

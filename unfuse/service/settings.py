@@ -61,7 +61,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-class Size(int):
+class ByteSize(int):
     """A number of bytes that prints with a unit, for output only. Settings, and what is made of them, have ints."""
 
     @staticmethod
@@ -84,10 +84,13 @@ def seconds_in(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-PARSERS: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}  # of numbers with that unit
+PARSERS: Mapping[str, Callable[[str], float]] = {
+    "byte": ByteSize.parse,
+    "second": seconds_in,
+}  # of numbers with that unit
 
 
-class Field(msgspec.Struct, frozen=True):
+class SettingField(msgspec.Struct, frozen=True):
     """One setting: its dotted name, type, default, description, flag, and whether it is secret."""
 
     name: str
@@ -113,7 +116,7 @@ class Field(msgspec.Struct, frozen=True):
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
+def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[SettingField]:
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
         if isinstance(field.default, msgspec.Struct):
@@ -122,19 +125,19 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
             meta = next(item for item in get_args(hints[field.name])[::-1] if getattr(item, "description", None))
             said = meta.extra or {}
             flag = said.get("flag") or f"--{field.name.replace('_', '-')}"
-            yield Field(
+            yield SettingField(
                 prefix + field.name, hints[field.name], field.default, meta.description, flag,
                 unit=str(said.get("unit", "")), secret=bool(said.get("secret")),
             )  # fmt: skip
 
 
-FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}
+FIELDS: Mapping[str, SettingField] = {field.name: field for field in _fields(Settings)}
 
 
 _Given = tuple[Any, str]  # a value that is set somewhere, and where
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedSettings(msgspec.Struct, frozen=True):
     """Settings, and the origin of each value by dotted name."""
 
     settings: Settings
@@ -143,7 +146,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 def load(
     flags: Mapping[str, Any] | None = None, config: Path | None = None, environment: Mapping[str, str] = os.environ
-) -> Loaded:
+) -> LoadedSettings:
     """Load settings from flags (by dotted name; None: not given), a file and the environment.
 
     Raises UsageError for an unknown key, with the nearest known one, and for a value of the wrong type.
@@ -163,7 +166,7 @@ def load(
         group, _, key = name.rpartition(".")
         place = settings.setdefault(group, {}) if group else settings
         place[key] = _convert(FIELDS[name], value, origin)
-    return Loaded(_at_home(msgspec.convert(settings, Settings)), origins)
+    return LoadedSettings(_at_home(msgspec.convert(settings, Settings)), origins)
 
 
 def _at_home(settings: Settings) -> Settings:
@@ -222,7 +225,7 @@ def _instead(name: str, written: str, known: Iterable[str]) -> str:
     return f"; did you mean {close}?" if close else "; `unfuse config show` lists them"
 
 
-def _convert(field: Field, value: Any, origin: str) -> Any:
+def _convert(field: SettingField, value: Any, origin: str) -> Any:
     if replacement := REMOVED.get(f"{field.flag} {value}".lower()):
         raise UsageError(f"{field.name} {value!r} (from {origin}) is removed: {replacement}")
     if isinstance(field.default, tuple) and isinstance(value, str):

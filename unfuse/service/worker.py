@@ -30,7 +30,7 @@ from unfuse.service.addresses import schedulers, worker_trust
 from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.logs import Logs
 from unfuse.service.plan import (
-    Plan,
+    ServingPlan,
     device_memory,
     forked,
     means,
@@ -180,7 +180,7 @@ class MachineWorkers(Stoppable):
         super().__init__(settings.serve.drain_timeout)
         self._settings, self._logs = settings, logs
 
-    async def run(self, starting: Callable[[Plan], object]) -> None:
+    async def run(self, starting: Callable[[ServingPlan], object]) -> None:
         """Run them until `stop`; `starting` is called with what is started. Raises ConfigError if one cannot start."""
         planning = asyncio.create_task(self._plan())
         await first(planning, self.stopping.wait())
@@ -201,7 +201,7 @@ class MachineWorkers(Stoppable):
                 self.stop()
             await launcher.stop(self.budget.left(self.reserve), self.budget.hurry)
 
-    async def _plan(self) -> Plan:
+    async def _plan(self) -> ServingPlan:
         """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""
         addresses = schedulers(self._settings)
         link = Link(addresses, worker_trust(self._settings, addresses), lambda: None)
@@ -212,7 +212,7 @@ class MachineWorkers(Stoppable):
         return await asyncio.to_thread(plan_here, self._settings, welcome)
 
 
-def plan_here(settings: Settings, welcome: Registered) -> Plan:
+def plan_here(settings: Settings, welcome: Registered) -> ServingPlan:
     """This machine's workers for that offer; those for results only if they are seen here. Raises ConfigError."""
     if not welcome.models:
         raise ConfigError("the scheduler serves no model yet: start it with one")
@@ -234,7 +234,7 @@ ANSWER_S = 6.0  # the longest that a scheduler may take to answer
 CLOCKS_S = 5.0  # seconds by which two clocks may differ
 
 
-class Check(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """What was looked at, whether it is as it should be, and a sentence: if it is not, what to do."""
 
     what: str
@@ -242,9 +242,9 @@ class Check(msgspec.Struct, frozen=True):
     says: str
 
 
-async def checks(settings: Settings) -> list[Check]:
+async def checks(settings: Settings) -> list[CheckResult]:
     """Port, key, version, clock, models and results of each scheduler that is named; later ones need the earlier."""
-    found: list[Check] = []
+    found: list[CheckResult] = []
     for address in schedulers(settings):
         port = await _port(address)
         found.append(port)
@@ -254,20 +254,22 @@ async def checks(settings: Settings) -> list[Check]:
         try:
             welcome = await _welcome(address, worker_trust(settings, [address]))
         except (ConfigError, ConnectionError) as error:
-            found.append(Check("key", False, str(error)))
+            found.append(CheckResult("key", False, str(error)))
             continue
         if isinstance(welcome, str):
-            found.append(Check("version", False, welcome))
+            found.append(CheckResult("version", False, welcome))
             continue
-        found.append(Check("key", True, f"{address} and this machine know each other"))
+        found.append(CheckResult("key", True, f"{address} and this machine know each other"))
         found += [_version(welcome), _clock(welcome, (began + time.time()) / 2), *_models(welcome), _results(welcome)]
     return found
 
 
-async def _port(address: str) -> Check:
+async def _port(address: str) -> CheckResult:
     if path := unix_path(address):
         there = path.exists()
-        return Check("port", there, f"{path} is there" if there else f"{path} is not there: start `unfuse serve` here")
+        return CheckResult(
+            "port", there, f"{path} is there" if there else f"{path} is not there: start `unfuse serve` here"
+        )
     parts = urlsplit(address)
     host, port = parts.hostname or "", parts.port or 0
     try:
@@ -275,13 +277,13 @@ async def _port(address: str) -> Check:
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         advice = f"start it there by `unfuse serve --listen {address}`, or correct the port"
-        return Check("port", False, f"{host} answers, and nobody listens at its port {port}: {advice}")
+        return CheckResult("port", False, f"{host} answers, and nobody listens at its port {port}: {advice}")
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         advice = f"correct the address, or have firewalls and networks between let TCP to port {port} through"
-        return Check("port", False, f"{host} cannot be reached ({reason}): {advice}")
+        return CheckResult("port", False, f"{host} cannot be reached ({reason}): {advice}")
     writer.close()
-    return Check("port", True, f"{host}:{port} can be reached")
+    return CheckResult("port", True, f"{host}:{port} can be reached")
 
 
 async def _welcome(address: str, trusted: Trust) -> Registered | str:
@@ -302,46 +304,48 @@ async def _welcome(address: str, trusted: Trust) -> Registered | str:
     return f"{address} does not understand this version, {__version__} ({why}): install the same one on both machines"
 
 
-def _version(welcome: Registered) -> Check:
+def _version(welcome: Registered) -> CheckResult:
     there = welcome.version
     if there == __version__:
-        return Check("version", True, f"both have {__version__}")
+        return CheckResult("version", True, f"both have {__version__}")
     advice = f"install the same one here: pip install 'unfuse[serve]=={there}'"
-    return Check("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
+    return CheckResult("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
 
 
-def _clock(welcome: Registered, now: float) -> Check:
+def _clock(welcome: Registered, now: float) -> CheckResult:
     if not welcome.now:
-        return Check("clock", True, "the scheduler does not tell its time")
+        return CheckResult("clock", True, "the scheduler does not tell its time")
     ahead = now - welcome.now
     if abs(ahead) <= CLOCKS_S:
-        return Check("clock", True, f"both agree within {CLOCKS_S:g} s")
+        return CheckResult("clock", True, f"both agree within {CLOCKS_S:g} s")
     way = "ahead of" if ahead > 0 else "behind"
     advice = "have both set by NTP (timedatectl set-ntp true); until then logs and times of files mislead"
-    return Check("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
+    return CheckResult("clock", False, f"the clock here is {abs(ahead):.0f} s {way} the scheduler's: {advice}")
 
 
-def _models(welcome: Registered) -> Iterator[Check]:
+def _models(welcome: Registered) -> Iterator[CheckResult]:
     for name, source, _ in welcome.models:
         try:
             resolve_source(source, None, ())
         except ConfigError as error:
             if source.startswith("/"):
                 advice = "copy that folder here to the same path, or serve it there by its hub name"
-                yield Check("models", False, f"{name} is in {source} on the scheduler's machine and not here: {advice}")
+                yield CheckResult(
+                    "models", False, f"{name} is in {source} on the scheduler's machine and not here: {advice}"
+                )
             else:
-                yield Check("models", False, str(error))
+                yield CheckResult("models", False, str(error))
         else:
             weights = "is here" if is_local(source) else f"comes when a worker starts, or now by `unfuse pull {name}`"
-            yield Check("models", True, f"{name} {weights}")
+            yield CheckResult("models", True, f"{name} {weights}")
     if not welcome.models:
-        yield Check("models", False, "the scheduler serves no model yet: start it with one")
+        yield CheckResult("models", False, "the scheduler serves no model yet: start it with one")
 
 
-def _results(welcome: Registered) -> Check:
+def _results(welcome: Registered) -> CheckResult:
     places, cards = welcome.places, list[ModelSpec]()
     if sees(places.results, places.mark):
-        return Check("results", True, "this machine can run all stages")
+        return CheckResult("results", True, "this machine can run all stages")
     for _, source, _ in welcome.models:
         with suppress(ConfigError):  # which the check of models says
             cards.append(card_of(source, resolve_source(source, None, ())))
@@ -349,9 +353,9 @@ def _results(welcome: Registered) -> Check:
     advice = "a shared folder at the same path, or --results s3://BUCKET/PREFIX there, would let this one run them"
     if cards and not apart:
         says = f"{places.results} is not seen here, and every stage of these models needs it: {advice}"
-        return Check("results", False, says)
+        return CheckResult("results", False, says)
     runs = f" of the roles {', '.join(apart)} run here, the others" if apart else " that need it"
-    return Check(
+    return CheckResult(
         "results", True,
         f"{places.results} is not seen here: stages{runs} stay on the scheduler's machine, which has to have workers "
         f"for them; {advice} too",

@@ -23,8 +23,8 @@ from unfuse.queues.base import DeclaredModels, RequestFilter
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.served_models import AddModel, AddModelProgress
-from unfuse.service.loading import Loading
-from unfuse.service.plan import Model, Plan
+from unfuse.service.loading import LoadingProgress
+from unfuse.service.plan import PlannedModel, ServingPlan
 from unfuse.weights.gguf_model import files_of
 from unfuse.worker.records import read_record
 
@@ -33,36 +33,36 @@ LAST_WORDS = b"unfuse: "  # what the line begins with in which a command says wh
 LEAVING_S = 10.0  # seconds beside the drain timeout that workers of a model that left get to end
 QUIET = 2  # how many looks in a row find no request of a model that left before its workers go: one may be on its way
 
-Plans = Callable[[Mapping[str, str], Counter[str], Counter[str]], Plan]
+Plans = Callable[[Mapping[str, str], Counter[str], Counter[str]], ServingPlan]
 """Plans models, by name and where each is, beside others that take, or will take, bytes of devices."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
-class _Crew:
+class _WorkerGroup:
     """The workers of one plan, and how many looks in a row found nothing left to do for models that have left.
 
     `first` is the number of its first worker. Its heir is the crew that was started beside it for those that stay;
     `next` the plan of those that are to take its place, with a model more.
     """
 
-    plan: Plan
+    plan: ServingPlan
     launcher: Launcher
     first: int
-    loading: Loading
+    loading: LoadingProgress
     reason: str = ""
     """The reason why a worker could not start, as it logged it; "" if there is none."""
     quiet: int = 0
-    heir: _Crew | None = None
-    next: Plan | None = None
+    heir: _WorkerGroup | None = None
+    next: ServingPlan | None = None
 
     @property
     def models(self) -> list[str]:
         return _models(self.next or self.plan)
 
 
-class Crews(AddModel):
+class WorkerGroups(AddModel):
     """The crews of a service: one for the models that it began with, and one for each that was added.
 
     `plan` decides who serves these models, by name and where they are, where devices hold so many bytes and will hold
@@ -78,15 +78,15 @@ class Crews(AddModel):
         scheduler: Scheduler,
         dispatcher: Dispatcher,
         plan: Plans,
-        start: Callable[[Plan, int], Launcher],
-        changed: Callable[[Sequence[Plan]], object],
+        start: Callable[[ServingPlan, int], Launcher],
+        changed: Callable[[Sequence[ServingPlan]], object],
         drain_timeout: float,
         server: str = "",
     ) -> None:
         self._scheduler, self._dispatcher, self._drain_timeout = scheduler, dispatcher, drain_timeout
         self._plan, self._start, self._changed, self._server = plan, start, changed, server
-        self._crews, self._started, self._changing = list[_Crew](), 0, asyncio.Lock()
-        self._first: _Crew | None = None
+        self._crews, self._started, self._changing = list[_WorkerGroup](), 0, asyncio.Lock()
+        self._first: _WorkerGroup | None = None
         self._stops = asyncio.Event()
         """Set when all workers are to end, so that nobody waits long for those of a model that left."""
         self._sources = dict[str, str]()
@@ -96,10 +96,10 @@ class Crews(AddModel):
         """Models that cannot be served: for how many looks requests may still come, and the reason."""
         self._has_warned = False
 
-    def begin(self, plan: Plan) -> Launcher:
+    def begin(self, plan: ServingPlan) -> Launcher:
         """Start the workers of a plan. Where the first ones that began cannot start, it is up to the caller to end."""
         number, self._started = self._started, self._started + len(plan.workers) + 1
-        crew = _Crew(plan, self._start(plan, number), number, Loading(_models(plan)))
+        crew = _WorkerGroup(plan, self._start(plan, number), number, LoadingProgress(_models(plan)))
         crew.loading.expect([worker.role for worker in plan.workers])
         self._first = self._first or crew
         self._crews.append(crew)
@@ -240,7 +240,7 @@ class Crews(AddModel):
         self._serve(planned, crew)
         log.info("a model that was added is served again", model=card.name, workers=len(planned.workers))
 
-    def _serve(self, planned: Plan, instead: _Crew | None) -> None:
+    def _serve(self, planned: ServingPlan, instead: _WorkerGroup | None) -> None:
         """Start the workers of a plan for one model more, beside the others or `instead` of a crew."""
         self._given_up.pop(planned.models[0].card.name, None)
         if instead:
@@ -277,7 +277,7 @@ class Crews(AddModel):
                 *(scheduler.give_up(request, reason) if reason else scheduler.cancel(request) for request in late)
             )
 
-    async def _followed(self, crew: _Crew, staying: Collection[str]) -> bool:
+    async def _followed(self, crew: _WorkerGroup, staying: Collection[str]) -> bool:
         """Whether a crew may end: all workers are there that go on with its models, or have no room beside it."""
         if crew.heir is None and staying:
             with contextlib.suppress(ConfigError):
@@ -291,7 +291,7 @@ class Crews(AddModel):
         there = sum({card.name for card in worker.cards} <= set(staying) for worker in workers)
         return there >= len(crew.heir.plan.workers)
 
-    async def _end(self, crew: _Crew, leaving: Collection[str]) -> None:
+    async def _end(self, crew: _WorkerGroup, leaving: Collection[str]) -> None:
         """End a crew; the models that stay, and have no other one yet, get one, with which their requests go on."""
         await crew.launcher.stop(self._drain_timeout + LEAVING_S, self._stops)
         self._dissolve(crew, leaving)
@@ -302,7 +302,7 @@ class Crews(AddModel):
             await self._scheduler.registry.left(name)
         log.info("model removed", models=sorted(leaving))
 
-    async def _fail(self, crew: _Crew) -> None:
+    async def _fail(self, crew: _WorkerGroup) -> None:
         """Serve a model no more whose workers could not start, of several the last added one; its requests fail.
 
         Those that were started beside a crew are tried again once it has ended.
@@ -319,7 +319,7 @@ class Crews(AddModel):
             again = self._server if name in self._restored else ""
             await self._refuse(models[name], crew.reason or str(error), again)
 
-    def _dissolve(self, crew: _Crew, leaving: Collection[str]) -> None:
+    def _dissolve(self, crew: _WorkerGroup, leaving: Collection[str]) -> None:
         """Forget a crew that has ended. Models that stay get another one at the end of a look."""
         self._crews.remove(crew)
         self._without_crew.update(set(crew.models).difference(leaving, *(one.models for one in self._crews)))
@@ -339,7 +339,7 @@ class Crews(AddModel):
             yield page
             after = page[-1].context.id
 
-    async def _placed(self, name: str, source: str) -> tuple[Plan, _Crew | None]:
+    async def _placed(self, name: str, source: str) -> tuple[ServingPlan, _WorkerGroup | None]:
         """The plan for one more model: beside those that are there, or with those of a crew, in whose place its workers
         come. That model is the first, which is loaded first: so it is known whether it can be. Raises ConfigError.
         """
@@ -352,7 +352,7 @@ class Crews(AddModel):
         self._sources[name] = planned.models[0].card.source
         return planned, crew
 
-    async def _beside_or_with(self, name: str) -> tuple[Plan, _Crew | None]:
+    async def _beside_or_with(self, name: str) -> tuple[ServingPlan, _WorkerGroup | None]:
         try:
             return await self._planned([name]), None
         except ConfigError as alone:
@@ -365,7 +365,7 @@ class Crews(AddModel):
                     alone = ConfigError(f"{alone}; it can take turns with others once its files are here: unfuse pull")
             raise alone
 
-    async def _planned(self, models: Sequence[str], instead: _Crew | None = None) -> Plan:
+    async def _planned(self, models: Sequence[str], instead: _WorkerGroup | None = None) -> ServingPlan:
         """The plan for these models beside those that are there, or `instead` of some.
 
         Raises ConfigError, and Refusal once all workers are to end, which does not wait for a hub that is slow.
@@ -399,17 +399,17 @@ def _stopping() -> Refusal:
     return Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
 
 
-def _is_here(model: Model) -> bool:
+def _is_here(model: PlannedModel) -> bool:
     """Whether it is all on this disk: nobody waits for a download in the place of what is there."""
     with contextlib.suppress(ConfigError):
         return bool([files_of(model.folder).weights(component) for component in model.components])
     return False
 
 
-def _models(plan: Plan) -> list[str]:
+def _models(plan: ServingPlan) -> list[str]:
     return [model.card.name for model in plan.models]
 
 
-def _taken(crews: Sequence[_Crew]) -> Counter[str]:
+def _taken(crews: Sequence[_WorkerGroup]) -> Counter[str]:
     """The bytes that they take together, by device."""
     return sum((taken(crew.plan.workers, crew.plan.wanted) for crew in crews), Counter())
