@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 
 from tests.cli.conftest import KEY, Run
 from tests.server.served import PICTURES, Served, serve
-from unfuse.cli.progress import Bars
+from unfuse.cli.progress import ProgressBars
 from unfuse.cli.terminal import Terminal
 from unfuse.client import Client
 from unfuse.core.model_spec import PromptVocabulary
@@ -319,7 +319,7 @@ def drawn(*events: Event) -> str:
     """What the bars look like in the end."""
     terminal = Terminal()
     terminal.console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    with Bars(terminal, str) as bars:
+    with ProgressBars(terminal, str) as bars:
         for event in events:
             bars.show(event)
     assert isinstance(terminal.console.file, io.StringIO)

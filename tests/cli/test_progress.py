@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.test_terminal import screen
 from unfuse.cli import progress
-from unfuse.cli.progress import Bars, Hidden, ProgressLines, progress_on
+from unfuse.cli.progress import NoProgress, ProgressBars, ProgressLines, progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.request import Event
 
@@ -62,7 +62,7 @@ def test_silence_is_filled_with_what_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_quiet_shows_nothing() -> None:
     terminal = Heard(quiet=True)
     with progress_on(terminal, lambda: "loading") as shown:
-        assert isinstance(shown, Hidden)
+        assert isinstance(shown, NoProgress)
         shown.show(Event("stage_completed", stage="denoise.0"))
     assert terminal.said == []
 
@@ -88,7 +88,7 @@ def test_threads_that_write_at_once_leave_each_bar_once(monkeypatch: pytest.Monk
         return "loading"
 
     with progress_on(terminal, status) as shown:
-        assert isinstance(shown, Bars)
+        assert isinstance(shown, ProgressBars)
         shown.show(Event("stage_started", stage="text_encode"))
         terminal.say("first")
         shown.show(Event("stage_started", stage="denoise.0"))

@@ -20,7 +20,7 @@ from unfuse.cli import (
     show,
     worker,
 )
-from unfuse.cli.verbs import Json, Verbs
+from unfuse.cli.verbs import CommandRegistry, Json
 
 
 def version(json: Json = False) -> None:
@@ -31,7 +31,7 @@ def version(json: Json = False) -> None:
         typer.echo(f"unfuse {unfuse.__version__}")
 
 
-app = Verbs("Serve a generative model as stages, each from its own pool of workers.", add_completion=True)
+app = CommandRegistry("Serve a generative model as stages, each from its own pool of workers.", add_completion=True)
 app.verb()(generate.generate)
 app.verb()(chat.chat)
 app.verb("info", server=True)(serve.serve)

@@ -60,13 +60,13 @@ def compare(
 
     loaded = load(told, config)
     planned = plan(options(without_keys(loaded)))
-    wanted = _Wanted(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
+    wanted = _ComparisonOptions(planned, sized(planned.models[0].card, asked, image), image, rounds, counts)
     whole, split = _measure_both(wanted, loaded, terminal)
     _report(whole, split, len(planned.workers), json)
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _ComparisonOptions:
     """What is measured: requests that ask for this, in so many rounds, and so many of them at once."""
 
     plan: ServingPlan
@@ -84,7 +84,7 @@ class _Wanted:
 
 
 def _measure_both(
-    wanted: _Wanted, loaded: LoadedSettings, terminal: Terminal
+    wanted: _ComparisonOptions, loaded: LoadedSettings, terminal: Terminal
 ) -> tuple[ComparisonFigures, ComparisonFigures]:
     """Measure diffusers, and then unfuse."""
     from unfuse.service.comparison import ComparedPools, UndividedPipeline, measure, requests_of, threads_to_try

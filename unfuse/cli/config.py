@@ -7,11 +7,11 @@ from typing import Any
 
 from unfuse.cli import show as shown
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import OFFERED, Config, Json, Verbs
+from unfuse.cli.verbs import OFFERED, CommandRegistry, Config, Json
 from unfuse.service.groups import Settings
 from unfuse.service.settings import FIELDS, ByteSize, SettingField, load
 
-app = Verbs("What is set, and where.")
+app = CommandRegistry("What is set, and where.")
 
 HIDDEN = "********"
 

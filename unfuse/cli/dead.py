@@ -6,9 +6,9 @@ import typer
 
 from unfuse.cli import connecting, requests, show as shown
 from unfuse.cli.requests import After, Id, Limit
-from unfuse.cli.verbs import ApiKey, Config, Json, Server, Verbs
+from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server
 
-app = Verbs("Requests that were given up after too many failures.")
+app = CommandRegistry("Requests that were given up after too many failures.")
 
 
 @app.verb()

@@ -9,10 +9,10 @@ import typer
 
 from unfuse.cli import show
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import Config, Json, Verbs
+from unfuse.cli.verbs import CommandRegistry, Config, Json
 from unfuse.service.settings import load
 
-app = Verbs("The keys of the HTTP API, and those by which schedulers and workers know each other (`new`).")
+app = CommandRegistry("The keys of the HTTP API, and those by which schedulers and workers know each other (`new`).")
 
 File = Annotated[
     Path | None,

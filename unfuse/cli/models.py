@@ -14,7 +14,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.cli import connecting, show
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
-from unfuse.cli.verbs import ApiKey, Config, Json, Server, Verbs, takes
+from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server, takes
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError, TransientError
 from unfuse.core.paths import expanded
 from unfuse.core.plan import StageSelector, roles_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unfuse.weights.hub import Brought
 
 
-app = Verbs("The models of a server, and those that could be served from here.")
+app = CommandRegistry("The models of a server, and those that could be served from here.")
 
 LOOK_S = 0.5  # seconds between two questions how far a model is
 

@@ -19,7 +19,7 @@ from unfuse.core.request import Event
 REFRESHES_PER_S = 4
 
 
-class Bars(ProgressDisplay):
+class ProgressBars(ProgressDisplay):
     """One bar for each stage that has started, below a line on what goes on."""
 
     def __init__(self, terminal: Terminal, status: Status) -> None:
@@ -88,13 +88,13 @@ SILENCE_S = 1.5  # where lines are written, the longest time without one; people
 def progress_on(terminal: Terminal, status: Status) -> ProgressDisplay:
     """The kind of progress for this terminal."""
     if terminal.quiet:
-        return Hidden(status)
+        return NoProgress(status)
     if not terminal.interactive:
         return ProgressLines(terminal, status)
-    return Bars(terminal, status)
+    return ProgressBars(terminal, status)
 
 
-class Hidden(ProgressDisplay):
+class NoProgress(ProgressDisplay):
     """No progress."""
 
     def __init__(self, status: Status) -> None:

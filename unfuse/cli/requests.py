@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from unfuse.cli import connecting, show as shown
-from unfuse.cli.verbs import ApiKey, Config, Json, Server, Verbs
+from unfuse.cli.verbs import ApiKey, CommandRegistry, Config, Json, Server
 
-app = Verbs("What was asked of a server.")
+app = CommandRegistry("What was asked of a server.")
 
 PROMPT_CHARS = 40  # characters of a prompt that a table shows
 

@@ -99,7 +99,7 @@ def tell(plan: ServingPlan, say: Callable[[str], object]) -> None:
         say(f"{sums['device']}: {takes}; activations come on top")
 
 
-class _Start:
+class _StartReport:
     """Says what is served, on what and where, and when everything is there, `began` being when the verb was called."""
 
     def __init__(self, options: ServeOptions, plan: ServingPlan, terminal: Terminal, began: float) -> None:
@@ -177,7 +177,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks
 
         listen(options).close()
         found = plan(options)
-        start = _Start(options, found, terminal, began)
+        start = _StartReport(options, found, terminal, began)
         start.opening()
         uvloop.run(serving())
     if signal.SIGINT in stopped_by:

@@ -210,7 +210,7 @@ SHARED = (
 )
 
 
-class Headed(TyperCommand):
+class PanelCommand(TyperCommand):
     """A verb whose options stand under headings in its help, in the order of PANELS."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -233,7 +233,7 @@ class Headed(TyperCommand):
                     formatter.write_dl(records)
 
 
-class Listed(TyperGroup):
+class CommandGroup(TyperGroup):
     """Verbs whose help lists the whole sentence of each, and that know other words for some."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -252,14 +252,14 @@ class Listed(TyperGroup):
             )
 
 
-class Verbs(typer.Typer):
+class CommandRegistry(typer.Typer):
     """Verbs, each of which has the options on standard error; one that asks for a `terminal` is given it."""
 
     def __init__(self, help: str, **more: Any) -> None:
         settings = {"help_option_names": ["-h", "--help"]}
         super().__init__(
             help=help, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-            context_settings=settings, cls=Listed, **more,
+            context_settings=settings, cls=CommandGroup, **more,
         )  # fmt: skip
         self.callback()(_with_signature(_keep, SHARED))
 
@@ -275,7 +275,7 @@ class Verbs(typer.Typer):
         """Make a function a verb that logs from level `usual` on; a `server` one needs what a server has installed."""
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
-            self.command(cls=Headed)(_with_terminal(function, usual, server))
+            self.command(cls=PanelCommand)(_with_terminal(function, usual, server))
             return function
 
         return decorate
