@@ -303,9 +303,9 @@ def test_a_chat_that_nobody_listens_to_at_first_ends_at_once_and_a_later_one_is_
     nobody = TransientError("no answer")
     nobody.__cause__ = httpx2.ConnectError("refused")
     with pytest.raises(TransientError):
-        calls.Conversation().break_off(nobody)
-    begun, waits = calls.Conversation(), calls.Conversation()
-    begun.take(calls.Chunk("1", "chatcmpl-0", []))
+        calls.ChatStreamState().break_off(nobody)
+    begun, waits = calls.ChatStreamState(), calls.ChatStreamState()
+    begun.take(calls.ChatChunk("1", "chatcmpl-0", []))
     waits.break_off(TransientError("the server starts"))
     assert begun.break_off(nobody) > 0 and waits.break_off(nobody) > 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -317,7 +317,7 @@ def test_a_chat_that_nobody_listens_to_at_first_ends_at_once_and_a_later_one_is_
 def test_a_chat_draws_other_keys_only_until_one_may_have_been_accepted() -> None:
     """Given a part of the server's queue that is away, then a key that nobody has used is replaced, at once; after a
     connection that broke the key stays, because the chat may be there."""
-    conversation = calls.Conversation()
+    conversation = calls.ChatStreamState()
     first = conversation.headers["idempotency-key"]
     assert conversation.break_off(KeyUnavailable("away")) == 0
     second = conversation.headers["idempotency-key"]

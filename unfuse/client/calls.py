@@ -223,7 +223,7 @@ def event_of(message: httpx2.ServerSentEvent) -> Event | None:
     return None if message.event == "error" else msgspec.json.decode(message.data, type=Event)
 
 
-class Chunk(NamedTuple):
+class ChatChunk(NamedTuple):
     """A chat event: its id, the id of its request, and the deltas of the choices."""
 
     id: str
@@ -231,7 +231,7 @@ class Chunk(NamedTuple):
     choices: list[dict[str, Any]]
 
 
-class Conversation:
+class ChatStreamState:
     """The state of one streamed chat across reconnections.
 
     `headers` are sent with the next call. `lost` counts consecutive broken connections. `request` is the request's id.
@@ -261,7 +261,7 @@ class Conversation:
         self.lost += 1
         return backoff(self.lost)
 
-    def take(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def take(self, chunk: ChatChunk) -> list[dict[str, Any]]:
         """Record the progress of the answer. Returns the deltas of the choices."""
         self.headers.pop("unfuse-new-key", None)
         if chunk.id:
@@ -275,14 +275,14 @@ class Conversation:
         return f"/v1/requests/{self.request}/cancel"
 
 
-def chunk(message: httpx2.ServerSentEvent) -> Chunk | None:
+def chunk(message: httpx2.ServerSentEvent) -> ChatChunk | None:
     """Read a chat event; None for the last. Raises PermanentError for an error."""
     if message.data == "[DONE]":
         return None
     told = msgspec.json.decode(message.data, type=dict[str, Any])
     if "error" in told:
         raise PermanentError(told["error"]["message"])
-    return Chunk(message.id or "", str(told.get("id") or ""), told["choices"])
+    return ChatChunk(message.id or "", str(told.get("id") or ""), told["choices"])
 
 
 def model_path(name: str) -> str:

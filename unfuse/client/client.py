@@ -235,7 +235,7 @@ class AsyncClient:
 
     async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the deltas of the only choice. Closing the iterator before the end cancels the request."""
-        conversation = calls.Conversation()
+        conversation = calls.ChatStreamState()
         try:
             async with aclosing(self._resumed_choices(body, conversation)) as choices:
                 async for choice in choices:
@@ -247,7 +247,7 @@ class AsyncClient:
             raise
 
     async def _resumed_choices(
-        self, body: dict[str, Any], conversation: calls.Conversation
+        self, body: dict[str, Any], conversation: calls.ChatStreamState
     ) -> AsyncGenerator[dict[str, Any], None]:
         while True:
             sent = {"method": "POST", "json": body, "headers": {**conversation.headers}}
