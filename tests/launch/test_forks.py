@@ -13,7 +13,7 @@ import pytest
 
 from tests.descriptors import descriptors, settled
 from tools.server import environment, family_of, unfuse, until
-from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
+from unfuse.launch.local import ForkServers, InheritedForks, LocalLauncher
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def lives(pid: int) -> bool:
 def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
     settled()
     before = descriptors()
-    forks = Forks(["/nowhere"])
+    forks = ForkServers(["/nowhere"])
     begun = forks._begun
     assert begun is not None and lives(begun.pid)
 
@@ -37,7 +37,7 @@ def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
 
 
 async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_it_can_fork_nobody() -> None:
-    forks = Forks(["/nowhere"])
+    forks = ForkServers(["/nowhere"])
     begun = forks._begun
     first, second = forks.server(), forks.server()
     assert first is begun and second.pid != first.pid and first.returncode is None
@@ -50,7 +50,7 @@ async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_i
 
 
 async def test_a_killed_one_is_said_to_be() -> None:
-    forks = Forks(["/nowhere"])
+    forks = ForkServers(["/nowhere"])
     server = forks.server()
     server.send_signal(signal.SIGKILL)
     assert await server.wait() == -signal.SIGKILL
@@ -89,7 +89,7 @@ def test_nothing_begins_where_workers_are_elsewhere(tmp_path: Path) -> None:
 
 async def test_a_launcher_neither_starts_nor_ends_an_inherited_fork_server() -> None:
     """Given the socket to one, then it closes its own descriptor of it alone."""
-    forks = Forks(["/nowhere"])
+    forks = ForkServers(["/nowhere"])
     settled()
     before = descriptors()
     inherited = InheritedForks(os.dup(forks.asks))

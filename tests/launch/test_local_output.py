@@ -11,12 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from unfuse.launch import local
-from unfuse.launch.local import Output, pass_on
+from unfuse.launch.local import OutputPump, pass_on
 
 FLOOD = "import sys\nfor n in range(50_000): sys.stderr.write(f'{n} ' + 'x' * 100 + '\\n')"
 
 
-def run(out: Output, code: str, number: int = 0) -> int:
+def run(out: OutputPump, code: str, number: int = 0) -> int:
     """Run Python code whose standard error is a pipe, to its end."""
     writing = out.pipe(number)
     try:
@@ -36,7 +36,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.slow
 def test_every_line_is_told_with_its_process_also_the_last_words_of_one_that_dies() -> None:
     told: list[tuple[int, bytes]] = []
-    out = Output(lambda number, line: told.append((number, line)))
+    out = OutputPump(lambda number, line: told.append((number, line)))
     assert run(out, "import sys, os; sys.stderr.write('one\\ntwo\\n'); sys.stderr.flush(); os.abort()", 7) < 0
     run(out, "import os; os.write(2, b'no end of line')", 8)
     out.close()
@@ -51,7 +51,7 @@ def test_a_process_that_writes_a_lot_ends_though_nobody_hears(few: Callable[[], 
         stuck.wait()
         told.append(line)
 
-    out = Output(hear)
+    out = OutputPump(hear)
     assert run(out, FLOOD) == 0, "it was not kept waiting"
     stuck.set()
     out.close()
@@ -62,7 +62,7 @@ def test_a_process_that_writes_a_lot_ends_though_nobody_hears(few: Callable[[], 
 
 
 def test_the_end_waits_for_nobody_who_keeps_a_pipe_open_or_does_not_hear(few: Callable[[], None]) -> None:
-    out = Output(lambda number, line: threading.Event().wait())
+    out = OutputPump(lambda number, line: threading.Event().wait())
     writing = out.pipe(0)
     os.write(writing, b"x\n")
     out.close()
@@ -72,7 +72,7 @@ def test_the_end_waits_for_nobody_who_keeps_a_pipe_open_or_does_not_hear(few: Ca
 @pytest.mark.slow
 def test_a_line_without_an_end_is_cut() -> None:
     told: list[int] = []
-    out = Output(lambda number, line: told.append(len(line)))
+    out = OutputPump(lambda number, line: told.append(len(line)))
     run(out, "import sys; sys.stderr.write('x' * 200_000)")
     out.close()
     assert told == [65536, 65536, 65536, 200_000 - 3 * 65536]

@@ -15,7 +15,7 @@ from unfuse.cli import show
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.cli.verbs import COMPUTE, PLACING, Config, takes
-from unfuse.launch.local import Forks, InheritedForks
+from unfuse.launch.local import ForkServers, InheritedForks
 from unfuse.planning.machine import devices
 from unfuse.planning.placement import CPU, NONE
 from unfuse.service.groups import Settings
@@ -66,7 +66,7 @@ def serve(
 
 
 @contextmanager
-def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Forks | InheritedForks | None]:
+def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[ForkServers | InheritedForks | None]:
     """Start the fork server before this process imports anything heavy, and close it after the block.
 
     Its imports take longest. Yields None unless all workers run on CPUs and all models are local. With the descriptor
@@ -83,7 +83,7 @@ def begun_early(settings: Settings, inherited: int | None = None) -> Iterator[Fo
     if serve.workers == NONE or serve.launcher != "local" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return
-    with closing(Forks(serve.models)) as begun:
+    with closing(ForkServers(serve.models)) as begun:
         yield begun
 
 
@@ -135,7 +135,7 @@ class _StartReport:
             self._terminal.say(line)
 
 
-def run(options: ServeOptions, terminal: Terminal, forks: Forks | InheritedForks | None, began: float) -> None:
+def run(options: ServeOptions, terminal: Terminal, forks: ForkServers | InheritedForks | None, began: float) -> None:
     """Serve until stopped by a signal. The verb was called when the monotonic clock was at `began`."""
     stopped_by: list[int] = []
     loading = LoadingProgress(options.serve.models)

@@ -60,7 +60,7 @@ def pass_on(number: int, line: bytes) -> None:
         sys.stderr.flush()
 
 
-class Output:
+class OutputPump:
     """Pipes that are always emptied, so that a process that writes to one never waits for the receiver of its lines.
 
     One thread reads each, another tells: hearing may take long, or stand still.
@@ -137,10 +137,10 @@ class LocalLauncher(Launcher):
         specs: Sequence[WorkerSpec],
         hear: Hear = pass_on,
         clock: Clock | None = None,
-        forks: Forks | InheritedForks | None = None,
+        forks: ForkServers | InheritedForks | None = None,
     ) -> None:
         self._specs, self._clock, self._forks = specs, clock or SystemClock(), forks
-        self._output = Output(hear)
+        self._output = OutputPump(hear)
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process | ForkServerProcess] = {}
         self._ways: dict[int, list[WorkerSpec]] = {}
@@ -152,7 +152,7 @@ class LocalLauncher(Launcher):
 
     @override
     def start(self) -> None:
-        numbers = range(len(self._specs) + isinstance(self._forks, Forks))
+        numbers = range(len(self._specs) + isinstance(self._forks, ForkServers))
         self._watching = [asyncio.create_task(self._keep(number)) for number in reversed(numbers)]
 
     @override
@@ -212,7 +212,7 @@ class LocalLauncher(Launcher):
             await asyncio.sleep(pause)
 
     async def _spawn(self, number: int) -> asyncio.subprocess.Process | ForkServerProcess:
-        if isinstance(self._forks, Forks) and number == len(self._specs):
+        if isinstance(self._forks, ForkServers) and number == len(self._specs):
             server = self._processes[number] = self._forks.server()
             self._output.read(number, server.output)
             return server
@@ -306,7 +306,7 @@ class ForkServerProcess:
         return self._process.wait()
 
 
-class Forks:
+class ForkServers:
     """The socket by which workers on CPUs ask for compute processes that have imported what these models need.
 
     The first fork server begins at once. It ends when nobody holds the socket any more, at the latest when `close` and

@@ -22,7 +22,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError, UsageError
 from unfuse.core.supervisor import Supervisor, first
 from unfuse.launch.base import Hear, Launcher, OpenLauncher, WorkerSpec
-from unfuse.launch.local import LAST_S, SETTLED_S, WAITING, LocalLauncher, Output, pass_on, pause_after
+from unfuse.launch.local import LAST_S, SETTLED_S, WAITING, LocalLauncher, OutputPump, pass_on, pause_after
 from unfuse.planning.placement import CPU, only_cpu
 from unfuse.worker.records import write_records
 
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 def at(address: str) -> OpenLauncher:
     """What opens launchers for the Ray at HOST:PORT, or one of our own. Raises ConfigError, as Nodes does."""
-    return partial(RayLauncher, Nodes(address))
+    return partial(RayLauncher, RayCluster(address))
 
 
 class RayLauncher(Launcher):
@@ -45,9 +45,9 @@ class RayLauncher(Launcher):
     An actor that is lost is followed by another one; from a node that is drained, before its worker has finished.
     """
 
-    def __init__(self, nodes: Nodes, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
-        self._nodes, self._specs, self._output = nodes, specs, Output(hear)
-        self._relays: dict[NodePlace, asyncio.Task[str] | None] = {}  # what relays the lines of each, once it has begun
+    def __init__(self, nodes: RayCluster, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
+        self._nodes, self._specs, self._output = nodes, specs, OutputPump(hear)
+        self._relays: dict[NodeSlot, asyncio.Task[str] | None] = {}  # what relays the lines of each, once it has begun
         self._background = Supervisor()
         self.failed = asyncio.get_running_loop().create_future()
 
@@ -102,7 +102,7 @@ class RayLauncher(Launcher):
         log.warning("a node of Ray is drained, its worker goes elsewhere", role=spec.role, node=held.node)
         self._background.once("leaving a node of Ray", partial(self._end, held, held.leaves.result()))
 
-    async def _relay(self, number: int, held: NodePlace) -> str:
+    async def _relay(self, number: int, held: NodeSlot) -> str:
         """Tell what a worker writes, until it is over; returns why."""
         over = None
         while over is None:
@@ -111,7 +111,7 @@ class RayLauncher(Launcher):
                 self._output.tell(number, line)
         return over
 
-    async def _end(self, held: NodePlace, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
+    async def _end(self, held: NodeSlot, drain_timeout: float, hurry: asyncio.Event | None = None) -> None:
         """End a worker, tell the rest of what it wrote, and give up its place; soon once `hurry` is set."""
         if held.node:
             await first(held.stop(drain_timeout), *([hurry.wait()] if hurry else []))
@@ -161,7 +161,7 @@ ENDING_S, LEAVING_S = 15.0, 600.0
 """Seconds beside the drain timeout until a worker must have ended; and for leaving a node that gives no time itself."""
 
 
-class NodePlace:
+class NodeSlot:
     """A place on one node, whichever has room, with an actor that is to hold a worker there."""
 
     def __init__(self, cpus: float, gpus: int) -> None:
@@ -196,7 +196,7 @@ class NodePlace:
         return await _answer(getattr(actor, what).remote(*told))
 
 
-class Nodes:
+class RayCluster:
     """The Ray at HOST:PORT; without an address one of our own, for this machine alone, which ends with us.
 
     To be made by the main thread: what Ray starts ends with the one that did. Raises ConfigError if it cannot be used.
@@ -219,9 +219,9 @@ class Nodes:
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError(f"--launcher ray: {address or 'Ray'} cannot be used: {error}") from error
 
-    def hold(self, cpus: int, gpus: int) -> NodePlace:
+    def hold(self, cpus: int, gpus: int) -> NodeSlot:
         """Ask for a place. In a Ray of our own CPUs are nearly free: it was planned who shares them."""
-        return NodePlace(cpus if self._address else cpus / 1000, gpus)
+        return NodeSlot(cpus if self._address else cpus / 1000, gpus)
 
     async def draining(self) -> dict[str, float]:
         """The nodes that are to be left, and in how many seconds. Raises TransientError."""

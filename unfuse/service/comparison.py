@@ -21,7 +21,7 @@ from unfuse.core.modalities import medium_for
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.pixels import size_of
 from unfuse.launch.base import Hear
-from unfuse.launch.local import Output
+from unfuse.launch.local import OutputPump
 from unfuse.models.undivided import Undivided
 from unfuse.planning.machine import gpus
 from unfuse.scheduler.costs import Costs
@@ -59,7 +59,7 @@ class UndividedPipeline:
         self._card, self._made, self._best = model.card, made, 0
         self._alike, *_ = self._choices = threads_to_try(plan)
         self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
-        self._output = Output(hear)
+        self._output = OutputPump(hear)
         writing = self._output.pipe(0)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unfuse.models.undivided"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

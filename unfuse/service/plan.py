@@ -18,7 +18,7 @@ from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.local import Forks, InheritedForks
+from unfuse.launch.local import ForkServers, InheritedForks
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.encoders import shared_of
 from unfuse.planning.layout import HostResources, LayoutSearch, layouts
@@ -333,7 +333,9 @@ def environment_of(settings: Settings) -> dict[str, str]:
     }
 
 
-def forked(planned: ServingPlan, begun: Forks | InheritedForks | None = None) -> Forks | InheritedForks | None:
+def forked(
+    planned: ServingPlan, begun: ForkServers | InheritedForks | None = None
+) -> ForkServers | InheritedForks | None:
     """Return the fork server for a plan's workers on CPUs, or None if there are no such workers.
 
     It is `begun`, or a copy of that if it is inherited, or a new one.
@@ -345,7 +347,7 @@ def forked(planned: ServingPlan, begun: Forks | InheritedForks | None = None) ->
         if begun:
             begun.close()
         return None
-    return begun or Forks([str(model.folder) for model in planned.models])
+    return begun or ForkServers([str(model.folder) for model in planned.models])
 
 
 def specs_of(

@@ -33,7 +33,7 @@ from unfuse.core.supervisor import Supervisor, first
 from unfuse.edge.connections import ConnectionLimits
 from unfuse.edge.keys import ApiKeys as ApiKeys
 from unfuse.launch.base import Launcher
-from unfuse.launch.local import Forks, InheritedForks, LocalLauncher
+from unfuse.launch.local import ForkServers, InheritedForks, LocalLauncher
 from unfuse.planning.machine import devices
 from unfuse.queues.base import QueueBackend, QueueLimits, RequestStore
 from unfuse.scheduler.admission import PoolArenas
@@ -176,7 +176,7 @@ class Service(Stoppable):
     """
 
     def __init__(
-        self, options: ServeOptions, plan: ServingPlan, logs: Logs, forks: Forks | InheritedForks | None = None
+        self, options: ServeOptions, plan: ServingPlan, logs: Logs, forks: ForkServers | InheritedForks | None = None
     ) -> None:
         super().__init__(options.serve.drain_timeout)
         self._options, self._plan, self._logs, self._forks = options, plan, logs, forks

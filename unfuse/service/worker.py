@@ -22,7 +22,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Register, Registered, Rejected, WorkerInfo
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.supervisor import first
-from unfuse.launch.local import HURRY, Forks, LocalLauncher
+from unfuse.launch.local import HURRY, ForkServers, LocalLauncher
 from unfuse.models import card_of
 from unfuse.planning.machine import CONTROL_GROUP, cpus, devices
 from unfuse.planning.placement import CPU, WorkerPlan, devices_of, only_cpu
@@ -148,7 +148,7 @@ async def work(
             compute = msgspec.structs.replace(compute, parallel="")
         if not often or not only_cpu(devices_of(options.role, WorkerPlan(compute=compute), devices())):
             return None
-        begun = Forks(models)
+        begun = ForkServers(models)
         own.append(LocalLauncher((), forks=begun))  # which starts it again when it dies
         own[0].start()
         return socket.socket(fileno=os.dup(begun.asks))
