@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.core.errors import ArenaFull
 
 Runs: TypeAlias = Sequence[tuple[int, int]]
@@ -69,10 +69,10 @@ class Blocks:
             left -= nbytes
         return runs
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """The present numbers. Any free block can serve any allocation, so all free bytes count as one piece."""
         free = len(self._free) * self._block
-        return Usage(
+        return MemoryUsage(
             capacity=self._blocks * self._block,
             used=self._blocks * self._block - free,
             requested=sum(self._requested.values()),

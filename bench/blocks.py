@@ -18,7 +18,7 @@ from typing import Protocol
 
 from bench.block_allocator import Blocks
 from bench.report import quantile, show, table
-from unfuse.arena.extents import Buddy, Usage
+from unfuse.arena.extents import BuddyAllocator, MemoryUsage
 from unfuse.core.errors import ArenaFull
 
 REQUESTS = 8_000
@@ -37,7 +37,7 @@ MIXES = {"short": (512, 1.0), "mixed": (1024, 1.2), "long": (4096, 0.6)}
 class Space(Protocol):
     def allocate(self, nbytes: int) -> int: ...
     def free(self, place: int) -> None: ...
-    def usage(self) -> Usage: ...
+    def usage(self) -> MemoryUsage: ...
 
 
 class Fixed:
@@ -74,7 +74,7 @@ class Recent:
 SPACES: dict[str, Callable[[int], Space]] = {
     "fixed": Fixed,
     "blocks": lambda capacity: Blocks(capacity, BLOCK * TOKEN),
-    "buddy": Buddy,
+    "buddy": BuddyAllocator,
     "p90": lambda capacity: Recent(capacity, 0.9),
     "p99": lambda capacity: Recent(capacity, 0.99),
 }

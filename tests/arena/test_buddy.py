@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.examples import examples
-from unfuse.arena.extents import Buddy
+from unfuse.arena.extents import BuddyAllocator
 from unfuse.core.errors import ArenaFull
 
 BLOCK = 16
@@ -17,7 +17,7 @@ class AgainstBlocks(RuleBasedStateMachine):
     @initialize(blocks=st.integers(1, 200), rest=st.integers(0, BLOCK - 1))
     def start(self, blocks: int, rest: int) -> None:
         self.blocks = blocks
-        self.buddy = Buddy(blocks * BLOCK + rest, BLOCK)
+        self.buddy = BuddyAllocator(blocks * BLOCK + rest, BLOCK)
         self.owner: list[int | None] = [None] * blocks
         self.sizes: dict[int, int] = {}
         self.most = 0
@@ -73,7 +73,7 @@ class AgainstBlocks(RuleBasedStateMachine):
             return
         for offset in list(self.sizes):
             self.buddy.free(offset)
-        fresh = Buddy(self.blocks * BLOCK, BLOCK).usage()
+        fresh = BuddyAllocator(self.blocks * BLOCK, BLOCK).usage()
         assert self.buddy.usage().free == fresh.capacity
         assert self.buddy.usage().largest_free == fresh.largest_free, "what came back did not merge"
 
@@ -84,7 +84,7 @@ TestAgainstBlocks.settings = settings(max_examples=examples(30), stateful_step_c
 
 @given(blocks=st.integers(1, 300))
 def test_single_blocks_fill_any_capacity_to_the_last_one(blocks: int) -> None:
-    buddy = Buddy(blocks * BLOCK, BLOCK)
+    buddy = BuddyAllocator(blocks * BLOCK, BLOCK)
     offsets = {buddy.allocate(1) for _ in range(blocks)}
     assert offsets == set(range(0, blocks * BLOCK, BLOCK))
     with pytest.raises(ArenaFull):
@@ -92,7 +92,7 @@ def test_single_blocks_fill_any_capacity_to_the_last_one(blocks: int) -> None:
 
 
 def test_an_extent_takes_only_the_blocks_it_needs() -> None:
-    buddy = Buddy(8 * BLOCK, BLOCK)
+    buddy = BuddyAllocator(8 * BLOCK, BLOCK)
     buddy.allocate(5 * BLOCK)
     assert buddy.usage().used == 5 * BLOCK
     buddy.allocate(2 * BLOCK)
@@ -101,7 +101,7 @@ def test_an_extent_takes_only_the_blocks_it_needs() -> None:
 
 
 def test_what_is_a_little_more_than_a_power_of_two_fills_the_span_too() -> None:
-    buddy = Buddy(64 * BLOCK, BLOCK)
+    buddy = BuddyAllocator(64 * BLOCK, BLOCK)
     offsets = [buddy.allocate(9 * BLOCK) for _ in range(7)]
     assert buddy.usage().free == BLOCK
     buddy.free(offsets[3])
@@ -109,7 +109,7 @@ def test_what_is_a_little_more_than_a_power_of_two_fills_the_span_too() -> None:
 
 
 def test_freeing_twice_is_an_error() -> None:
-    buddy = Buddy(4 * BLOCK, BLOCK)
+    buddy = BuddyAllocator(4 * BLOCK, BLOCK)
     offset = buddy.allocate(1)
     buddy.free(offset)
     with pytest.raises(KeyError):
@@ -118,11 +118,11 @@ def test_freeing_twice_is_an_error() -> None:
 
 def test_a_span_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="15 bytes"):
-        Buddy(15, BLOCK)
+        BuddyAllocator(15, BLOCK)
 
 
 def test_gaps_between_extents_are_fragmentation_and_rounding_is_waste() -> None:
-    buddy = Buddy(8 * BLOCK, BLOCK)
+    buddy = BuddyAllocator(8 * BLOCK, BLOCK)
     offsets = [buddy.allocate(BLOCK // 2) for _ in range(8)]
     for offset in sorted(offsets)[::2]:
         buddy.free(offset)

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from unfuse.arena import extents as module
 from unfuse.arena.arena import Arena
 from unfuse.arena.client import ArenaClient
-from unfuse.arena.extents import EXTENT, SPARE_S, Extents, Pages
+from unfuse.arena.extents import EXTENT, SPARE_S, ExtentAllocator, WritablePages
 from unfuse.arena.server import ArenaServer
 from unfuse.core.errors import ArenaFull, ConfigError
 
@@ -35,7 +35,7 @@ def taken(fd: int) -> int:
 
 def test_only_what_holds_objects_takes_memory_and_a_while_later_none() -> None:
     clock = Time()
-    extents = Extents(64 * MIB, "x", clock)
+    extents = ExtentAllocator(64 * MIB, "x", clock)
     assert taken(extents.fd) == extents.held == 0
     small, large = extents.allocate(5), extents.allocate(5 * MIB)
     assert taken(extents.fd) == extents.held
@@ -61,7 +61,7 @@ def test_only_what_holds_objects_takes_memory_and_a_while_later_none() -> None:
 
 def test_who_trims_is_called_once_there_is_something() -> None:
     called = []
-    extents = Extents(64 * MIB, "x")
+    extents = ExtentAllocator(64 * MIB, "x")
     extents.spared = lambda: called.append(1)
     first, second = extents.allocate(EXTENT), extents.allocate(EXTENT)
     assert called == []
@@ -73,7 +73,7 @@ def test_who_trims_is_called_once_there_is_something() -> None:
 
 def test_who_trims_is_called_again_only_after_there_was_nothing_more_to_trim() -> None:
     clock, called = Time(), []
-    extents = Extents(64 * MIB, "x", clock)
+    extents = ExtentAllocator(64 * MIB, "x", clock)
     extents.spared = lambda: called.append(1)
     for _ in range(3):
         extents.free(extents.allocate(EXTENT))
@@ -86,7 +86,7 @@ def test_who_trims_is_called_again_only_after_there_was_nothing_more_to_trim() -
 
 
 def test_a_machine_without_memory_is_said_and_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    extents = Extents(64 * MIB, "x")
+    extents = ExtentAllocator(64 * MIB, "x")
     monkeypatch.setattr(module, "available_memory", lambda: 3 * MIB)
     kept = extents.allocate(MIB)
     before = extents.usage()
@@ -124,7 +124,7 @@ def test_what_cannot_be_filled_is_refused_in_one_sentence(monkeypatch: pytest.Mo
 def test_every_object_has_memory_and_nothing_else_keeps_it(steps: list[tuple[bool, int, float]]) -> None:
     """Whatever comes and goes: as much is held as the extents of live objects, and of those that were lately freed."""
     clock = Time()
-    extents = Extents(24 * MIB, "x", clock)
+    extents = ExtentAllocator(24 * MIB, "x", clock)
     live: dict[int, int] = {}
     last: dict[int, float] = {}
     try:
@@ -154,9 +154,9 @@ def places(offset: int, nbytes: int) -> set[int]:
 
 def test_a_writer_s_pages_are_entered_once_and_again_after_they_were_given_back() -> None:
     clock = Time()
-    extents = Extents(16 * MIB, "x", clock)
+    extents = ExtentAllocator(16 * MIB, "x", clock)
     memory = mmap.mmap(extents.fd, 0)
-    pages, calls = Pages(Counting(memory)), Counting.calls  # type: ignore[arg-type]
+    pages, calls = WritablePages(Counting(memory)), Counting.calls  # type: ignore[arg-type]
     offset = extents.allocate(3 * MIB)
     pages.enter(offset, 3 * MIB, extents.given_back)
     pages.enter(offset, 3 * MIB, extents.given_back)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unfuse.arena.extents import Buddy
+from unfuse.arena.extents import BuddyAllocator
 from unfuse.arena.objects import OBJECT_MOVES, Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 
@@ -11,7 +11,7 @@ REQUEST = "req_" + "a" * 32
 
 @pytest.fixture
 def table() -> ObjectTable:
-    return ObjectTable(Buddy(8 * 4096))
+    return ObjectTable(BuddyAllocator(8 * 4096))
 
 
 def hold(table: ObjectTable, extent: Extent) -> Extent:

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from zmq.utils import z85
 
 from tools.addresses import a_worker, unix_address
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.core import supervisor
 from unfuse.core.messages import (
     Accepted,
@@ -186,7 +186,7 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     await worker._link.close()
     worker._link = Line()
     worker._wanted = once(lambda *_: RequestTasks(1, None, 0.0), KeyError("x"))
-    usage = once(lambda: Usage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
+    usage = once(lambda: MemoryUsage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
     worker._objects = SimpleNamespace(copies=SimpleNamespace(counters=TransferCounters()), usage=usage, holding=list)
     worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
     worker._swapping = Swapping({}, ())

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from unfuse.arena.extents import BLOCK, Extents, Pages
+from unfuse.arena.extents import BLOCK, ExtentAllocator, WritablePages
 from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ConfigError
@@ -33,7 +33,7 @@ class Arena(ObjectTable):
         if capacity > (free := available_memory()):
             raise _too_large(capacity, free)
         try:
-            self._extents = Extents(capacity, MEMFD_NAME)
+            self._extents = ExtentAllocator(capacity, MEMFD_NAME)
         except OSError as error:
             raise _too_large(capacity, free) from error
         super().__init__(self._extents)
@@ -98,7 +98,7 @@ class WritableMap:
 
     def __init__(self, fd: int) -> None:
         memory = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._pages, self.bytes = Pages(memory), np.frombuffer(memory, np.uint8)
+        self._pages, self.bytes = WritablePages(memory), np.frombuffer(memory, np.uint8)
 
     def of(self, extent: Extent, given_back: int) -> NDArray[np.uint8]:
         """The bytes of an object; `given_back` is how often the arena had given memory back once it was placed."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from unfuse.arena import protocol
 from unfuse.arena.arena import WritableMap, map_bytes
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent, FinalizerLock
 from unfuse.arena.protocol import peer_of, receive_exactly, socket_name
 from unfuse.core.codec import HEADER_BYTES, decode, length_of
@@ -114,7 +114,7 @@ class ArenaClient:
         """Ids of the requests that objects exist for."""
         return self._ask(protocol.GetState(), protocol.ArenaState).requests
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """How full the arena is."""
         return self._ask(protocol.GetState(), protocol.ArenaState).usage
 

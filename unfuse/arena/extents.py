@@ -16,7 +16,7 @@ from unfuse.core.errors import ArenaFull
 BLOCK = 4096  # bytes of the smallest extent: a page
 
 
-class Usage(msgspec.Struct, frozen=True):
+class MemoryUsage(msgspec.Struct, frozen=True):
     """How full a span is, in bytes. `used` − `requested` is lost by rounding; `high_water` is the most ever used."""
 
     capacity: int
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct, frozen=True):
         return 1 - self.largest_free / self.free if self.free else 0.0
 
 
-class Buddy:
+class BuddyAllocator:
     """Extents of `capacity` bytes in multiples of `block`; a capacity that is no multiple loses its rest.
 
     A power of two of blocks starts at a multiple of its size where there is such a place (Knowlton, 1965). Whatever
@@ -79,10 +79,10 @@ class Buddy:
         self._requested -= nbytes
         self._put_back(start, start + blocks)
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """The present numbers."""
         largest = max((1 << order for order, free in enumerate(self._free) if free), default=0)
-        return Usage(
+        return MemoryUsage(
             capacity=self._blocks * self._block,
             used=self._used * self._block,
             requested=self._requested,
@@ -122,7 +122,7 @@ ENTERED_FROM = 256 << 10  # bytes of an object whose pages are entered before wr
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14: where it is unknown, pages are entered by faults
 
 
-class Extents:
+class ExtentAllocator:
     """The room of an arena, of which only EXTENTs that hold objects, or lately did, take memory.
 
     An extent is allocated for real before an object is placed in it, so that no write ever fails for want of memory.
@@ -132,7 +132,7 @@ class Extents:
 
     def __init__(self, capacity: int, name: str, now: Callable[[], float] = time.monotonic) -> None:
         """Raises OSError if the file cannot be so long."""
-        self._buddy, self._capacity, self._now = Buddy(capacity), capacity, now
+        self._buddy, self._capacity, self._now = BuddyAllocator(capacity), capacity, now
         self._placed: dict[int, int] = {}
         self._objects = Counter[int]()
         self._spare: dict[int, float] = {}
@@ -179,7 +179,7 @@ class Extents:
             self._trims = True
             self.spared()
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """The present numbers of the room."""
         return self._buddy.usage()
 
@@ -219,7 +219,7 @@ class Extents:
             raise ArenaFull(needed, free, self._capacity, *no_memory) from error
 
 
-class Pages:
+class WritablePages:
     """Which extents one process has in its map for writing, so that writing to them meets no faults."""
 
     def __init__(self, memory: mmap.mmap) -> None:

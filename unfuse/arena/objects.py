@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from unfuse.arena.extents import BLOCK, Usage
+from unfuse.arena.extents import BLOCK, MemoryUsage
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 
 State = Literal["writing", "sealed", "spilled", "deleted"]
@@ -70,7 +70,7 @@ abort. A spilled object has no bytes here: they are in the store that it was mov
 MOST_IDLE = 256
 
 
-class Space(Protocol):
+class Allocator(Protocol):
     """An allocator of room for objects."""
 
     def allocate(self, nbytes: int) -> int:
@@ -81,7 +81,7 @@ class Space(Protocol):
         """Free what was allocated at this offset."""
         ...
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """The present numbers."""
         ...
 
@@ -120,7 +120,7 @@ class ObjectTable:
 
     recall: Callable[[Extent], Extent] | None = None
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Allocator) -> None:
         self._space = space
         self._lock = FinalizerLock()
         self._entries: dict[str, _Entry] = {}
@@ -310,7 +310,7 @@ class ObjectTable:
             placed = (entry.extent.nbytes for entry in self._entries.values() if entry.state != "spilled")
             return self._space.usage().used - sum(map(_room, placed)) - self._restoring
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """How full the space is. Room of spare objects counts as free, though it may not be contiguous."""
         with self._lock:
             usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]

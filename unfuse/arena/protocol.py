@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent
 from unfuse.core import codec
 from unfuse.core.errors import ConfigError, ProtocolError
@@ -150,7 +150,7 @@ class NoRoom(msgspec.Struct, frozen=True, tag=True):
 class ArenaState(msgspec.Struct, frozen=True, tag=True):
     """How full the arena is, the requests that it holds objects for, and idle objects, which could be spilled."""
 
-    usage: Usage
+    usage: MemoryUsage
     requests: frozenset[str]
     idle: list[Extent]
 

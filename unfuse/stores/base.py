@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.client import ArenaClient
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.registry import resolve
@@ -221,7 +221,7 @@ class StorageBackend(ABC):
         self.delete(ref)
 
     @abstractmethod
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """How full it is."""
 
     @abstractmethod
@@ -274,5 +274,5 @@ class TabledBackend(StorageBackend):
         self._objects.spill(ref.id)
 
     @override
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         return self._objects.usage()

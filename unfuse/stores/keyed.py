@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent, FinalizerLock
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
@@ -109,12 +109,12 @@ class KeyedBackend(StorageBackend):
         return frozenset(begun | {last_part(entry.folder) for entry in self._blobs.entries(self._folder(self._owner))})
 
     @override
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         used = self._used()
         self._high_water = max(self._high_water, used + self._held)
         free = max(0, self._capacity - used)
         used += self._held
-        return Usage(self._capacity, used, used, free, free, self._high_water)
+        return MemoryUsage(self._capacity, used, used, free, free, self._high_water)
 
     @override
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import ObjectTable
 from unfuse.core.errors import ArenaFull
 from unfuse.core.object_ref import ObjectRef
@@ -39,9 +39,9 @@ class _Heap:
     def free(self, offset: int) -> None:
         self._used -= self.buffers.pop(offset).nbytes
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         free = self._capacity - self._used
-        return Usage(self._capacity, self._used, self._used, free, free, self._high_water)
+        return MemoryUsage(self._capacity, self._used, self._used, free, free, self._high_water)
 
 
 class MemoryBackend(TabledBackend):

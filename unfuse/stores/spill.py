@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
@@ -104,10 +104,10 @@ class SpillBackend(StorageBackend):
         return self._fast.holding() | self._slow.holding()
 
     @override
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """The sums of both stores."""
         fast, slow = (msgspec.structs.astuple(store.usage()) for store in (self._fast, self._slow))
-        return Usage(*map(sum, zip(fast, slow, strict=True)))
+        return MemoryUsage(*map(sum, zip(fast, slow, strict=True)))
 
     @override
     def close(self) -> None:

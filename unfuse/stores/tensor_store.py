@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
@@ -337,7 +337,7 @@ class TensorStore:
         """Ids of the requests this owner has objects of."""
         return self._backend.holding()
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """How full the store is, in bytes."""
         return self._backend.usage()
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 import structlog
 
-from unfuse.arena.extents import Usage
+from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.messages import Memory, StorageLocations, TaskCompleted, TaskFailed, TaskStopped
@@ -64,9 +64,9 @@ class Objects:
         """Bytes of the arena."""
         return self._arena.capacity if self._arena else 0
 
-    def usage(self) -> Usage:
+    def usage(self) -> MemoryUsage:
         """How full the arena is."""
-        return self._arena.usage() if self._arena else Usage(0, 0, 0, 0, 0, 0)
+        return self._arena.usage() if self._arena else MemoryUsage(0, 0, 0, 0, 0, 0)
 
     @property
     def free(self) -> int | None:
