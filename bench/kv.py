@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.report import quantile, show, table
-from unfuse.language.paged_kv import KvSequence, PagedKv
+from unfuse.language.paged_kv import KvSequence, PagedKvCache
 from unfuse.stages.language_model import LanguageModel
 
 CONTEXTS = (256, 1024, 4096, 16384)
@@ -43,7 +43,7 @@ def narrow() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def filled(kv: PagedKv, tokens: int) -> KvSequence:
+def filled(kv: PagedKvCache, tokens: int) -> KvSequence:
     sequence = kv.sequence()
     sequence.grow(tokens)
     for layer in range(LAYERS):
@@ -51,9 +51,9 @@ def filled(kv: PagedKv, tokens: int) -> KvSequence:
     return sequence
 
 
-def in_runs(tokens: int) -> PagedKv:
+def in_runs(tokens: int) -> PagedKvCache:
     """Room in which a sequence of so many tokens lies in about RUNS pieces."""
-    kv = PagedKv(LAYERS, KEPT, WIDTH, 3 * tokens, BLOCK)
+    kv = PagedKvCache(LAYERS, KEPT, WIDTH, 3 * tokens, BLOCK)
     holders = [kv.sequence() for _ in range(3 * tokens // BLOCK)]
     for holder in holders:
         holder.grow(BLOCK)
@@ -103,7 +103,7 @@ def by_transformers(model: Any, context: int) -> Step:
 
 def variants(context: int) -> dict[str, Step]:
     plain = narrow()
-    kv, parted = PagedKv(LAYERS, KEPT, WIDTH, 2 * context, BLOCK), in_runs(context)
+    kv, parted = PagedKvCache(LAYERS, KEPT, WIDTH, 2 * context, BLOCK), in_runs(context)
     whole, pieces = filled(kv, context), filled(parted, context)
     models = [LanguageModel(copy.deepcopy(plain), memory) for memory in (kv, parted)]
     copied = copy.deepcopy(plain)
@@ -144,7 +144,7 @@ def contexts(lengths: Sequence[int], rounds: int) -> dict[str, dict[str, object]
 
 
 def together(counts: Sequence[int], rounds: int, context: int = 1024) -> dict[str, dict[str, object]]:
-    kv = PagedKv(LAYERS, KEPT, WIDTH, 2 * context * max(counts), BLOCK)
+    kv = PagedKvCache(LAYERS, KEPT, WIDTH, 2 * context * max(counts), BLOCK)
     model = LanguageModel(narrow(), kv)
     sequences = [filled(kv, context) for _ in range(max(counts))]
     rows: dict[str, dict[str, object]] = {}

@@ -11,8 +11,8 @@ from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import (
     CALL_FORMATS,
     REASONING_FORMATS as REASONING,
+    AnswerPart,
     AnswerReader,
-    Part,
     opened,
     reasoning_of,
 )
@@ -21,7 +21,7 @@ HERMES, QWEN3, R1 = CALL_FORMATS["hermes"], REASONING["qwen3"], REASONING["deeps
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
-def read(text: str, cuts: list[int] | None = None, *, cut: bool = False, **about: object) -> list[Part]:
+def read(text: str, cuts: list[int] | None = None, *, cut: bool = False, **about: object) -> list[AnswerPart]:
     """The parts of a text that comes in pieces."""
     reader = AnswerReader(AnswerParsing(**{"reasoning": QWEN3, **about}))  # type: ignore[arg-type]
     ends = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts or [])})
@@ -29,7 +29,7 @@ def read(text: str, cuts: list[int] | None = None, *, cut: bool = False, **about
     return parts + reader.finish(cut=cut)
 
 
-def told(parts: list[Part]) -> tuple[str, str]:
+def told(parts: list[AnswerPart]) -> tuple[str, str]:
     """(reasoning, content)"""
     texts = ["".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content")]
     return texts[0], texts[1]

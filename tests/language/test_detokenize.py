@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from hypothesis import given, strategies as st
 
-from unfuse.language.detokenize import Detokenizer, Stops
+from unfuse.language.detokenize import Detokenizer, StopStrings
 
 NEVER_SHOWN = 999
 
@@ -110,7 +110,7 @@ strings = st.lists(st.text("ab", min_size=1, max_size=6), max_size=4)
 def test_text_is_shown_up_to_the_first_stop_and_as_soon_as_that_is_certain(
     text: str, stops: list[str], lengths: list[int]
 ) -> None:
-    watch, made, read = Stops(stops), "", ""
+    watch, made, read = StopStrings(stops), "", ""
     for piece in (part.decode() for part in cut_up(text.encode(), lengths)):
         now, stopped = watch.feed(piece)
         made, read = made + now, read + piece
@@ -127,13 +127,13 @@ def test_every_short_text_is_shown_up_to_every_short_stop() -> None:
     texts = ["".join(letters) for size in range(1, 9) for letters in product("ab", repeat=size)]
     for stop in (text for text in texts if 2 < len(text) < 6):
         for text in texts:
-            watch, end = Stops([stop]), ended(text, [stop])
+            watch, end = StopStrings([stop]), ended(text, [stop])
             assert watch.feed(text)[0] == (certain(text, [stop]) if end is None else end), (text, stop)
 
 
 @given(few, strings)
 def test_where_pieces_of_text_end_makes_no_difference(text: str, stops: list[str]) -> None:
-    whole, by_letters = Stops(stops), Stops(stops)
+    whole, by_letters = StopStrings(stops), StopStrings(stops)
     at_once, stopped = whole.feed(text)
     letters = [by_letters.feed(letter) for letter in text]
     assert at_once == "".join(part for part, _ in letters)
@@ -154,12 +154,12 @@ def test_where_pieces_of_text_end_makes_no_difference(text: str, stops: list[str
     ],
 )
 def test_what_each_piece_lets_be_shown(stops: list[str], parts: list[str], shows: list[str]) -> None:
-    watch = Stops(stops)
+    watch = StopStrings(stops)
     assert [watch.feed(part)[0] for part in parts] == shows
 
 
 def test_nothing_is_shown_after_a_stop() -> None:
-    watch = Stops(["."])
+    watch = StopStrings(["."])
     assert watch.feed("a.b") == ("a", True)
     assert watch.feed("c") == ("", True)
     assert watch.finish() == ""
@@ -168,7 +168,7 @@ def test_nothing_is_shown_after_a_stop() -> None:
 def test_stop_strings_of_megabytes_that_nearly_match_are_no_slower() -> None:
     """By anything that goes back in the text, or copies what is held, this takes hours."""
     stops = ["a" * 1_000_000 + end for end in "bcd"]
-    watch = Stops(stops)
+    watch = StopStrings(stops)
     made = [watch.feed("aaaa") for _ in range(100_000)]
     assert made[-1] == ("", False)
     assert watch.feed("x") == ("a" * 400_000 + "x", False)

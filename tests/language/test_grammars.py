@@ -18,7 +18,7 @@ from unfuse.core.errors import TransientError
 from unfuse.core.text_parameters import schema_text
 from unfuse.language import grammars
 from unfuse.language.answer_reader import CALL_FORMATS as FORMATS, CallReader
-from unfuse.language.grammars import BrokenGrammar, Constraint, Grammar, Grammars, pack_grammar
+from unfuse.language.grammars import Grammar, GrammarConstraint, Grammars, InvalidGrammar, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.language.tools import grammar_of, read_tools
 
@@ -64,7 +64,7 @@ def ids_of(mask: bytes | None) -> set[int]:
     return {place for place in range(len(mask) * 8) if whole >> place & 1}
 
 
-def written(constraint: Constraint, text: str, tokenizer: ChatTokenizer) -> list[int]:
+def written(constraint: GrammarConstraint, text: str, tokenizer: ChatTokenizer) -> list[int]:
     """The ids of a text, each of which is allowed where it stands, and behind which the text may end."""
     made = list[int]()
     for id in tokenizer.ids(text):
@@ -195,7 +195,7 @@ def test_beside_a_bomb_other_texts_go_on(bomb: str, opened: Grammars) -> None:
     calm = opened.open(WORD)
     calm.begin([])
     hostile = opened.open(BOMBS[bomb])
-    with pytest.raises(BrokenGrammar, match="takes too much"):
+    with pytest.raises(InvalidGrammar, match="takes too much"):
         hostile.allowed([])
     hostile.close()
     assert calm.allowed([]) == opened.open(WORD).allowed([])
@@ -233,7 +233,7 @@ def test_what_cannot_be_held_to_is_refused_in_a_line(grammar: bytes, says: str, 
 
 def test_a_bad_grammar_ends_its_text_alone(opened: Grammars) -> None:
     bad, good = opened.open(lark("begin: A")), opened.open(WORD)
-    with pytest.raises(BrokenGrammar, match="cannot be used"):
+    with pytest.raises(InvalidGrammar, match="cannot be used"):
         bad.allowed([])
     assert good.allowed([])
     bad.close()
@@ -242,7 +242,7 @@ def test_a_bad_grammar_ends_its_text_alone(opened: Grammars) -> None:
 
 def test_a_text_that_does_not_match_is_told_so(opened: Grammars, tokenizer: ChatTokenizer) -> None:
     constraint = opened.open(WORD)
-    with pytest.raises(BrokenGrammar, match="cannot go on"):
+    with pytest.raises(InvalidGrammar, match="cannot go on"):
         constraint.allowed(tokenizer.ids("blue"))
     constraint.close()
 

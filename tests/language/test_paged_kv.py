@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tests.examples import examples
 from unfuse.core.errors import TransientError
-from unfuse.language.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
+from unfuse.language.paged_kv import KvSequence, KvUsage, NoKvBlocks, PagedKvCache
 
 BLOCK, LAYERS, HEADS, WIDTH = 4, 2, 2, 3
 
 
-def room(blocks: int) -> PagedKv:
-    return PagedKv(LAYERS, HEADS, WIDTH, blocks * BLOCK, BLOCK)
+def room(blocks: int) -> PagedKvCache:
+    return PagedKvCache(LAYERS, HEADS, WIDTH, blocks * BLOCK, BLOCK)
 
 
-def grown(kv: PagedKv, *lengths: int) -> list[KvSequence]:
+def grown(kv: PagedKvCache, *lengths: int) -> list[KvSequence]:
     sequences = [kv.sequence() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.grow(length)
@@ -36,7 +36,7 @@ class AgainstLists(RuleBasedStateMachine):
     @initialize(blocks=st.integers(1, 24), rest=st.integers(0, BLOCK - 1))
     def start(self, blocks: int, rest: int) -> None:
         self.blocks = blocks
-        self.kv = PagedKv(LAYERS, HEADS, WIDTH, blocks * BLOCK + rest, BLOCK)
+        self.kv = PagedKvCache(LAYERS, HEADS, WIDTH, blocks * BLOCK + rest, BLOCK)
         self.held: dict[KvSequence, list[int]] = {}
         self.written = 0
 
@@ -61,7 +61,7 @@ class AgainstLists(RuleBasedStateMachine):
         numbers, spans = self.held[sequence], sequence.spans()
         wanted = blocks_of(len(numbers) + more) - blocks_of(len(numbers))
         if wanted > self.free():
-            with pytest.raises(NoBlocks):
+            with pytest.raises(NoKvBlocks):
                 sequence.grow(more)
             assert sequence.spans() == spans
             return
@@ -182,13 +182,13 @@ def test_a_sequence_whose_next_block_is_taken_goes_on_elsewhere() -> None:
     first.grow(2 * BLOCK)
 
     assert sum(stop - start for start, stop in first.spans()) == 3 * BLOCK and len(first.spans()) == 2
-    with pytest.raises(NoBlocks, match=r"4 more tokens .* \(0 of 4 blocks of 4 are free\)"):
+    with pytest.raises(NoKvBlocks, match=r"4 more tokens .* \(0 of 4 blocks of 4 are free\)"):
         second.grow(1)
     assert second.length == BLOCK
-    assert issubclass(NoBlocks, TransientError)
+    assert issubclass(NoKvBlocks, TransientError)
     first.truncate(2 * BLOCK + 1)
     first.grow(BLOCK - 1)
-    with pytest.raises(NoBlocks):
+    with pytest.raises(NoKvBlocks):
         second.grow(1)
     first.truncate(2 * BLOCK)
     second.grow(1)
@@ -220,7 +220,7 @@ def test_what_is_not_there_is_refused() -> None:
         lambda: sequence.truncate(6),
         lambda: sequence.truncate(-1),
         lambda: sequence.grow(-1),
-        lambda: PagedKv(1, 1, 1, BLOCK - 1, BLOCK),
+        lambda: PagedKvCache(1, 1, 1, BLOCK - 1, BLOCK),
     ):
         with pytest.raises(ValueError):
             wrong()

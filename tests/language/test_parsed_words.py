@@ -8,8 +8,8 @@ import pytest
 
 from unfuse.core.text import AnswerParsing
 from unfuse.language.answer_reader import CALL_FORMATS, REASONING_FORMATS
-from unfuse.language.detokenize import Ending, Words
-from unfuse.language.grammars import BehindReasoning
+from unfuse.language.detokenize import AnswerText, StopConditions
+from unfuse.language.grammars import ConstraintAfterReasoning
 
 END, BEGIN, CLOSE = 256, 257, 258
 QWEN3 = REASONING_FORMATS["qwen3"]
@@ -33,7 +33,7 @@ class Bytes:
 
 def say(text: str, stops: list[str], reading: AnswerParsing, most: int = 1000) -> tuple[str, str]:
     """(what is recorded of a text, why it ended)"""
-    words = Words(Bytes(), Ending(tuple(stops)), most, reading)
+    words = AnswerText(Bytes(), StopConditions(tuple(stops)), most, reading)
     for id in [*text.encode(), END]:
         words.add(id, None, ())
         if words.ended:
@@ -89,7 +89,7 @@ class Even:
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
     inner = Even()
-    constraint = BehindReasoning(inner, AnswerParsing(reasoning=QWEN3, opened=opened), Bytes())
+    constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3, opened=opened), Bytes())
     thought = [BEGIN] * (not opened) + [97, 98]
     if not opened:
         constraint.begin([])
@@ -108,7 +108,7 @@ def test_a_grammar_holds_behind_reasoning(opened: bool) -> None:
 
 def test_a_grammar_holds_from_the_first_token_where_nothing_is_reasoned() -> None:
     inner = Even()
-    constraint = BehindReasoning(inner, AnswerParsing(reasoning=QWEN3), Bytes())
+    constraint = ConstraintAfterReasoning(inner, AnswerParsing(reasoning=QWEN3), Bytes())
     constraint.begin([97])
     assert inner.asked == [[97]]
     constraint.close()

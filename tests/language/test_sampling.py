@@ -19,22 +19,22 @@ from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline
 from unfuse.core.text_parameters import PromptTokens
 from unfuse.language import sampling
-from unfuse.language.sampling import LOG2_E, ONE, Sampled, Sampling, adjusted, banned, sample, weights
+from unfuse.language.sampling import LOG2_E, ONE, SampledToken, SamplingParams, adjusted, banned, sample, weights
 from unfuse.stages.language import ending
 
 PROMPT, MADE = [3, 5, 5, 8], [8, 9, 9, 9]
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 def logits(vocabulary: int = 500, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return scale * torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-def draws(given: torch.Tensor, how: Sampling, count: int) -> Counter[int]:
+def draws(given: torch.Tensor, how: SamplingParams, count: int) -> Counter[int]:
     return Counter(sample(given, how, position, [], []).token for position in range(count))
 
 
-def expected(given: torch.Tensor, how: Sampling) -> torch.Tensor:
+def expected(given: torch.Tensor, how: SamplingParams) -> torch.Tensor:
     """Probabilities by transformers' own processors, in its own order."""
     from transformers.generation import logits_process as of
 
@@ -52,22 +52,22 @@ def expected(given: torch.Tensor, how: Sampling) -> torch.Tensor:
 @pytest.mark.parametrize(
     "how",
     [
-        Sampling(),
-        Sampling(temperature=0.3),
-        Sampling(top_k=7),
-        Sampling(top_k=10_000),
-        Sampling(top_p=0.9),
-        Sampling(top_p=0.02),
-        Sampling(min_p=0.1),
-        Sampling(repetition_penalty=1.3),
-        Sampling(repetition_penalty=0.5, temperature=2.0, top_k=30),
-        Sampling(logit_bias={7: 100.0, 400: -5.0}),
-        Sampling(logit_bias={8: 4.0, 9: -4.0}, repetition_penalty=1.7),
-        Sampling(temperature=0.7, top_k=40, top_p=0.8, min_p=0.05),
-        Sampling(temperature=1.8, top_k=100, top_p=0.95, min_p=0.01, repetition_penalty=1.2, logit_bias={5: 2.0}),
+        SamplingParams(),
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=7),
+        SamplingParams(top_k=10_000),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_p=0.02),
+        SamplingParams(min_p=0.1),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(repetition_penalty=0.5, temperature=2.0, top_k=30),
+        SamplingParams(logit_bias={7: 100.0, 400: -5.0}),
+        SamplingParams(logit_bias={8: 4.0, 9: -4.0}, repetition_penalty=1.7),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.8, min_p=0.05),
+        SamplingParams(temperature=1.8, top_k=100, top_p=0.95, min_p=0.01, repetition_penalty=1.2, logit_bias={5: 2.0}),
     ],
 )
-def test_probabilities_are_those_of_transformers(how: Sampling, seed: int) -> None:
+def test_probabilities_are_those_of_transformers(how: SamplingParams, seed: int) -> None:
     given = logits(seed=seed)
     weight = weights(adjusted(given, how, PROMPT, MADE), how).double()
     theirs = expected(given, how)
@@ -77,20 +77,20 @@ def test_probabilities_are_those_of_transformers(how: Sampling, seed: int) -> No
 
 def test_nothing_is_repeated_where_nothing_was_said() -> None:
     given = logits()
-    assert torch.equal(adjusted(given, Sampling(repetition_penalty=1.5), [], []), given.double())
+    assert torch.equal(adjusted(given, SamplingParams(repetition_penalty=1.5), [], []), given.double())
 
 
 def test_penalties_count_what_the_text_has_and_not_the_prompt() -> None:
     given = torch.zeros(10)
-    scores = adjusted(given, Sampling(frequency_penalty=0.5, presence_penalty=1.0), PROMPT, MADE)
+    scores = adjusted(given, SamplingParams(frequency_penalty=0.5, presence_penalty=1.0), PROMPT, MADE)
     assert scores.tolist() == [0] * 8 + [-1.5, -2.5]
     assert given.tolist() == [0] * 10
-    assert adjusted(given, Sampling(frequency_penalty=0.5), PROMPT, []).tolist() == [0] * 10
+    assert adjusted(given, SamplingParams(frequency_penalty=0.5), PROMPT, []).tolist() == [0] * 10
 
 
 @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20), st.integers(), st.integers(0, 1 << 20))
 def test_a_draw_is_where_the_hash_of_seed_and_position_falls(values: list[float], seed: int, position: int) -> None:
-    token = sample(torch.tensor(values), Sampling(seed=seed), position, [], []).token
+    token = sample(torch.tensor(values), SamplingParams(seed=seed), position, [], []).token
     with localcontext(prec=60):
         likely = [(Decimal(value) - Decimal(max(values))).exp() for value in values]
         sums = list(accumulate(likely))
@@ -99,8 +99,10 @@ def test_a_draw_is_where_the_hash_of_seed_and_position_falls(values: list[float]
         assert (sums[token] - likely[token]) - little <= wanted <= sums[token] + little
 
 
-@pytest.mark.parametrize("how", [Sampling(seed=1), Sampling(seed=2, temperature=1.5), Sampling(seed=3, top_p=0.9)])
-def test_tokens_come_as_often_as_they_are_likely(how: Sampling) -> None:
+@pytest.mark.parametrize(
+    "how", [SamplingParams(seed=1), SamplingParams(seed=2, temperature=1.5), SamplingParams(seed=3, top_p=0.9)]
+)
+def test_tokens_come_as_often_as_they_are_likely(how: SamplingParams) -> None:
     """Chi square of 5,000 draws beside the probabilities: the positions are fixed, so it is one number for ever."""
     given, count = logits(12, seed=4, scale=1.0), 5_000
     likely = weights(given.double(), how).double()
@@ -115,7 +117,7 @@ def test_tokens_come_as_often_as_they_are_likely(how: Sampling) -> None:
 
 def test_what_follows_a_token_does_not_depend_on_it() -> None:
     even = torch.zeros(4)
-    drawn = [sample(even, Sampling(seed=5), position, [], []).token for position in range(4_001)]
+    drawn = [sample(even, SamplingParams(seed=5), position, [], []).token for position in range(4_001)]
     pairs = Counter(zip(drawn, drawn[1:], strict=False))
     assert sum((pairs[a, b] - 250) ** 2 / 250 for a in range(4) for b in range(4)) < 38  # of 15 degrees, as above
 
@@ -124,12 +126,12 @@ def test_what_follows_a_token_does_not_depend_on_it() -> None:
 def test_what_is_left_out_is_not_drawn_by_any_hash(hashed: int, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "chance", lambda seed, position: hashed)
     given = torch.tensor([-torch.inf, 0.0, -1e30, 0.0, -60.0])
-    assert weights(given.double(), Sampling()).tolist() == [0, ONE, 0, ONE, 0]
-    assert sample(given, Sampling(), 0, [], []).token == token
+    assert weights(given.double(), SamplingParams()).tolist() == [0, ONE, 0, ONE, 0]
+    assert sample(given, SamplingParams(), 0, [], []).token == token
 
 
 def test_a_nucleus_ends_with_the_token_that_completes_its_share() -> None:
-    powers_of_two, how = torch.tensor([-1.0, 0.0, -1.0, -2.0]), Sampling(temperature=LOG2_E)
+    powers_of_two, how = torch.tensor([-1.0, 0.0, -1.0, -2.0]), SamplingParams(temperature=LOG2_E)
     shares = {0.44: 1, 0.45: 3, 0.88: 3, 0.89: 4}  # of 4, 2, 2 and 1 ninths
     for share, left in shares.items():
         assert int((weights(powers_of_two.double(), replace(how, top_p=share)) > 0).sum()) == left
@@ -140,7 +142,7 @@ def test_seeds_draw_apart_and_equal_ones_alike() -> None:
     even = torch.zeros(50_000)
 
     def drawn(seed: int) -> Sequence[int]:
-        return [sample(even, Sampling(seed=seed), position, [], []).token for position in range(4)]
+        return [sample(even, SamplingParams(seed=seed), position, [], []).token for position in range(4)]
 
     assert drawn(1) == drawn(1)
     assert len({*drawn(1), *drawn(2), *drawn(-1), *drawn(2**70)}) == 16
@@ -152,8 +154,10 @@ def bits(ids: Sequence[int], size: int) -> bytes:
 
 
 @pytest.mark.slow  # imports transformers
-@pytest.mark.parametrize("how", [Sampling(top_k=7), Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.3)])
-def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: Sampling) -> None:
+@pytest.mark.parametrize(
+    "how", [SamplingParams(top_k=7), SamplingParams(temperature=0.7, top_p=0.8, repetition_penalty=1.3)]
+)
+def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: SamplingParams) -> None:
     """Its place is behind the penalties and before the temperature, so that the likeliest ones are those allowed."""
     from transformers.generation import logits_process as of
 
@@ -176,9 +180,9 @@ def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: Sampl
 @given(
     st.sets(st.integers(0, 9), min_size=1),
     st.integers(0, 1 << 20),
-    st.sampled_from([GREEDY, Sampling(), Sampling(top_k=1)]),
+    st.sampled_from([GREEDY, SamplingParams(), SamplingParams(top_k=1)]),
 )
-def test_only_what_is_allowed_is_drawn(ids: set[int], position: int, how: Sampling) -> None:
+def test_only_what_is_allowed_is_drawn(ids: set[int], position: int, how: SamplingParams) -> None:
     assert sample(logits(10), how, position, [], [], bits([*ids], 10)).token in ids
 
 
@@ -191,7 +195,7 @@ def test_a_model_has_tokens_that_its_tokenizer_has_not_and_they_are_not_allowed(
 
 
 def test_a_logprob_is_the_model_s_own_whatever_is_allowed() -> None:
-    how = Sampling(temperature=0, logprobs=2)
+    how = SamplingParams(temperature=0, logprobs=2)
     free, held = sample(logits(), how, 0, [], []), sample(logits(), how, 0, [], [], bits([7], 500))
     assert held.token == 7 and held.top == free.top
     assert held.logprob == pytest.approx(float(logits().log_softmax(0)[7]))
@@ -199,7 +203,7 @@ def test_a_logprob_is_the_model_s_own_whatever_is_allowed() -> None:
 
 def test_equal_logits_of_another_type_draw_the_same() -> None:
     given = logits(1000).bfloat16()
-    how = Sampling(seed=6, top_p=0.95, repetition_penalty=1.1)
+    how = SamplingParams(seed=6, top_p=0.95, repetition_penalty=1.1)
     drawn = [
         [sample(kind, how, position, PROMPT, MADE).token for position in range(30)]
         for kind in (given, given.float(), given.double())
@@ -215,15 +219,15 @@ def test_greedy_is_the_likeliest_and_of_equals_the_lowest(temperature: float) ->
     assert sample(given, replace(GREEDY, presence_penalty=2.0), 0, [], [1, 3]).token == 4
 
 
-@pytest.mark.parametrize("how", [Sampling(top_k=1), Sampling(top_p=0.0), Sampling(min_p=1.0)])
-def test_the_likeliest_is_always_left(how: Sampling) -> None:
+@pytest.mark.parametrize("how", [SamplingParams(top_k=1), SamplingParams(top_p=0.0), SamplingParams(min_p=1.0)])
+def test_the_likeliest_is_always_left(how: SamplingParams) -> None:
     given = logits()
     assert draws(given, how, 20) == {int(given.argmax()): 20}
 
 
 def test_equals_are_kept_or_left_out_together() -> None:
     given = torch.tensor([2.0, 1.0, 1.0, 0.0])
-    for how in (Sampling(top_k=2), Sampling(top_p=0.7)):
+    for how in (SamplingParams(top_k=2), SamplingParams(top_p=0.7)):
         assert (weights(given.double(), how) > 0).tolist() == [True, True, True, False]
 
 
@@ -231,15 +235,15 @@ def test_equals_are_kept_or_left_out_together() -> None:
 def test_half_a_million_equal_tokens_can_all_be_drawn(share: float) -> None:
     """Their sum fits, and any share of it takes them all."""
     even = torch.zeros(500_000)
-    assert bool((weights(even.double(), Sampling(top_p=share)) > 0).all())
-    assert len(draws(even, Sampling(), 8)) == 8
+    assert bool((weights(even.double(), SamplingParams(top_p=share)) > 0).all())
+    assert len(draws(even, SamplingParams(), 8)) == 8
 
 
 def test_logprobs_are_those_of_the_model_whatever_is_done_to_them() -> None:
     given = logits(40)
     raw = given.log_softmax(0)
     best = raw.argsort(descending=True).tolist()[:3]
-    how = Sampling(temperature=0.1, top_k=2, logit_bias={best[0]: -50.0}, repetition_penalty=3.0, logprobs=3)
+    how = SamplingParams(temperature=0.1, top_k=2, logit_bias={best[0]: -50.0}, repetition_penalty=3.0, logprobs=3)
 
     made = sample(given, how, 0, PROMPT, MADE)
 
@@ -251,7 +255,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_them() -> None:
 
 def test_logprobs_are_told_as_far_as_asked() -> None:
     given = logits(40)
-    assert sample(given, GREEDY, 0, [], []) == Sampled(int(given.argmax()))
+    assert sample(given, GREEDY, 0, [], []) == SampledToken(int(given.argmax()))
     assert sample(given, replace(GREEDY, logprobs=0), 0, [], []).top == ()
     assert len(sample(torch.zeros(3), replace(GREEDY, logprobs=20), 0, [], []).top) == 3
 
@@ -268,7 +272,7 @@ def test_what_cannot_be_has_the_logprob_that_the_api_has_for_it() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_are_an_error_and_no_token(bad: float) -> None:
     with pytest.raises(PermanentError, match="no numbers"):
-        sample(torch.tensor([0.0, bad]), Sampling(), 0, [], [])
+        sample(torch.tensor([0.0, bad]), SamplingParams(), 0, [], [])
     with pytest.raises(PermanentError, match="no numbers"):
         sample(torch.full((4,), -torch.inf), GREEDY, 0, [], [])
 

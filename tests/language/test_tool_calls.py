@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from unfuse.language.answer_reader import CALL_FORMATS as FORMATS, CallReader, Part, format_of
+from unfuse.language.answer_reader import CALL_FORMATS as FORMATS, AnswerPart, CallReader, format_of
 
 FUNCTIONS = {"f": {"a": "integer", "b": "string", "c": "array", "d": "boolean", "e": "string|null"}, "g": {}}
 JSON = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1, "]}"]}}'
@@ -42,7 +42,9 @@ CODED = {"a": 1, "b": "say <b>\n</parameter> here", "c": [1, "x"], "d": True, "e
 Called = tuple[str, object]
 
 
-def read(text: str, format: str, cuts: list[int] | None = None, *, cut: bool = False, **about: bool) -> list[Part]:
+def read(
+    text: str, format: str, cuts: list[int] | None = None, *, cut: bool = False, **about: bool
+) -> list[AnswerPart]:
     """The parts of a text that comes in pieces."""
     reader = CallReader(FORMATS[format], FUNCTIONS, **about)
     ends = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts or [])})
@@ -50,11 +52,11 @@ def read(text: str, format: str, cuts: list[int] | None = None, *, cut: bool = F
     return parts + reader.finish(cut=cut)
 
 
-def content(parts: list[Part]) -> str:
+def content(parts: list[AnswerPart]) -> str:
     return "".join(part.text for part in parts if part.kind == "content")
 
 
-def called(parts: list[Part]) -> list[tuple[str, str]]:
+def called(parts: list[AnswerPart]) -> list[tuple[str, str]]:
     """Each call with its arguments as text."""
     found = list[tuple[str, str]]()
     for part in parts:
@@ -65,7 +67,7 @@ def called(parts: list[Part]) -> list[tuple[str, str]]:
     return found
 
 
-def values(parts: list[Part]) -> list[Called]:
+def values(parts: list[AnswerPart]) -> list[Called]:
     return [(name, json.loads(arguments)) for name, arguments in called(parts)]
 
 
@@ -163,7 +165,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-def merged(parts: list[Part]) -> list[tuple[str, str]]:
+def merged(parts: list[AnswerPart]) -> list[tuple[str, str]]:
     """Parts without marks, joined where they are of one kind."""
     found = list[tuple[str, str]]()
     for part in parts:
@@ -245,12 +247,12 @@ def test_only_a_forced_answer_hides_a_cut_object_without_marks() -> None:
 
 def test_arguments_come_while_they_are_written() -> None:
     reader = CallReader(FORMATS["hermes"], FUNCTIONS)
-    assert reader.feed("a <tool") == [Part("content", "a ", "a ")]
+    assert reader.feed("a <tool") == [AnswerPart("content", "a ", "a ")]
     assert reader.feed('_call>{"name": "f", "arguments": ') == []
     begun = reader.feed('{"a"')
     assert [(part.kind, part.text) for part in begun] == [("call", "f"), ("arguments", '{"a"')]
-    assert reader.feed(": 1") == [Part("arguments", ": 1", ": 1")]
-    assert reader.feed("}") == [Part("arguments", "}", "}")]
+    assert reader.feed(": 1") == [AnswerPart("arguments", ": 1", ": 1")]
+    assert reader.feed("}") == [AnswerPart("arguments", "}", "}")]
     assert [part.kind for part in reader.feed("}</tool_call>")] == ["mark"]
 
 

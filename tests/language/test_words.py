@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from unfuse.core.text import TokenDelta
-from unfuse.language.detokenize import Ending, Words
+from unfuse.language.detokenize import AnswerText, StopConditions
 
 EOS, SPECIAL = 256, 257
 
@@ -25,8 +25,8 @@ class Bytes:
         return bytes(id for id in ids if id < EOS).decode(errors="replace")
 
 
-def told(ids: Sequence[int], ending: Ending, most: int = 99) -> tuple[Words, list[TokenDelta]]:
-    words = Words(Bytes(), ending, most)
+def told(ids: Sequence[int], ending: StopConditions, most: int = 99) -> tuple[AnswerText, list[TokenDelta]]:
+    words = AnswerText(Bytes(), ending, most)
     pieces = []
     for id in ids:
         pieces.append(words.add(id, -1.0, ((id, -1.0), (EOS, -9.0))))
@@ -36,7 +36,7 @@ def told(ids: Sequence[int], ending: Ending, most: int = 99) -> tuple[Words, lis
 
 
 def ended(
-    text: str, ending: Ending, more: Sequence[int] = (), most: int = 99
+    text: str, ending: StopConditions, more: Sequence[int] = (), most: int = 99
 ) -> tuple[str, str, str | int | None, int]:
     """The text of an answer, why it ended, by what, and how many tokens are certain."""
     words, pieces = told([*text.encode(), *more], ending, most)
@@ -47,37 +47,37 @@ def ended(
 @pytest.mark.parametrize(
     ("ending", "more", "most", "means"),
     [
-        (Ending(), [EOS], 99, ("abcd", "stop", None, 4)),
-        (Ending(), [], 4, ("abcd", "length", None, 4)),
-        (Ending(("cd",)), [], 99, ("ab", "stop", "cd", 2)),
-        (Ending(("cd",), include=True), [], 99, ("abcd", "stop", "cd", 4)),
-        (Ending(("bx", "cx")), [EOS], 99, ("abcd", "stop", None, 4)),
-        (Ending(("dx",)), [EOS], 99, ("abcd", "stop", None, 4)),
-        (Ending(("dx",)), [], 4, ("abcd", "length", None, 4)),
-        (Ending(stop_ids=frozenset(b"c")), [], 99, ("ab", "stop", 99, 2)),
-        (Ending(stop_ids=frozenset(b"c"), include=True), [], 99, ("abc", "stop", 99, 3)),
-        (Ending(stop_ids=frozenset({SPECIAL}), include=True), [SPECIAL], 99, ("abcd", "stop", SPECIAL, 5)),
-        (Ending(stop_ids=frozenset({EOS})), [EOS], 99, ("abcd", "stop", None, 4)),
-        (Ending(ignore_eos=True), [EOS, EOS], 6, ("abcd", "length", None, 6)),
-        (Ending(ignore_eos=True, stop_ids=frozenset(b"d")), [EOS], 99, ("abc", "stop", 100, 3)),
-        (Ending(("b", "d"), least=2), [], 99, ("abc", "stop", "d", 3)),
-        (Ending(("cd",), least=3), [EOS], 99, ("abcd", "stop", None, 4)),
+        (StopConditions(), [EOS], 99, ("abcd", "stop", None, 4)),
+        (StopConditions(), [], 4, ("abcd", "length", None, 4)),
+        (StopConditions(("cd",)), [], 99, ("ab", "stop", "cd", 2)),
+        (StopConditions(("cd",), include=True), [], 99, ("abcd", "stop", "cd", 4)),
+        (StopConditions(("bx", "cx")), [EOS], 99, ("abcd", "stop", None, 4)),
+        (StopConditions(("dx",)), [EOS], 99, ("abcd", "stop", None, 4)),
+        (StopConditions(("dx",)), [], 4, ("abcd", "length", None, 4)),
+        (StopConditions(stop_ids=frozenset(b"c")), [], 99, ("ab", "stop", 99, 2)),
+        (StopConditions(stop_ids=frozenset(b"c"), include=True), [], 99, ("abc", "stop", 99, 3)),
+        (StopConditions(stop_ids=frozenset({SPECIAL}), include=True), [SPECIAL], 99, ("abcd", "stop", SPECIAL, 5)),
+        (StopConditions(stop_ids=frozenset({EOS})), [EOS], 99, ("abcd", "stop", None, 4)),
+        (StopConditions(ignore_eos=True), [EOS, EOS], 6, ("abcd", "length", None, 6)),
+        (StopConditions(ignore_eos=True, stop_ids=frozenset(b"d")), [EOS], 99, ("abc", "stop", 100, 3)),
+        (StopConditions(("b", "d"), least=2), [], 99, ("abc", "stop", "d", 3)),
+        (StopConditions(("cd",), least=3), [EOS], 99, ("abcd", "stop", None, 4)),
     ],
 )
-def test_where_an_answer_ends(ending: Ending, more: list[int], most: int, means: tuple[object, ...]) -> None:
+def test_where_an_answer_ends(ending: StopConditions, more: list[int], most: int, means: tuple[object, ...]) -> None:
     assert ended("abcd", ending, more, most) == means
 
 
 def test_a_token_is_certain_when_its_text_is_shown() -> None:
     """Given half a character, and what may begin a stop text, then their tokens wait for the text."""
-    _, pieces = told([*"a😀b".encode(), *b"xyxz", EOS], Ending(("xyz",)))
+    _, pieces = told([*"a😀b".encode(), *b"xyxz", EOS], StopConditions(("xyz",)))
     counts = [piece.own.certain for piece in pieces if piece.own]
     assert counts == [1, 1, 1, 1, 5, 6, 6, 6, 8, 10, 10]
     assert [piece.text for piece in pieces][4:6] == ["😀", "b"]
 
 
 def test_a_token_has_its_own_bytes_and_name() -> None:
-    _, pieces = told([*"é".encode(), SPECIAL, EOS], Ending())
+    _, pieces = told([*"é".encode(), SPECIAL, EOS], StopConditions())
     own = [piece.own for piece in pieces if piece.own]
     assert [one.data for one in own] == [b"\xc3", b"\xa9", b"<257>", b"<256>"]
     assert [piece.top[0][1] for piece in pieces] == ["\\xc3", "\\xa9", "<257>", "<256>"]
@@ -85,7 +85,7 @@ def test_a_token_has_its_own_bytes_and_name() -> None:
 
 
 def test_without_logprobs_no_bytes_are_told() -> None:
-    assert Words(Bytes(), Ending(), 9).add(97, None, ()) == TokenDelta(97, "a")
+    assert AnswerText(Bytes(), StopConditions(), 9).add(97, None, ()) == TokenDelta(97, "a")
 
 
 class Spoken(Bytes):
@@ -99,11 +99,11 @@ class Spoken(Bytes):
 @pytest.mark.row("C5:continue_final_message")
 @pytest.mark.parametrize(("continues", "text"), [(False, "b"), (True, " b")])
 def test_an_answer_that_continues_a_text_keeps_its_first_space(continues: bool, text: str) -> None:
-    words = Words(Spoken(), Ending(continues=continues), 2)
+    words = AnswerText(Spoken(), StopConditions(continues=continues), 2)
     assert "".join(words.add(id, None, ()).text for id in b" b") == text
 
 
 def test_special_tokens_are_shown_where_they_are_asked_for() -> None:
-    shown = Ending(shows_special=True)
+    shown = StopConditions(shows_special=True)
     assert ended("ab", shown, [SPECIAL, EOS]) == ("ab<257>", "stop", None, 3)
-    assert ended("ab", Ending(), [SPECIAL, EOS]) == ("ab", "stop", None, 3)
+    assert ended("ab", StopConditions(), [SPECIAL, EOS]) == ("ab", "stop", None, 3)

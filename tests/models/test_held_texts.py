@@ -17,7 +17,7 @@ from unfuse.core.codec import encode
 from unfuse.core.derived_facts import GRAMMAR
 from unfuse.core.errors import PermanentError
 from unfuse.core.text_parameters import schema_text
-from unfuse.language.grammars import BrokenGrammar, Grammar, pack_grammar
+from unfuse.language.grammars import Grammar, InvalidGrammar, pack_grammar
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing
 
@@ -154,7 +154,7 @@ def test_a_grammar_that_fails_ends_its_own_text(model: Model) -> None:
             ended = first
         else:
             states[0] = first
-    assert isinstance(ended, BrokenGrammar) and isinstance(ended, PermanentError)
+    assert isinstance(ended, InvalidGrammar) and isinstance(ended, PermanentError)
     decode.let_go(states[0])
     (made,) = to_the_end(decode, [states[1]])
     assert jsonable(model, made)

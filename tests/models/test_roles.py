@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tests.models.tokenizers_of import letters
 from unfuse.core.errors import InvalidParameter
 from unfuse.language.chat_template import ChatTemplate, Message
-from unfuse.language.tokenizer import ChatTokenizer, Parts
+from unfuse.language.tokenizer import ChatTokenizer, TokenizerFiles
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 LISTED = (
@@ -52,7 +52,7 @@ def library() -> str:
 
 
 def tokenizer(template: str) -> ChatTokenizer:
-    return ChatTokenizer(Parts(Path("m"), Tokenizer.from_str(library()), {"default": template}, {}, [1]))
+    return ChatTokenizer(TokenizerFiles(Path("m"), Tokenizer.from_str(library()), {"default": template}, {}, [1]))
 
 
 def written(template: str, messages: list[dict[str, Any]], **kwargs: Any) -> str:

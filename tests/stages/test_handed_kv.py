@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unfuse.language.paged_kv import KvSequence, PagedKv
+from unfuse.language.paged_kv import KvSequence, PagedKvCache
 from unfuse.stages.handed_kv import CHUNK, CHUNKS, REST, KvLayout, KvReader, KvWriter
 
 LAYERS, HEADS, WIDTH = 3, 2, 4
@@ -41,7 +41,7 @@ class Output:
 
 def filled(tokens: int, seed: int = 0) -> tuple[KvSequence, KvLayout, list[tuple[Tensor, Tensor]]]:
     """A sequence that lies in pieces, and what it has by layer."""
-    kv = PagedKv(LAYERS, HEADS, WIDTH, 4 * CHUNK, block=16)
+    kv = PagedKvCache(LAYERS, HEADS, WIDTH, 4 * CHUNK, block=16)
     apart = [kv.sequence() for _ in range(2 * CHUNK // 16)]
     for one in apart:
         one.grow(16)
@@ -100,7 +100,7 @@ def test_a_rank_takes_its_heads_of_what_comes(tokens: int) -> None:
     layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, tokens)
     for head in range(HEADS):
         heads = slice(head, head + 1)
-        kv = PagedKv(LAYERS, 1, WIDTH, 4 * CHUNK).sequence()
+        kv = PagedKvCache(LAYERS, 1, WIDTH, 4 * CHUNK).sequence()
         kv.grow(tokens)
         reader = KvReader(kv, layout, heads)
         for piece in output.bytes.view(torch.uint8).split(1000):

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from unfuse.core.errors import ConfigError
-from unfuse.language.paged_kv import KvSequence, PagedKv
+from unfuse.language.paged_kv import KvSequence, PagedKvCache
 from unfuse.stages import language_model
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.refusal import refusal
@@ -86,7 +86,7 @@ def generated(model: Any, prompt: Sequence[int]) -> tuple[list[int], Tensor]:
 class Writers:
     """Sequences that go on from their prompts with what is likeliest, several in a forward."""
 
-    def __init__(self, model: Any, kv: PagedKv, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, model: Any, kv: PagedKvCache, prompts: Sequence[Sequence[int]]) -> None:
         self.model, self.kv = LanguageModel(model, kv), kv
         self.sequences = [kv.sequence() for _ in prompts]
         self.pending = [[*prompt] for prompt in prompts]
@@ -122,11 +122,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def room(tokens: int = 4096, dtype: torch.dtype = torch.float32) -> PagedKv:
-    return PagedKv(LAYERS, KEPT, WIDTH, tokens, BLOCK, dtype)
+def room(tokens: int = 4096, dtype: torch.dtype = torch.float32) -> PagedKvCache:
+    return PagedKvCache(LAYERS, KEPT, WIDTH, tokens, BLOCK, dtype)
 
 
-def scattered(blocks: int) -> PagedKv:
+def scattered(blocks: int) -> PagedKvCache:
     """Room in which no two free blocks lie beside each other."""
     kv = room(2 * blocks * BLOCK)
     holders = [kv.sequence() for _ in range(2 * blocks)]
@@ -185,7 +185,7 @@ def test_tokens_do_not_depend_on_where_keys_and_values_lie(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kv", [room(), scattered(60)], ids=["in one piece", "in many"])
-def test_a_token_copies_nothing_that_is_kept(monkeypatch: pytest.MonkeyPatch, kv: PagedKv) -> None:
+def test_a_token_copies_nothing_that_is_kept(monkeypatch: pytest.MonkeyPatch, kv: PagedKvCache) -> None:
     """Of what lies in one run, or in long ones, as all are here."""
     monkeypatch.setattr(language_model, "LONG", 1)
 

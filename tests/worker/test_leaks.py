@@ -16,7 +16,7 @@ from tests.worker.test_step_loop import Bench, Count
 from unfuse.core.messages import TaskFailed, TaskStopped
 from unfuse.core.request import Timings
 from unfuse.core.task import Lease
-from unfuse.language.paged_kv import PagedKv
+from unfuse.language.paged_kv import PagedKvCache
 from unfuse.stages.base import StageInput
 from unfuse.stages.sequences import Sequences
 from unfuse.stores.tensor_store import TensorStore
@@ -33,7 +33,7 @@ BLOCK = 2 * 3 * 2 * 16 * 8 * 4
 def sequences() -> Sequences:
     """Of a model that is not asked for anything."""
     model: Any = None
-    return Sequences(model, PagedKv(3, 2, 8, tokens=160))
+    return Sequences(model, PagedKvCache(3, 2, 8, tokens=160))
 
 
 def check(texts: Sequences, store: TensorStore, *, frees: bool = True) -> tuple[ComputeLeakCheck, list[LeaksFound]]:

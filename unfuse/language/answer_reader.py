@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from unfuse.core.text import SEPARATOR, AnswerParsing, CallFormat, ReasoningFormat
-from unfuse.language.call_syntax import Chars, NotACall, Syntaxes
+from unfuse.language.call_syntax import CallInput, CallParsers, NotACall
 
 _BEGINS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```")
@@ -91,7 +91,7 @@ BETWEEN = " \r\n\t,;]}`"
 LEAST = 4  # characters by which a truncated mark is recognized
 
 
-class Part(msgspec.Struct, frozen=True):
+class AnswerPart(msgspec.Struct, frozen=True):
     """A part of the text that a model wrote.
 
     `text` is content, reasoning, the name of a called function, a piece of the last call's arguments, or "" for a mark.
@@ -120,9 +120,9 @@ class CallReader:
         forced: bool = False,
     ) -> None:
         self._format, self._several, self._forced = format, several, forced
-        self._chars = Chars()
-        self._syntax = Syntaxes(format, functions, self._chars, several)
-        self._parts = list[Part]()
+        self._chars = CallInput()
+        self._syntax = CallParsers(format, functions, self._chars, several)
+        self._parts = list[AnswerPart]()
         self._text = ""  # not parsed yet
         self._candidate, self._marked = "", False  # the start of a possible call; whether it is a mark
         self._parsing: Generator[None, str, None] | None = None
@@ -130,7 +130,7 @@ class CallReader:
         self._new_line, self._begun = True, False
         self.calls, self.over = 0, False
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
         self._text += text
         while self._text and not self.over and self._advance():
@@ -140,7 +140,7 @@ class CallReader:
             self._text = ""
         return self._pop_parts()
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
         if self._parsing is not None:
             self._end_call(cut)
@@ -288,11 +288,11 @@ class CallReader:
             return
         last = self._parts[-1] if self._parts else None
         if last and last.kind == kind and kind != "call":
-            self._parts[-1] = Part(kind, last.text + text, last.raw + raw)
+            self._parts[-1] = AnswerPart(kind, last.text + text, last.raw + raw)
         else:
-            self._parts.append(Part(kind, text, raw))
+            self._parts.append(AnswerPart(kind, text, raw))
 
-    def _pop_parts(self) -> list[Part]:
+    def _pop_parts(self) -> list[AnswerPart]:
         parts, self._parts = self._parts, []
         return parts
 
@@ -321,20 +321,20 @@ class AnswerReader:
         """Whether the answer is complete, so that further text is ignored."""
         return self._calls is not None and self._calls.over
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
-        return self._read(self.reasoning.feed(text) if self.reasoning else [Part("content", text, text)])
+        return self._read(self.reasoning.feed(text) if self.reasoning else [AnswerPart("content", text, text)])
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
         parts = self._read(self.reasoning.finish(cut=cut)) if self.reasoning else []
         return parts + (self._calls.finish(cut=cut) if self._calls else [])
 
-    def _read(self, parts: list[Part]) -> list[Part]:
+    def _read(self, parts: list[AnswerPart]) -> list[AnswerPart]:
         """Replace content by the parts that the call parser makes of it."""
         if self._calls is None:
             return parts
-        found = list[Part]()
+        found = list[AnswerPart]()
         for part in parts:
             found += self._calls.feed(part.raw) if part.kind == "content" else [part]
         return found
@@ -351,24 +351,24 @@ class ReasoningReader:
         self._blank = True  # whether the reasoning so far is only white space
         self.state: Literal["start", "opened", "inside", "behind", "content"] = "opened" if opened else "start"
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[AnswerPart]:
         """Add text. Returns the parts that are certain now."""
         self._held += text
-        parts = list[Part]()
+        parts = list[AnswerPart]()
         while self._held and (more := self._advance()) is not None:
             parts += more
         return parts
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """Return the remaining parts at the end of the text. `cut`: the answer ran out of tokens."""
         held, self._held = self._held, ""
         if self.state in ("opened", "inside"):
             shown = "" if cut or not held.strip() else held.rstrip()
-            return [Part("reasoning", shown, held)] if shown else _mark(held)
+            return [AnswerPart("reasoning", shown, held)] if shown else _mark(held)
         marked = self.state == "start" and cut and len(held.strip()) >= LEAST
-        return _mark(held) if marked or not held else [Part("content", held, held)]
+        return _mark(held) if marked or not held else [AnswerPart("content", held, held)]
 
-    def _advance(self) -> list[Part] | None:
+    def _advance(self) -> list[AnswerPart] | None:
         """Parse one step. Returns its parts, or None if more text is needed."""
         match self.state:
             case "start" | "opened":
@@ -378,9 +378,9 @@ class ReasoningReader:
             case "behind":
                 return self._read_behind()
         held, self._held = self._held, ""
-        return [Part("content", held, held)]
+        return [AnswerPart("content", held, held)]
 
-    def _read_start(self) -> list[Part] | None:
+    def _read_start(self) -> list[AnswerPart] | None:
         begin, rest = self._format.begin, self._held.lstrip()
         if begin.startswith(rest):
             if rest != begin:
@@ -398,7 +398,7 @@ class ReasoningReader:
         self._blank = True
         return _mark(mark)
 
-    def _read_reasoning(self) -> list[Part] | None:
+    def _read_reasoning(self) -> list[AnswerPart] | None:
         """Parse reasoning up to its end mark. Trailing white space is held back, because it may precede the mark."""
         if self._blank:
             text = self._held.lstrip()
@@ -411,14 +411,14 @@ class ReasoningReader:
             text, raw = self._held[:at].rstrip(), self._held[: at + len(end)]
             self._held = self._held[at + len(end) :]
             self.state = "behind"
-            return [Part("reasoning", text, text), *_mark(raw[len(text) :])] if text else _mark(raw)
+            return [AnswerPart("reasoning", text, text), *_mark(raw[len(text) :])] if text else _mark(raw)
         sure = self._held[: len(self._held) - overlap(self._held, end)].rstrip()
         if not sure:
             return None
         self._held = self._held[len(sure) :]
-        return [Part("reasoning", sure, sure)]
+        return [AnswerPart("reasoning", sure, sure)]
 
-    def _read_behind(self) -> list[Part]:
+    def _read_behind(self) -> list[AnswerPart]:
         """Drop white space between reasoning and content."""
         text = self._held.lstrip()
         mark = self._held[: len(self._held) - len(text)]
@@ -433,5 +433,5 @@ def overlap(text: str, mark: str) -> int:
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
 
 
-def _mark(raw: str) -> list[Part]:
-    return [Part("mark", "", raw)] if raw else []
+def _mark(raw: str) -> list[AnswerPart]:
+    return [AnswerPart("mark", "", raw)] if raw else []

@@ -27,7 +27,7 @@ class NotACall(Exception):
 
 
 @dataclass
-class Found:
+class ParsedCall:
     """What has been parsed of a JSON object that may be a call."""
 
     name: str = ""
@@ -37,7 +37,7 @@ class Found:
     depth: int = 1
 
 
-class Chars:
+class CallInput:
     """The input characters of one call, and the events that the parser emits."""
 
     def __init__(self) -> None:
@@ -100,14 +100,14 @@ class Chars:
             self.emit("arguments", "".join(self._pending))
 
 
-class Syntaxes:
+class CallParsers:
     """The call parsers for one answer. They raise NotACall for other text, and for a function that is not offered."""
 
     def __init__(
-        self, format: CallFormat, functions: Mapping[str, Mapping[str, str]], chars: Chars, several: bool
+        self, format: CallFormat, functions: Mapping[str, Mapping[str, str]], chars: CallInput, several: bool
     ) -> None:
         self._format, self._functions, self._chars, self._several = format, functions, chars, several
-        self._tagged: Tagged | None = None
+        self._tagged: TaggedArguments | None = None
 
     def parse(self, start: str) -> Parsing:
         """Parse the rest of a call whose beginning `start` was consumed."""
@@ -167,14 +167,14 @@ class Syntaxes:
         """
         if char != "{":
             raise NotACall
-        found = Found()
+        found = ParsedCall()
         while found.depth:
             char = yield from self._space()
             if char == "}":
                 found.depth -= 1
             elif char == '"':
                 yield from self._field(found)
-            elif char == "{" and found == Found():
+            elif char == "{" and found == ParsedCall():
                 found.depth += 1  # some models double the braces, as their template does
             elif char != ",":
                 self._chars.put_back()
@@ -185,7 +185,7 @@ class Syntaxes:
             self._begin(found.name)
             self._chars.emit("arguments", "{}")
 
-    def _field(self, found: Found) -> Parsing:
+    def _field(self, found: ParsedCall) -> Parsing:
         """Parse a key, whose opening quote was consumed, and its value."""
         key = yield from self._string()
         if (yield from self._space()) != ":":
@@ -341,7 +341,7 @@ class Syntaxes:
                 raise NotACall
         name = (yield from self._until(">")).strip("\"' ")
         self._begin(name)
-        self._tagged = Tagged(self._functions[name])
+        self._tagged = TaggedArguments(self._functions[name])
         self._chars.emit("arguments", "{")
         tag = yield from self._tag()
         while tag == "<parameter=":
@@ -409,7 +409,7 @@ class Syntaxes:
         return text[:-1]
 
 
-class Tagged:
+class TaggedArguments:
     """Converts arguments written as tags to JSON, by the types of the function's parameters."""
 
     def __init__(self, types: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ _deadline = ContextVar[float]("deadline", default=float("inf"))
 Message = Mapping[str, Any]
 
 
-class TooMuch(TemplateError):
+class TemplateTooLarge(TemplateError):
     """A template takes too long, or renders too long a prompt."""
 
 
@@ -72,7 +72,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         if time.thread_time() > _deadline.get():
-            raise TooMuch("it takes too long")
+            raise TemplateTooLarge("it takes too long")
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -99,7 +99,7 @@ class ChatTemplate:
                 made.append(part)
                 length += len(part)
                 if length > self._characters:
-                    raise TooMuch(f"it makes more than {self._characters} characters")
+                    raise TemplateTooLarge(f"it makes more than {self._characters} characters")
         except Exception as error:  # whatever somebody else's template raises
             reason = str(error) or type(error).__name__
             raise InvalidParameter(
@@ -110,7 +110,7 @@ class ChatTemplate:
         return "".join(made)
 
 
-class Arguments(dict[str, Any]):
+class CallArguments(dict[str, Any]):
     """Arguments of a call, which become JSON if a template converts them to text."""
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Arguments(dict[str, Any]):
 
 
 def _with_arguments(message: Message) -> Message:
-    """Return a message with the arguments of its calls as `Arguments`."""
+    """Return a message with the arguments of its calls as `CallArguments`."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return message
@@ -135,7 +135,7 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
         return call
-    return {**call, "function": {**function, "arguments": Arguments(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": CallArguments(function["arguments"])}}
 
 
 def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict[str, Any]]:

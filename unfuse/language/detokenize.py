@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from unfuse.core.text import AnswerParsing, TokenBytes, TokenDelta, token_name
-from unfuse.language.answer_reader import AnswerReader, Part
+from unfuse.language.answer_reader import AnswerPart, AnswerReader
 
 if TYPE_CHECKING:
     from unfuse.language.tokenizer import ChatTokenizer
@@ -43,7 +43,7 @@ class Detokenizer:
         return self._decoder.decode(b"", True)
 
 
-class Stops:
+class StopStrings:
     """Ends a text before the first stop string. What may be the beginning of one is held back until that is decided.
 
     The first is the one that is complete first; of several that end there, the longest. Where pieces of text begin and
@@ -107,14 +107,14 @@ def _cut(held: str, had: int, text: str, count: int) -> str:
     return held[:count] if count <= had else held[:had] + text[: count - had]
 
 
-class StopsOfContent:
+class ContentStopStrings:
     """Stop strings for a parsed answer: they apply to its content only, not to reasoning and tool calls.
 
     Without parallel tool calls the text also stops after the first call.
     """
 
     def __init__(self, strings: Sequence[str], reading: AnswerParsing) -> None:
-        self._strings, self._stops, self._reader = strings, Stops(strings), AnswerReader(reading)
+        self._strings, self._stops, self._reader = strings, StopStrings(strings), AnswerReader(reading)
 
     @property
     def stopped_by(self) -> str:
@@ -134,7 +134,7 @@ class StopsOfContent:
         text, stopped = self._add(self._reader.finish(cut=cut))
         return text if stopped else text + self._stops.finish()
 
-    def _add(self, parts: Sequence[Part]) -> tuple[str, bool]:
+    def _add(self, parts: Sequence[AnswerPart]) -> tuple[str, bool]:
         shown = ""
         for part in parts:
             if part.kind == "content":
@@ -144,11 +144,11 @@ class StopsOfContent:
                     return shown, True
             else:
                 shown += self._stops.finish() + part.raw
-                self._stops = Stops(self._strings)
+                self._stops = StopStrings(self._strings)
         return shown, self._reader.over
 
 
-class Ending(msgspec.Struct, frozen=True):
+class StopConditions(msgspec.Struct, frozen=True):
     """The stop conditions of an answer: stop strings, the token ids `stop_ids`, and the model's end-of-text tokens.
 
     With `ignore_eos` the end-of-text tokens do not stop it. An answer of fewer than `least` tokens only stops at its
@@ -165,11 +165,11 @@ class Ending(msgspec.Struct, frozen=True):
     shows_special: bool = False
 
 
-class Words:
+class AnswerText:
     """The text of an answer as far as it may be sent. It has at most `most` tokens, and stops as `ending` says."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, ending: Ending, most: int, reading: AnswerParsing | None = None
+        self, tokenizer: ChatTokenizer, ending: StopConditions, most: int, reading: AnswerParsing | None = None
     ) -> None:
         self.ends = ending.stop_ids if ending.ignore_eos else tokenizer.stops | ending.stop_ids
         self.most, self.made = most, list[TokenDelta]()
@@ -180,7 +180,7 @@ class Words:
         if ending.shows_special:
             marks |= {id: tokenizer.piece(id).decode(errors="replace") for id in tokenizer.specials}
         self._detokenizer = Detokenizer(tokenizer, marks, first=not ending.continues)
-        self._stops = StopsOfContent(ending.stops, reading) if reading else Stops(ending.stops)
+        self._stops = ContentStopStrings(ending.stops, reading) if reading else StopStrings(ending.stops)
         self._starts = list[int]()  # for each token, the length of the text before it
         self._length, self._shown, self._certain = 0, 0, 0
 

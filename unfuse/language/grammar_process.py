@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from unfuse.core.codec import MAX_BYTES, decode, encode, frame, read_message
 from unfuse.core.text import unpacked
-from unfuse.language.grammars import Allowed, Compiled, Follow, Grammar
+from unfuse.language.grammars import AllowedTokens, AllowedTokensQuery, Grammar, GrammarCompiled
 
 TRIAL_S, COMPILE_S, STEP_S = 2.0, 4.0, 1.0
 """Seconds of computing that trying a grammar may take, compiling it for a model's tokens, and one answer."""
@@ -98,16 +98,16 @@ def in_lark(text: str) -> str:
         raise ValueError(f"no EBNF: {error}") from error
 
 
-def follow(matcher: LLMatcher, message: Follow) -> Allowed:
+def follow(matcher: LLMatcher, message: AllowedTokensQuery) -> AllowedTokens:
     """What may follow a text that goes on with these ids."""
     ids = unpacked(message.ids)
     length = message.start + len(ids)
     if ids and not matcher.consume_tokens(ids):
-        return Allowed(message.text, length, error=shown(matcher.get_error()))
+        return AllowedTokens(message.text, length, error=shown(matcher.get_error()))
     mask = matcher.compute_bitmask()
     if matcher.is_error() or not any(mask):
-        return Allowed(message.text, length, error=shown(matcher.get_error()))
-    return Allowed(message.text, length, mask)
+        return AllowedTokens(message.text, length, error=shown(matcher.get_error()))
+    return AllowedTokens(message.text, length, mask)
 
 
 def shown(error: str) -> str:
@@ -137,13 +137,15 @@ def serve(tokenizer: LLTokenizer, grammar: Grammar, connection: socket.socket, s
         with _within(seconds):
             matcher = compiled(tokenizer, grammar)
     except ValueError as error:
-        connection.sendall(frame(encode(Compiled(shown(str(error))))))
+        connection.sendall(frame(encode(GrammarCompiled(shown(str(error))))))
         return
-    connection.sendall(frame(encode(Compiled())))
+    connection.sendall(frame(encode(GrammarCompiled())))
     with connection.makefile("rb") as received:
         while True:
             try:
-                message: Follow = decode(read_message(partial(_exactly, received), MAX_BYTES), Follow)
+                message: AllowedTokensQuery = decode(
+                    read_message(partial(_exactly, received), MAX_BYTES), AllowedTokensQuery
+                )
             except EOFError:
                 return
             if message.over:

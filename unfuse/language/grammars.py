@@ -44,13 +44,13 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
-class Compiled(msgspec.Struct, frozen=True):
+class GrammarCompiled(msgspec.Struct, frozen=True):
     """A grammar is compiled, or cannot be, for this reason."""
 
     error: str = ""
 
 
-class Follow(msgspec.Struct, frozen=True, array_like=True):
+class AllowedTokensQuery(msgspec.Struct, frozen=True, array_like=True):
     """A text has these ids from number `start` on: say what may follow; or it is `over`."""
 
     text: int
@@ -59,7 +59,7 @@ class Follow(msgspec.Struct, frozen=True, array_like=True):
     over: bool = False
 
 
-class Allowed(msgspec.Struct, frozen=True, array_like=True):
+class AllowedTokens(msgspec.Struct, frozen=True, array_like=True):
     """Behind `length` ids of a text, those tokens may follow whose bit is set; none, for this reason."""
 
     text: int
@@ -91,7 +91,7 @@ PROGRAM = "unfuse.language.grammar_process"
 TOO_MUCH = "the grammar takes too much: more computing, more memory or deeper nesting than is allowed; make it simpler"
 
 
-class BrokenGrammar(PermanentError):
+class InvalidGrammar(PermanentError):
     """The grammar cannot be compiled, no text matches it, or it takes too much."""
 
 
@@ -100,12 +100,12 @@ class _Process:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._received = connection, bytearray()
-        self.compiled: Compiled | None = None
-        self.answers = dict[int, Allowed]()
+        self.compiled: GrammarCompiled | None = None
+        self.answers = dict[int, AllowedTokens]()
         self.texts, self.dead = set[int](), False
         weakref.finalize(self, connection.close)
 
-    def send(self, message: Follow) -> None:
+    def send(self, message: AllowedTokensQuery) -> None:
         """Say it. A process that died meanwhile is `dead`."""
         if self.dead:
             return
@@ -130,9 +130,9 @@ class _Process:
         self._received += data
         while (message := split_message(self._received, MAX_BYTES)) is not None:
             if self.compiled is None:
-                self.compiled = decode(message, Compiled)
+                self.compiled = decode(message, GrammarCompiled)
             else:
-                answer: Allowed = decode(message, Allowed)
+                answer: AllowedTokens = decode(message, AllowedTokens)
                 self.answers |= {answer.text: answer} if answer.text in self.texts else {}
 
     def close(self) -> None:
@@ -155,9 +155,9 @@ class Grammars:
         self._control: socket.socket | None = None
         self._ended: weakref.finalize[[socket.socket, subprocess.Popen[bytes]], Grammars] | None = None
 
-    def open(self, grammar: bytes) -> Constraint:
+    def open(self, grammar: bytes) -> GrammarConstraint:
         """A new text, which has to match this packed grammar."""
-        return Constraint(self, grammar, next(self._numbers))
+        return GrammarConstraint(self, grammar, next(self._numbers))
 
     def refusal(self, grammar: bytes) -> str:
         """Why a packed grammar cannot be compiled, "" if it can. Waits. Raises TransientError where none can be now."""
@@ -235,7 +235,7 @@ def _end(control: socket.socket, program: subprocess.Popen[bytes]) -> None:
     program.wait()
 
 
-class Constraint:
+class GrammarConstraint:
     """A text that has to match a grammar. What it has so far is told with each call, and only grows."""
 
     def __init__(self, grammars: Grammars, grammar: bytes, number: int) -> None:
@@ -253,7 +253,7 @@ class Constraint:
         """Ask what may follow these ids, if nobody has asked yet. The answer is made meanwhile."""
         if self._told < len(ids):
             start = max(0, self._told)
-            self._process.send(Follow(self._number, start, packed(ids[start:])))
+            self._process.send(AllowedTokensQuery(self._number, start, packed(ids[start:])))
             self._told = len(ids)
 
     def waits(self, wait_s: float = 0.0) -> bool:
@@ -265,20 +265,20 @@ class Constraint:
         return self._late
 
     def allowed(self, ids: Sequence[int]) -> bytes | None:
-        """A bit per token, set if it may follow these ids; None if a step cannot wait for it. Raises BrokenGrammar."""
+        """A bit per token, set if it may follow these ids; None if a step cannot wait for it. Raises InvalidGrammar."""
         self.begin(ids)
         self._late = not self._heard(self._grammars.patience_s)
         answer, compiled = self._process.answers.get(self._number), self._process.compiled
         if self._late:
             return None
         if compiled and compiled.error:
-            raise BrokenGrammar(f"the grammar cannot be used: {compiled.error}")
+            raise InvalidGrammar(f"the grammar cannot be used: {compiled.error}")
         if answer and answer.error:
-            raise BrokenGrammar(f"the text cannot go on by its grammar: {answer.error}")
+            raise InvalidGrammar(f"the text cannot go on by its grammar: {answer.error}")
         if answer and answer.length == len(ids):
             return answer.mask
         if self._private or (compiled is None and self._grammars.running):
-            raise BrokenGrammar(TOO_MUCH)
+            raise InvalidGrammar(TOO_MUCH)
         self._go_on_alone()
         return None if self._late else self.allowed(ids)
 
@@ -289,7 +289,7 @@ class Constraint:
         if self._private:
             self._process.close()
         else:
-            self._process.send(Follow(self._number, over=True))
+            self._process.send(AllowedTokensQuery(self._number, over=True))
 
     def _go_on_alone(self) -> None:
         """The process died, of this text or of another: follow it in one of its own, where it harms no other."""
@@ -317,13 +317,13 @@ class Constraint:
         return answer is not None and (answer.length == self._told or bool(answer.error))
 
 
-class BehindReasoning:
+class ConstraintAfterReasoning:
     """Applies a constraint to the tokens after the reasoning. Within the reasoning every token is allowed.
 
     An answer without reasoning is constrained from its first token; only the mark that begins reasoning is allowed too.
     """
 
-    def __init__(self, constraint: Constraint, reading: AnswerParsing, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, constraint: GrammarConstraint, reading: AnswerParsing, tokenizer: ChatTokenizer) -> None:
         format = reading.reasoning
         assert format
         self._constraint = constraint
@@ -379,5 +379,5 @@ class BehindReasoning:
         return not self._reasons
 
 
-GrammarMatcher = Constraint | BehindReasoning
+GrammarMatcher = GrammarConstraint | ConstraintAfterReasoning
 """What follows a text that has to match a grammar."""

@@ -18,7 +18,7 @@ from unfuse.core.errors import TransientError
 Span = tuple[int, int]  # the first of adjacent places (blocks or tokens), and the one behind the last
 
 
-class NoBlocks(TransientError):
+class NoKvBlocks(TransientError):
     """There is no room for more tokens now: wait for a sequence to end, or give up the blocks of one."""
 
 
@@ -87,7 +87,7 @@ class _Gaps:
         self.free -= run[1] - run[0]
 
 
-class PagedKv:
+class PagedKvCache:
     """Room for the keys and values of so many tokens: of each layer two tensors of shape (heads, tokens, width).
 
     Heads are outermost, so that a rank with a share of the heads can take its own alone. A sequence has the same places
@@ -127,9 +127,9 @@ class PagedKv:
         return KvUsage(self._blocks, self._blocks - self._gaps.free)
 
     def _take(self, sequence: KvSequence, runs: list[Span], wanted: int) -> list[Span]:
-        """These runs and so many blocks more. Raises NoBlocks, with nothing taken."""
+        """These runs and so many blocks more. Raises NoKvBlocks, with nothing taken."""
         if wanted > self._gaps.free:
-            raise NoBlocks(
+            raise NoKvBlocks(
                 f"no room for {wanted * self.block} more tokens of keys and values ({self._gaps.free} of "
                 f"{self._blocks} blocks of {self.block} are free): wait for others to finish"
             )
@@ -155,7 +155,7 @@ class PagedKv:
 class KvSequence:
     """The keys and values of one token sequence. What it holds before it is written is undefined."""
 
-    def __init__(self, kv: PagedKv) -> None:
+    def __init__(self, kv: PagedKvCache) -> None:
         self._kv = kv
         self._runs: list[Span] = []
         self.length = 0  # tokens that it has room for, all of which count
@@ -171,7 +171,7 @@ class KvSequence:
         return self._runs[-1][1] if self._runs else -1
 
     def grow(self, tokens: int) -> None:
-        """Make it longer by so many tokens; what it has stays where it is. Raises NoBlocks, with nothing changed."""
+        """Make it longer by so many tokens; what it has stays where it is. Raises NoKvBlocks, with nothing changed."""
         if tokens < 0:
             raise ValueError(f"a sequence does not grow by {tokens} tokens: truncate it")
         if not tokens:

@@ -21,7 +21,7 @@ GREEDY = 1e-5  # temperatures below this take the likeliest token, as in vLLM
 UNLIKELY = -9999.0  # what OpenAI's API says for the logarithm of next to nothing
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn. Without fields: from what the model says.
 
     `temperature` 0 takes the likeliest token. `top_k` (0: all), `top_p` and `min_p` leave out unlikely ones.
@@ -45,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class SampledToken(msgspec.Struct, frozen=True):
     """A token, and if asked for its logprob and (id, logprob) of the likeliest tokens, by what the model says.
 
     Logprobs are those before bias, penalties and temperature, as in vLLM by default (`raw_logprobs`). OpenAI does not
@@ -59,12 +59,12 @@ class Sampled(msgspec.Struct, frozen=True):
 
 def sample(
     logits: Tensor,
-    how: Sampling,
+    how: SamplingParams,
     position: int,
     prompt_ids: Sequence[int],
     made_ids: Sequence[int],
     allowed: bytes | None = None,
-) -> Sampled:
+) -> SampledToken:
     """Draw the token at a position of a text, from logits (vocabulary), of those with a bit in `allowed`, if given.
 
     In transformers' order: bias, penalties, what is allowed, temperature, top-k, top-p, min-p. vLLM, too, has the bias
@@ -84,14 +84,14 @@ def sample(
         drawn = chance(how.seed, position) * int(sums[-1]) >> 64
         token = int((sums <= drawn).sum())
     if how.logprobs is None:
-        return Sampled(token)
+        return SampledToken(token)
     logprobs = logits.float().log_softmax(0)
     best = logprobs.topk(min(how.logprobs, len(logprobs)))
     top = tuple(zip(best.indices.tolist(), best.values.clamp(min=UNLIKELY).tolist(), strict=True))
-    return Sampled(token, max(UNLIKELY, float(logprobs[token])), top)
+    return SampledToken(token, max(UNLIKELY, float(logprobs[token])), top)
 
 
-def banned(how: Sampling, made_ids: Sequence[int]) -> set[int]:
+def banned(how: SamplingParams, made_ids: Sequence[int]) -> set[int]:
     """Return the tokens that must not be drawn next."""
     found = {*how.ends} if len(made_ids) < how.min_tokens else set[int]()
     for *before, last in how.bad_words:
@@ -133,7 +133,7 @@ def chance(seed: int, position: int) -> int:
     return int.from_bytes(blake2b(f"{seed}:{position}".encode(), digest_size=8).digest())
 
 
-def adjusted(logits: Tensor, how: Sampling, prompt_ids: Sequence[int], made_ids: Sequence[int]) -> Tensor:
+def adjusted(logits: Tensor, how: SamplingParams, prompt_ids: Sequence[int], made_ids: Sequence[int]) -> Tensor:
     """Logits as float64 with bias and penalties, the repetition penalty first as in vLLM."""
     import torch
 
@@ -155,7 +155,7 @@ def adjusted(logits: Tensor, how: Sampling, prompt_ids: Sequence[int], made_ids:
     return scores
 
 
-def weights(scores: Tensor, how: Sampling) -> Tensor:
+def weights(scores: Tensor, how: SamplingParams) -> Tensor:
     """How likely tokens are beside ONE of the likeliest, 0 if left out; equal ones are kept or left out together."""
     import torch
 

@@ -23,7 +23,7 @@ from unfuse.language.chat_template import (
     ChatTemplate,
     Message,
     SpecialText,
-    TooMuch,
+    TemplateTooLarge,
     plain,
     text_alone,
     texts_in,
@@ -48,7 +48,7 @@ TEMPLATE = "tokenizer.chat_template"
 CONTROL, USER_DEFINED = 3, 4  # of `tokenizer.ggml.token_type`: tokens that are no text, and those that are, unsplit
 
 
-class Parts(NamedTuple):
+class TokenizerFiles(NamedTuple):
     """What a tokenizer is made of: the library's, chat templates and tokens by name, ids that end a text (None: no)."""
 
     source: Path
@@ -58,7 +58,7 @@ class Parts(NamedTuple):
     stops: Sequence[int | None]
 
 
-class Split(NamedTuple):
+class PreTokenization(NamedTuple):
     """How texts are split before tokens are merged: by a regex, then as GPT-2 does where the regex leaves that to it.
 
     What is `whole` in the vocabulary is not made of merges; where texts are `composed`, letters and their accents are
@@ -76,15 +76,15 @@ WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {
-    "default": Split(),
-    "llama-bpe": Split(WORDS % "{1,3}", rest=False, whole=True),
-    "qwen2": Split(WORDS % "", rest=False, composed=True),
-    "smollm": Split(r"\p{N}"),
+    "default": PreTokenization(),
+    "llama-bpe": PreTokenization(WORDS % "{1,3}", rest=False, whole=True),
+    "qwen2": PreTokenization(WORDS % "", rest=False, composed=True),
+    "smollm": PreTokenization(r"\p{N}"),
 }
 """By `tokenizer.ggml.pre`, as the tokenizer.json of these models has it; a GGUF file has but the name."""
 
 
-def of_folder(folder: Path) -> Parts:
+def of_folder(folder: Path) -> TokenizerFiles:
     """As transformers reads it: a template in a file of its own goes before one among the settings."""
     settings = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
     said = [_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
@@ -100,10 +100,10 @@ def of_folder(folder: Path) -> Parts:
         own = {"default" if file == files[0] else file.stem: file.read_text() for file in files if file.exists()}
     except Exception as error:  # the tokenizers library has no other
         raise ConfigError(f"the tokenizer of model {folder} cannot be read ({error!r}); {REPAIR}") from error
-    return Parts(folder, tokenizer, own or templates, named, stops if isinstance(stops, list) else [stops])
+    return TokenizerFiles(folder, tokenizer, own or templates, named, stops if isinstance(stops, list) else [stops])
 
 
-def of_gguf(file: Path) -> Parts:
+def of_gguf(file: Path) -> TokenizerFiles:
     """What the metadata of a GGUF file have. Raises ConfigError for kinds of tokenizers that are not served."""
     said = contents(file).said
     kind, split = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre", "default")
@@ -122,10 +122,10 @@ def of_gguf(file: Path) -> Parts:
         named = {name: tokens[ids[called]] for name, called in NAMED_IDS.items() if ids[called] is not None}
     except Exception as error:  # the tokenizers library has no other
         raise ConfigError(f"the tokenizer of {file} is not valid ({error!r}); {REPAIR}") from error
-    return Parts(file, tokenizer, templates, named, [ids["eos"], ids["eot"], ids["eom"]])
+    return TokenizerFiles(file, tokenizer, templates, named, [ids["eos"], ids["eot"], ids["eom"]])
 
 
-def _merging(tokens: Sequence[str], merges: Sequence[str], how: Split) -> Tokenizer:
+def _merging(tokens: Sequence[str], merges: Sequence[str], how: PreTokenization) -> Tokenizer:
     pairs = [(one, other) for one, _, other in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, pairs, ignore_merges=how.whole))
     if how.composed:
@@ -152,7 +152,7 @@ class ChatTokenizer:
     None) are the formats that follow from the chat template.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TokenizerFiles) -> None:
         source, tokenizer, templates, named, stops = parts
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -385,7 +385,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Message], variables: Ma
     try:
         return template.prompt(messages, variables)
     except InvalidParameter as error:
-        if isinstance(error.__cause__, TooMuch):
+        if isinstance(error.__cause__, TemplateTooLarge):
             raise
         tools = variables.get("tools")
         completed = {**variables, "tools": [*map(with_properties, tools)]} if tools else variables

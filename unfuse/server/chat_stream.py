@@ -9,7 +9,7 @@ from typing import Any
 from unfuse.core.request import Event, RequestContext
 from unfuse.core.task import PIECES_AT_ONCE
 from unfuse.core.text import Answer
-from unfuse.language.answer_reader import AnswerReader, Part
+from unfuse.language.answer_reader import AnswerPart, AnswerReader
 from unfuse.queues.base import RequestStore
 
 
@@ -77,7 +77,7 @@ class StreamedMessage:
         """Why the choice ended, as clients read it."""
         return "tool_calls" if ended == "stop" and self.calls else ended
 
-    def _delta(self, parts: list[Part]) -> dict[str, Any]:
+    def _delta(self, parts: list[AnswerPart]) -> dict[str, Any]:
         """Return the delta with these parts, and with arguments left from the previous one."""
         texts = {"reasoning": "", "content": ""}
         calls = dict[int, dict[str, Any]]()

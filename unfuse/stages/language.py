@@ -23,10 +23,10 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, MOST_SHARED, Answer, TokenDelta, unpacked
 from unfuse.core.vision import MediaItem
-from unfuse.language.detokenize import Ending, Words
-from unfuse.language.grammars import BehindReasoning, GrammarMatcher, Grammars
-from unfuse.language.paged_kv import KvSequence, NoBlocks
-from unfuse.language.sampling import Sampled, Sampling, sample
+from unfuse.language.detokenize import AnswerText, StopConditions
+from unfuse.language.grammars import ConstraintAfterReasoning, GrammarMatcher, Grammars
+from unfuse.language.paged_kv import KvSequence, NoKvBlocks
+from unfuse.language.sampling import SampledToken, SamplingParams, sample
 from unfuse.stages.base import (
     Media,
     OpenOutput,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MADE_UP = 16  # tokens of the prompts that stages warm up with
 PATIENCE_S = 0.005  # how long a step waits where there is nothing else to do
 
-Drawn = Sampled | PermanentError | None
+Drawn = SampledToken | PermanentError | None
 """A token, why there cannot be one, or that there is none yet, since it is not known what may follow."""
 
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -164,9 +164,9 @@ class Writing(Growing):
     """A sequence whose tokens from `prompt` on are the answer, under a `constraint`; the last step made `sampled`."""
 
     prompt: int = 0
-    how: Sampling = Sampling()
-    words: Words = field(kw_only=True)
-    sampled: Sampled | None = None
+    how: SamplingParams = SamplingParams()
+    words: AnswerText = field(kw_only=True)
+    sampled: SampledToken | None = None
     constraint: GrammarMatcher | None = None
     shown: tuple[MediaItem, ...] = ()
     """The pictures and videos of the prompt, as JSON."""
@@ -201,7 +201,7 @@ class ReceivedKv(Receiving):
         self._sequences = sequences
         with sequences.beginning(priority) as self.kv:
             self._reader = KvReader(self.kv, sequences.layout(tokens), sequences.heads)
-            with suppress(NoBlocks):
+            with suppress(NoKvBlocks):
                 self.kv.grow(tokens)
 
     @property
@@ -241,7 +241,7 @@ class Decode(PromptStage[Writing]):
         tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
         kv, given = self._sequences.begin(0), self._given(tensors, layout.tokens)
         assert given
-        done, words = self._sequences.put(kv, given), Words(self._tokenizer, Ending(), 1)
+        done, words = self._sequences.put(kv, given), AnswerText(self._tokenizer, StopConditions(), 1)
         state = Writing(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
         (made,) = next_states(self, [state])
         self.let_go(state)
@@ -264,7 +264,7 @@ class Decode(PromptStage[Writing]):
         """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
         most, derived = need(task.params, "max_tokens", int), task.derived
-        words = Words(self._tokenizer, ending(task.params, derived), most, derived.reading)
+        words = AnswerText(self._tokenizer, ending(task.params, derived), most, derived.reading)
         ids = [*prompt]
         for data in task.recorded:
             piece: TokenDelta = decode(data, TokenDelta)
@@ -297,7 +297,7 @@ class Decode(PromptStage[Writing]):
         constraint: GrammarMatcher
         constraint = opened = self._grammars.open(grammar)
         if reading and reading.reasoning:
-            constraint = BehindReasoning(opened, reading, self._tokenizer)
+            constraint = ConstraintAfterReasoning(opened, reading, self._tokenizer)
         self._sequences.constraints.add(constraint)
         return constraint
 
@@ -310,14 +310,14 @@ class Decode(PromptStage[Writing]):
         return Given(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override
-    def step(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:
+    def step(self, batch: Sequence[Writing]) -> list[tuple[int, SampledToken | None] | Exception]:
         return self._computed(batch, exact=False)
 
     @override
-    def step_alone(self, state: Writing) -> tuple[int, Sampled | None] | Exception:
+    def step_alone(self, state: Writing) -> tuple[int, SampledToken | None] | Exception:
         return self._computed([state], exact=self.exact)[0]
 
-    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None] | Exception]:
+    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, SampledToken | None] | Exception]:
         """What may follow by a grammar is found out during the forward; where that is late, the step was in vain.
 
         Ranks make it for all states, since the others do not know of what the first one waits for.
@@ -333,7 +333,7 @@ class Decode(PromptStage[Writing]):
                 state.constraint.begin(state.answer)
         logits = self._sequences.forward([*going, *again], exact=exact)[: len(going)]
         ends = [(state, behind) for state, behind in zip(going, logits, strict=True) if behind is not None]
-        made: dict[KvSequence, tuple[int, Sampled | None] | Exception] = {}
+        made: dict[KvSequence, tuple[int, SampledToken | None] | Exception] = {}
         made |= {state.kv: (state.kv.length, None) for state in (*going, *again)}
         for (state, _), drawn in zip(ends, self._drawn(ends), strict=True):
             if isinstance(drawn, PermanentError):
@@ -350,11 +350,11 @@ class Decode(PromptStage[Writing]):
             return own
         group.meet()
         said = encode([str(drawn) if isinstance(drawn, PermanentError) else drawn for drawn in own])
-        told: list[Sampled | str | None] = decode(group.exchange(said)[0], list[Sampled | str | None])
+        told: list[SampledToken | str | None] = decode(group.exchange(said)[0], list[SampledToken | str | None])
         return [PermanentError(drawn) if isinstance(drawn, str) else drawn for drawn in told]
 
     @override
-    def advance(self, state: Writing, result: tuple[int, Sampled | None]) -> Writing:
+    def advance(self, state: Writing, result: tuple[int, SampledToken | None]) -> Writing:
         done, sampled = result
         if state.over:
             return replace(state, sampled=None, again=state.again and state.again.stepped(done))
@@ -430,7 +430,7 @@ def _draw(state: Writing, logits: Tensor) -> Drawn:
         return error
 
 
-def sampling(params: Params) -> Sampling:
+def sampling(params: Params) -> SamplingParams:
     """How a request's tokens are drawn."""
     said: dict[str, Any] = {name: need(params, name, float) for name in SAMPLED}
     said |= {"min_tokens": _least(params)}
@@ -438,12 +438,12 @@ def sampling(params: Params) -> Sampling:
     biases = {int(token): bias for token, bias in json.loads(need(params, "logit_bias", str)).items()}
     shown = need(params, "logprobs", int) if params.get("logprobs") is not None else None
     seed, top_k = need(params, "seed", int), need(params, "top_k", int)
-    return Sampling(**said, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
+    return SamplingParams(**said, top_k=top_k, seed=seed, logit_bias=biases, logprobs=shown)
 
 
-def ending(params: Params, derived: DerivedFacts) -> Ending:
+def ending(params: Params, derived: DerivedFacts) -> StopConditions:
     """Return the stop conditions of a request."""
-    return Ending(
+    return StopConditions(
         tuple(json.loads(need(params, "stop", str))),
         frozenset(json.loads(str(params.get("stop_token_ids") or "[]"))),
         bool(params.get("ignore_eos")) and not derived.grammar,

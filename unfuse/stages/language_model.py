@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.vision import MediaItem, TokenRun, VisionConfig
-from unfuse.language.paged_kv import KvSequence, PagedKv, Span, joined
+from unfuse.language.paged_kv import KvSequence, PagedKvCache, Span, joined
 from unfuse.stages.base import Tensors
 from unfuse.stages.refusal import refusal
 
@@ -117,7 +117,7 @@ class _Part:
 class _Forward:
     """What attention needs to know of a forward: its parts, and where the new tokens of all of them lie."""
 
-    kv: PagedKv
+    kv: PagedKvCache
     parts: list[_Part]
     places: Tensor
     alone: bool
@@ -130,7 +130,7 @@ class LanguageModel:
     The model is used for nothing else from then on. Raises ConfigError for one whose attention is not served.
     """
 
-    def __init__(self, model: Any, kv: PagedKv) -> None:
+    def __init__(self, model: Any, kv: PagedKvCache) -> None:
         config = model.config.get_text_config()
         if reason := refusal(config.to_dict(), sees=config is not model.config):
             raise ConfigError(f"this model cannot be served: {reason}")

@@ -14,7 +14,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.text import CHUNK, TextStats, beginnings, unpacked
 from unfuse.core.vision import MediaItem, VisionConfig, places_of
 from unfuse.language.grammars import GrammarMatcher
-from unfuse.language.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
+from unfuse.language.paged_kv import KvSequence, KvUsage, NoKvBlocks, PagedKvCache
 from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel, Sight
@@ -71,7 +71,7 @@ class Sequences:
     def __init__(
         self,
         model: LanguageModel,
-        kv: PagedKv,
+        kv: PagedKvCache,
         vision: VisionConfig | None = None,
         deep: int = 0,
         axis: Axis | None = None,
@@ -167,7 +167,7 @@ class Sequences:
                 break
             try:
                 sequence.grow(CHUNK)
-            except NoBlocks:
+            except NoKvBlocks:
                 break
             for layer, (keys, values) in enumerate(both):
                 sequence.write(layer, keys[self.heads], values[self.heads], start)
@@ -175,7 +175,7 @@ class Sequences:
 
     def put(self, sequence: KvSequence, given: Given) -> int:
         """Put what another worker has made in its place, where there is room now. Returns how many tokens there are."""
-        with suppress(NoBlocks):
+        with suppress(NoKvBlocks):
             sequence.grow(given.tokens)
             self._put(sequence, given)
         return sequence.length
@@ -253,7 +253,7 @@ class Sequences:
             try:
                 sequence.grow(tokens)
                 return True
-            except NoBlocks:
+            except NoKvBlocks:
                 last = max((one for one in self._ranks if one.length), key=self._ranks.__getitem__, default=sequence)
                 if self._ranks[last] <= self._ranks[sequence]:
                     return False
@@ -291,5 +291,5 @@ def open_model(
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = config.num_hidden_layers, config.num_key_value_heads // (axis.size if axis else 1), width
-    kv = PagedKv(*shape, tokens, dtype=model.dtype, device=device)
+    kv = PagedKvCache(*shape, tokens, dtype=model.dtype, device=device)
     return Sequences(LanguageModel(model, kv), kv, vision, deep, axis)
