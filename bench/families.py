@@ -86,11 +86,13 @@ class Tiny:
         return {name: one for spec in encoders for name, one in self._made(spec, spread, params, {}).items()}
 
     def _made(self, spec: Any, spread: str, params: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        from unfuse.models.base import Runtime
+        from unfuse.models.base import RuntimeOptions
         from unfuse.stages.base import StageInput
 
         mesh = self._group.mesh(ParallelDegrees.parse(spread)) if spread else None
-        runtime = Runtime("cpu", self.card.dtypes, ComputeOptions(), mesh=mesh, group=self._group if spread else None)
+        runtime = RuntimeOptions(
+            "cpu", self.card.dtypes, ComputeOptions(), mesh=mesh, group=self._group if spread else None
+        )
         stage: Any = self._family.load(spec, self._folder, runtime)
         task = StageInput(params, given, {"image": picture()} if "image" in spec.reads else {})
         stage.verify(task)

@@ -30,7 +30,7 @@ from unfuse.core.text_parameters import PromptTokens, schema_text
 from unfuse.language.grammars import Grammar, Grammars, grammar_digest, pack_grammar
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find, resolve_source
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import Decode, Writing
 
@@ -63,7 +63,7 @@ class Texts:
 
     def __init__(self, source: Path) -> None:
         self._card, self._tokenizer = card_of("bench", source), ChatTokenizer.read(source)
-        runtime = Runtime("cpu", self._card.dtypes, kv=1 << 30, shared={})
+        runtime = RuntimeOptions("cpu", self._card.dtypes, kv=1 << 30, shared={})
         stage = find(source).load(self._card.pipeline.stages[1], source, runtime)
         assert isinstance(stage, Decode)
         self.stage = stage

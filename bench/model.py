@@ -14,7 +14,7 @@ from torch import Tensor
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.plan import Params, StageSpec
 from unfuse.models import find
-from unfuse.models.base import Report, Runtime
+from unfuse.models.base import Report, RuntimeOptions
 from unfuse.stages.base import Stage, StageInput, StageOutput, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
 
@@ -36,7 +36,7 @@ class Model:
     ) -> None:
         options, family = options or ComputeOptions(), find(folder)
         self.card = family.card("bench", folder, options.dtype)
-        self.runtime = Runtime(device, self.card.dtypes, options, loras)
+        self.runtime = RuntimeOptions(device, self.card.dtypes, options, loras)
         self.specs = {spec.name: spec for spec in self.card.pipeline.stages if not spec.when}
         self.stages: dict[str, Stage] = {
             name: family.load(spec, folder, self.runtime, report) for name, spec in self.specs.items()

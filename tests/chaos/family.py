@@ -32,7 +32,7 @@ from unfuse.core.errors import PermanentError, TransientError
 from unfuse.core.modalities import OutputSize
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, Pipeline, StageSpec
-from unfuse.models.base import Family, Report, Runtime, weights_ids
+from unfuse.models.base import Family, Report, RuntimeOptions, weights_ids
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder, choose_dtypes
@@ -79,7 +79,7 @@ class Chaos(Family):
             created=model.created,
         )
 
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         tries = folder / "tries"
         tries.mkdir(exist_ok=True)
         stages: dict[str, type[Encode | Denoise | Decode]] = {

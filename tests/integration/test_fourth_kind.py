@@ -20,7 +20,7 @@ from tools.server import Server, serving, until
 from unfuse.core.modalities import MediaLimits, OutputSize, Workload
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.models.base import Family, Report, Runtime, weights_ids
+from unfuse.models.base import Family, Report, RuntimeOptions, weights_ids
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput
 from unfuse.stages.specs import TEXT_ENCODE
 from unfuse.weights.folder import ModelFolder, choose_dtypes
@@ -83,7 +83,7 @@ class Mirrors(Family):
             choose_dtypes("float32", PARTS),
         )
 
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         return Mirror() if spec.kind == "mirror" else Read()
 
 

@@ -20,7 +20,7 @@ from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.modalities import UPLOADS
 from unfuse.core.plan import Params
 from unfuse.models import find, resolve_source
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage, StageInput
 
 SHAPES = str(resolve_source("unfuse/shapes"))
@@ -486,7 +486,7 @@ def stages() -> Load:
     ) -> dict[str, Stage]:
         family = find(folder)
         card = family.card("model", folder, dtype)
-        runtime = Runtime("cpu", card.dtypes, options, loras)
+        runtime = RuntimeOptions("cpu", card.dtypes, options, loras)
         return {spec.name: family.load(spec, folder, runtime) for spec in card.pipeline.stages}
 
     return load

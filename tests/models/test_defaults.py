@@ -14,7 +14,7 @@ from unfuse.core.modalities import MediaLimits, nearest_size
 from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES, served_classes
 from unfuse.models.declared import call_defaults
-from unfuse.models.defaults import Defaults, Serving, fit, read_serving
+from unfuse.models.defaults import RequestDefaults, ServingConfig, fit, read_serving
 from unfuse.models.wan import Wan
 
 STANDARD = {"height": 64, "width": 64, "num_frames": 9, "fps": 16, "negative_prompt": ""}
@@ -30,7 +30,7 @@ def test_the_parsed_signature_is_the_imported_one(pipeline: str) -> None:
     expected = {
         name: parameter.default
         for name, parameter in signature.items()
-        if name in Defaults.__struct_fields__ and parameter.default is not None
+        if name in RequestDefaults.__struct_fields__ and parameter.default is not None
     }
 
     assert len(expected) >= 2
@@ -45,7 +45,7 @@ def test_a_pipeline_diffusers_does_not_have(file: str, pipeline: str) -> None:
 
 
 def test_without_serving_json_the_standard_holds(tmp_path: Path) -> None:
-    serving = read_serving(tmp_path, Serving)
+    serving = read_serving(tmp_path, ServingConfig)
 
     assert serving.within(LIMITS, STANDARD) == STANDARD
     assert serving.bounds(LIMITS) == LIMITS
@@ -54,7 +54,7 @@ def test_without_serving_json_the_standard_holds(tmp_path: Path) -> None:
 def test_serving_json_may_say_a_part(tmp_path: Path) -> None:
     said = {"defaults": {"width": 32, "fps": 8}, "limits": {"max_size": 48}}
     (tmp_path / "serving.json").write_text(json.dumps(said))
-    serving = read_serving(tmp_path, Serving)
+    serving = read_serving(tmp_path, ServingConfig)
 
     limits = serving.bounds(LIMITS)
 
@@ -69,7 +69,7 @@ def test_a_serving_json_that_is_not_one(content: str, tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text(content)
 
     with pytest.raises(ConfigError, match=r"serving\.json is not valid"):
-        read_serving(tmp_path, Serving)
+        read_serving(tmp_path, ServingConfig)
 
 
 @given(width=st.integers(1, 4096), height=st.integers(1, 4096), frames=st.integers(-3, 500))
@@ -85,7 +85,7 @@ def test_the_built_in_model_knows_the_words_of_its_tokenizer() -> None:
     """And those that its normaliser writes as others."""
     folder = Path(models.__file__).parent / "shapes"
     tokens = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
-    vocabulary = read_serving(folder, Serving).vocabulary
+    vocabulary = read_serving(folder, ServingConfig).vocabulary
     assert vocabulary
     assert {*vocabulary.words} == {word for word in tokens if not word.startswith("<")} | {"an", "grey", "colour"}
     assert vocabulary.hint("it", "An orange ring left of a blue star, on a GREY background") == ""
@@ -97,4 +97,4 @@ def test_the_built_in_model_knows_the_words_of_its_tokenizer() -> None:
 def test_a_vocabulary_with_an_unknown_field_is_no_serving_json(tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text('{"vocabulary": {"words": ["a"], "makes": "all", "hint": ""}}')
     with pytest.raises(ConfigError, match="serving.json is not valid"):
-        read_serving(tmp_path, Serving)
+        read_serving(tmp_path, ServingConfig)

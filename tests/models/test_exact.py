@@ -19,7 +19,7 @@ from unfuse.core.modalities import REFERENCES
 from unfuse.core.object_ref import lay_out
 from unfuse.core.plan import Params
 from unfuse.models import find, served_classes
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage, StageInput, SteppedStage, next_states
 
 JOBS = {job.name: job for job in c.JOBS}
@@ -377,7 +377,7 @@ def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Und
             shutil.copy(folder / name, bare / name)
         reports: list[tuple[str, float, int]] = []
 
-        loaded = find(bare).load(spec, bare, Runtime("cpu", card.dtypes), lambda *found: reports.append(found))  # noqa: B023
+        loaded = find(bare).load(spec, bare, RuntimeOptions("cpu", card.dtypes), lambda *found: reports.append(found))  # noqa: B023
 
         assert loaded.kind == spec.kind
         assert sorted(name for name, _, _ in reports) == sorted(spec.components)

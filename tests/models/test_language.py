@@ -30,7 +30,7 @@ from unfuse.core.text import TextStats, packed
 from unfuse.core.text_parameters import PromptTokens
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.models.language import bytes_per_token
 from unfuse.stages.base import StageInput, next_states
 from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
@@ -57,7 +57,7 @@ class Model:
         """Both, with room for so many tokens."""
         config, shared = self.reference.config.to_dict(), dict[Any, Any]()
         options = ComputeOptions(batching=batching)
-        run = Runtime("cpu", self.card.dtypes, options, kv=tokens * bytes_per_token(config, 4), shared=shared)
+        run = RuntimeOptions("cpu", self.card.dtypes, options, kv=tokens * bytes_per_token(config, 4), shared=shared)
         prefill, decode = (find(self.folder).load(spec, self.folder, run) for spec in self.card.pipeline.stages)
         assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
         return prefill, decode
@@ -155,7 +155,7 @@ def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) 
     for others, tokens in ((1 << 40, 4096), (TOKEN_BYTES // 2 * 3000, 3000)):
         group: Any = SimpleNamespace(size=2, exchange=lambda own, others=others: [own, str(others).encode()])
         mesh: Any = SimpleNamespace(degrees={"tensor": 2}, axis=lambda kind: SimpleNamespace(size=2))
-        run = Runtime("cpu", model.card.dtypes, mesh=mesh, group=group, kv=4096 * TOKEN_BYTES)
+        run = RuntimeOptions("cpu", model.card.dtypes, mesh=mesh, group=group, kv=4096 * TOKEN_BYTES)
         assert family.room(model.folder, run) == tokens  # type: ignore[attr-defined]
     group.exchange = lambda own: [own, str((most - 1) * TOKEN_BYTES // 2).encode()]
     with pytest.raises(ConfigError, match="give --kv more"):

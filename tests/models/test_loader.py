@@ -15,8 +15,8 @@ from tests.models import conftest as c
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime
-from unfuse.models.whole import FAMILY as WHOLE
+from unfuse.models.base import Loader, RuntimeOptions
+from unfuse.models.undivided_family import FAMILY as WHOLE
 from unfuse.stages.base import Stage, StageInput
 from unfuse.weights.folder import ModelFolder
 
@@ -25,7 +25,9 @@ def load(folder: Path, stage: str, options: ComputeOptions = c.EXACT, **changes:
     c.serve(folder)
     card = find(folder).card("mine", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.name == stage)
-    return find(folder).load(msgspec.structs.replace(spec, **changes), folder, Runtime("cpu", card.dtypes, options))
+    return find(folder).load(
+        msgspec.structs.replace(spec, **changes), folder, RuntimeOptions("cpu", card.dtypes, options)
+    )
 
 
 FILES = {
@@ -67,7 +69,7 @@ def test_missing_weights_are_named(kind: str, component: str, stage: str, copied
     with pytest.raises(ConfigError, match=sentence):
         find(folder).card("mine", folder)
     with pytest.raises(ConfigError, match=sentence):
-        find(folder).load(spec, folder, Runtime("cpu", card.dtypes))
+        find(folder).load(spec, folder, RuntimeOptions("cpu", card.dtypes))
 
 
 @pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
@@ -107,7 +109,7 @@ def test_a_noise_scheduler_that_draws_for_itself_is_left_to_its_pipeline(copied:
 
     assert find(folder) is WHOLE
     with pytest.raises(ConfigError, match="draws noise between steps, which is only supported"):
-        Loader(ModelFolder(folder), classes, Runtime("cpu", {}), None).noise_scheduler()
+        Loader(ModelFolder(folder), classes, RuntimeOptions("cpu", {}), None).noise_scheduler()
 
 
 @pytest.mark.parametrize("kind", ["wan", "wan-image", "flux"])
@@ -134,7 +136,7 @@ def test_weights_are_mapped_and_not_copied(library: str, name: str, tmp_path: Pa
     make[name]().save_pretrained(tmp_path / "vae")
     size = sum(file.stat().st_size for file in (tmp_path / "vae").iterdir())
     assert size > 60 * 2**20
-    loader = Loader(ModelFolder(tmp_path), {"vae": (library, name)}, Runtime("cpu", {"vae": "float32"}), None)
+    loader = Loader(ModelFolder(tmp_path), {"vae": (library, name)}, RuntimeOptions("cpu", {"vae": "float32"}), None)
     before = anonymous()
 
     model = loader.model("vae")

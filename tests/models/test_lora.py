@@ -24,7 +24,7 @@ from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.plan import Params
 from unfuse.models import find
-from unfuse.models.base import DiffusersFamily, Runtime
+from unfuse.models.base import DiffusersFamily, RuntimeOptions
 from unfuse.models.modular import Modular
 from unfuse.stages.base import StageInput, SteppedStage, next_states
 from unfuse.weights.adapters import Loras
@@ -256,7 +256,9 @@ class TestRefusals:
             monkeypatch.setattr("unfuse.models.base.Loader._settle", lambda _, model: model)  # as with a GPU
         else:
             monkeypatch.setitem(sys.modules, "peft", None)
-        runtime = Runtime("cpu", card.dtypes, ComputeOptions(offload="sequential" if option else "none"), str(tmp_path))
+        runtime = RuntimeOptions(
+            "cpu", card.dtypes, ComputeOptions(offload="sequential" if option else "none"), str(tmp_path)
+        )
         (spec,) = (spec for spec in card.pipeline.stages if spec.kind == "denoise")
         with pytest.raises(ConfigError, match=says):
             find(folder).load(spec, folder, runtime)

@@ -15,7 +15,7 @@ from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import REFERENCES
 from unfuse.core.plan import Pipeline
 from unfuse.models import FAMILIES, find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.models.modular import BLOCKS as NAMES, KLEIN, KREA, SIZES, Modular
 from unfuse.stages.base import StageInput
 
@@ -115,7 +115,9 @@ def test_offloading_is_refused(undivided: c.Undivided) -> None:
     card = find(folder).card("m", folder)
 
     with pytest.raises(ConfigError, match="--offload cannot be used with a Krea2Pipeline: leave it out"):
-        find(folder).load(card.pipeline.stages[0], folder, Runtime("cpu", card.dtypes, ComputeOptions(offload="model")))
+        find(folder).load(
+            card.pipeline.stages[0], folder, RuntimeOptions("cpu", card.dtypes, ComputeOptions(offload="model"))
+        )
 
 
 @pytest.mark.parametrize(("stage", "params", "tensors", "sentence"), [

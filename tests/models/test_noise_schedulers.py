@@ -26,13 +26,13 @@ from unfuse.models.base import (
     MULTISTEP,
     DiffusersFamily,
     Loader,
-    Runtime,
+    RuntimeOptions,
     draws_noise,
     is_split,
     unreadable_field,
 )
 from unfuse.models.declared import declared, scheduler_classes
-from unfuse.models.whole import misfit
+from unfuse.models.undivided_family import misfit
 from unfuse.weights.folder import ModelFolder
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,9 @@ def test_a_scheduler_that_draws_is_left_to_the_pipeline_in_every_family(tmp_path
 def test_a_configuration_that_cannot_be_read_is_one_sentence(
     name: str, config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    loader = Loader(minimal(tmp_path, name, **config), {"scheduler": ("diffusers", name)}, Runtime("cpu", {}), None)
+    loader = Loader(
+        minimal(tmp_path, name, **config), {"scheduler": ("diffusers", name)}, RuntimeOptions("cpu", {}), None
+    )
 
     with pytest.raises(ConfigError, match=reason) as refused:
         loader.plain("scheduler")
@@ -157,7 +159,7 @@ def made(folder: Path, params: Params) -> NDArray[np.uint8]:
     tensors: dict[str, Any] = {}
     for spec in card.pipeline.stages:
         if not spec.when:
-            stage = family.load(spec, folder, Runtime("cpu", card.dtypes))
+            stage = family.load(spec, folder, RuntimeOptions("cpu", card.dtypes))
             output = c.run(stage, {**card.defaults, **params}, {name: tensors.get(name) for name in spec.inputs})
             tensors |= output.tensors
     return c.frames(output.media)

@@ -18,7 +18,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.modalities import UPLOAD, VIDEO
 from unfuse.models import card_of, find
-from unfuse.models.whole import FAMILY as WHOLE
+from unfuse.models.undivided_family import FAMILY as WHOLE
 from unfuse.stages.base import StageInput, SteppedStage, next_states
 
 KINDS = ("sdxl", "sd3", "z-image", "ltx", "kontext")

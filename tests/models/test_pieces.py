@@ -15,7 +15,7 @@ from tests.weights.test_offload import HOST, VAE, places, transformer
 from tools.tiny import CHANNELS, build
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.models.wan import WanVae
 from unfuse.stages.base import StageInput
 from unfuse.stages.vae_decode import VaeDecode
@@ -33,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def loaded(folder: Path | str, dtype: str = "float32", how: str = "whole") -> WanVae:
     options = ComputeOptions(vae=how)  # type: ignore[arg-type]
-    return WanVae(Loader(ModelFolder(Path(folder)), VAE, Runtime("cpu", {"vae": dtype}, options), None))
+    return WanVae(Loader(ModelFolder(Path(folder)), VAE, RuntimeOptions("cpu", {"vae": dtype}, options), None))
 
 
 def latents(vae: WanVae, frames: int, seed: int = 0, height: int = 6, width: int = 4) -> Tensor:
@@ -109,7 +109,7 @@ def test_the_stage_of_a_causal_vae_steps_and_others_do_not(kind: str, steps: int
     family = find(folder)
     card = family.card("m", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.kind == "vae_decode")
-    stage = family.load(spec, folder, Runtime("cpu", card.dtypes, c.EXACT))
+    stage = family.load(spec, folder, RuntimeOptions("cpu", card.dtypes, c.EXACT))
     assert isinstance(stage, VaeDecode)
 
     given = torch.zeros(1, CHANNELS, 3, 6, 4)

@@ -31,7 +31,7 @@ from unfuse.core.text_parameters import PromptTokens
 from unfuse.core.vision import PixelBounds, VisionConfig, places_of
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.stages.base import Stage, StageInput, next_states
 from unfuse.stages.language import Decode, Prefill, Writing
@@ -58,7 +58,7 @@ class Chat:
 
     def stages(self, batching: Any = "batched") -> dict[str, Any]:
         """All three, with room for 4,096 tokens."""
-        run = Runtime("cpu", self.card.dtypes, ComputeOptions(batching=batching), kv=1 << 24, shared={})
+        run = RuntimeOptions("cpu", self.card.dtypes, ComputeOptions(batching=batching), kv=1 << 24, shared={})
         return {spec.name: find(self.folder).load(spec, self.folder, run) for spec in self.card.pipeline.stages}
 
     def encoded(self, stage: Stage) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.modalities import IMAGE, VIDEO
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.models import card_of, find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.models.declared import declared
-from unfuse.models.whole import FAMILY
+from unfuse.models.undivided_family import FAMILY
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +145,7 @@ def test_a_processor_that_needs_what_is_not_installed_says_so_in_a_sentence(sd: 
     card = card_of("m", sd)
 
     with pytest.raises(ConfigError, match="component processor .* requires the Torchvision library") as refused:
-        find(sd).load(card.pipeline.stages[0], sd, Runtime("cpu", card.dtypes))
+        find(sd).load(card.pipeline.stages[0], sd, RuntimeOptions("cpu", card.dtypes))
     assert "\n" not in str(refused.value)
 
 

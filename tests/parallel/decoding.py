@@ -17,7 +17,7 @@ import torch
 from tests.models import conftest as c
 from unfuse.core.compute_options import ParallelDegrees
 from unfuse.models import base, find, modular
-from unfuse.models.base import Loader, Runtime
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel.group import Group
 from unfuse.stages.base import Stage, StageInput, StageOutput
 from unfuse.stages.vae_decode import VaeDecode
@@ -45,7 +45,7 @@ def stages(folder: Path, dtype: str, group: Group) -> dict[str, Stage]:
     made = {}
     for spec in card.pipeline.stages:
         mesh = group.mesh(ParallelDegrees({"tiles": group.size})) if "tiles" in spec.spreads else None
-        made[spec.name] = family.load(spec, folder, Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group))
+        made[spec.name] = family.load(spec, folder, RuntimeOptions("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group))
     return made
 
 

@@ -18,7 +18,7 @@ from tests.models import conftest as c
 from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel.group import Group
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.shared import held
@@ -66,7 +66,7 @@ def main(rank: int, size: int, rendezvous: str, root: Path) -> None:
         family = find(folder.path)
         card = family.card("model", folder.path, dtype)
         mesh = group.mesh(ParallelDegrees.parse(spread)) if spread else None
-        runtime = Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group)
+        runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group)
         loader = Loader(folder, family.components(folder), runtime, None, family.cut)
         for component in dict.fromkeys(name for stage in card.pipeline.stages for name in stage.components):
             if not folder.weight_names(component):

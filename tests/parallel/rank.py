@@ -23,7 +23,7 @@ from tests.models import conftest as c
 from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.derived_facts import DerivedFacts
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
 from unfuse.stages.base import Stage, StageInput
@@ -89,7 +89,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         family = find(folder)
         card = family.card("model", folder, dtype)
         mesh = group.mesh(ParallelDegrees.parse(spread)) if ":" in spread else None
-        runtime = Runtime("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
+        runtime = RuntimeOptions("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]
         with patch.object(Loader, "_settle", _copied) if spread == "copied" else nullcontext():
             return [family.load(spec, folder, runtime) for spec in specs]

@@ -14,7 +14,7 @@ from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel.cut import Matrices
 from unfuse.planning.placement import Device, WorkerPlan
 from unfuse.service.plan import look_into, needs
@@ -38,11 +38,11 @@ MODELS = [
 ]  # fmt: skip
 
 
-def runtime(rank: int, dtypes: dict[str, str], **given: Any) -> Runtime:
+def runtime(rank: int, dtypes: dict[str, str], **given: Any) -> RuntimeOptions:
     """That of one of two ranks, which exchange nothing: they only load."""
     axis = SimpleNamespace(rank=rank, size=2)
     mesh: Any = SimpleNamespace(degrees={"tensor": 2}, axis=lambda *kinds: axis)
-    return Runtime("cpu", dtypes, mesh=mesh, **given)
+    return RuntimeOptions("cpu", dtypes, mesh=mesh, **given)
 
 
 @pytest.mark.parametrize(("model", "component"), MODELS)
@@ -50,7 +50,7 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
     folder = ModelFolder(undivided.folder(model))
     family = find(folder.path)
 
-    def sizes(given: Runtime) -> tuple[dict[str, int], int]:
+    def sizes(given: RuntimeOptions) -> tuple[dict[str, int], int]:
         """Elements of the matrices of blocks, and all bytes."""
         loaded = Loader(folder, family.components(folder), given, None, family.cut).model(component)
         weights, kept = loaded.state_dict().items(), loaded.state_dict().keys()
@@ -59,7 +59,7 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
         return {name: tensor.numel() for name, tensor in weights if BLOCKS.match(name) and tensor.dim() > 1}, takes
 
     dtypes = {component: "float32"}
-    whole, takes = sizes(Runtime("cpu", dtypes))
+    whole, takes = sizes(RuntimeOptions("cpu", dtypes))
     assert len(whole) > 5
     (plan,) = look_into([str(folder.path)], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     (part,) = (part for parts in needs([plan]).values() for part in parts if part.component == component)
@@ -78,7 +78,7 @@ def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: U
     spec = {stage.name: stage for stage in family.card("model", folder).pipeline.stages}
     adapted = runtime(0, {}, loras="/a/folder")
 
-    def refusal(stage: StageSpec, given: Runtime) -> str:
+    def refusal(stage: StageSpec, given: RuntimeOptions) -> str:
         with pytest.raises(ConfigError) as error:
             family.load(stage, folder / "nothing", given)
         return str(error.value)

@@ -18,7 +18,7 @@ from tools.tiny_vision import KINDS as SEE, make_vision_model
 from unfuse.core.compute_options import ParallelDegrees, parse_parallel, refuse
 from unfuse.core.errors import ConfigError
 from unfuse.models import card_of
-from unfuse.models.base import Loader, Runtime, held
+from unfuse.models.base import Loader, RuntimeOptions, held
 from unfuse.models.language import _seeing, _speaking
 from unfuse.planning.placement import Device, WorkerPlan
 from unfuse.service.plan import look_into, needs
@@ -93,7 +93,7 @@ def test_each_rank_has_half_of_what_is_cut_and_plans_count_so(kind: str, root: P
 def size(files: ModelFolder, component: str, part: Callable[[Any], Any] | None, rank: int | None) -> int:
     """Bytes of what one of two ranks has, or one alone (None)."""
     dtypes = {component: "float32"}
-    given = Runtime("cpu", dtypes) if rank is None else runtime(rank, dtypes)
+    given = RuntimeOptions("cpu", dtypes) if rank is None else runtime(rank, dtypes)
     loader = Loader(files, {component: ("transformers", files.kind)}, given, None)
     return sum(tensor.nbytes for tensor in held(loader.model(component, part)))
 

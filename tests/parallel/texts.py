@@ -22,7 +22,7 @@ from tools.tiny_language import KINDS
 from unfuse.core.compute_options import ParallelDegrees
 from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput, next_states
@@ -42,7 +42,7 @@ class Ranks:
         card, family = card_of("m", folder, dtype), find(folder)
         each = bytes_per_token(family.speaks(files_of(folder)), 2 if dtype == "bfloat16" else 4)  # type: ignore[attr-defined]
         mesh = group.mesh(ParallelDegrees({"tensor": group.size})) if group else None
-        run = Runtime("cpu", card.dtypes, mesh=mesh, kv=tokens * each, group=group)
+        run = RuntimeOptions("cpu", card.dtypes, mesh=mesh, kv=tokens * each, group=group)
         self.stages: dict[str, Any] = {spec.name: family.load(spec, folder, run) for spec in card.pipeline.stages}
         self._group = group
 

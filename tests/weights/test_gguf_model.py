@@ -18,7 +18,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import ChangedFile
 from unfuse.core.plan import StageSelector
 from unfuse.models import card_of, find, resolve_source
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.weights.gguf import QUANTISED as TYPES
 from unfuse.weights.gguf_model import CHUNK, GgufModel, files_of
 from unfuse.worker.loaded_models import WeightFiles, states_of
@@ -179,7 +179,7 @@ def test_what_lies_beside_the_file_counts(file: Path, tmp_path: Path) -> None:
     card = card_of("m", copy)
     assert (card.limits["max_tokens"], card.defaults) == (100, {"temperature": 0.25})
     with pytest.raises(ConfigError, match=rf"or set a limit max_tokens in {tmp_path}/serving\.json"):
-        find(copy).load(card.pipeline.stages[0], copy, Runtime("cpu", card.dtypes, kv=1))
+        find(copy).load(card.pipeline.stages[0], copy, RuntimeOptions("cpu", card.dtypes, kv=1))
 
 
 def said(file: Path, key: str, value: int, into: Path) -> Path:
@@ -279,7 +279,7 @@ def test_a_damaged_file_is_refused_in_a_sentence_before_anything_is_allocated(
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("something was allocated"))
     with pytest.raises(ConfigError, match=rf"(?s){tmp_path}/a\.gguf.*({says})"):
         card = card_of("m", tmp_path / "a.gguf")
-        find(tmp_path / "a.gguf").load(card.pipeline.stages[0], tmp_path / "a.gguf", Runtime("cpu", card.dtypes))
+        find(tmp_path / "a.gguf").load(card.pipeline.stages[0], tmp_path / "a.gguf", RuntimeOptions("cpu", card.dtypes))
 
 
 @pytest.mark.parametrize(("key", "value", "says"), [

@@ -17,7 +17,7 @@ from unfuse.core.compute_options import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source
-from unfuse.models.base import Loader, Runtime
+from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.weights.adapters import Adapters, Loras
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.offload import rest
@@ -117,14 +117,16 @@ def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("how", ["model", "sequential"])
 def test_offload_on_a_cpu_is_refused(how: Offload) -> None:
-    runtime = Runtime("cpu", {"vae": "float32"}, ComputeOptions(offload=how))
+    runtime = RuntimeOptions("cpu", {"vae": "float32"}, ComputeOptions(offload=how))
     with pytest.raises(ConfigError, match=f"--offload {how} needs a GPU"):
         Loader(ModelFolder(Path(SHAPES)), VAE, runtime, None).model("vae")
 
 
 def test_what_a_component_takes_in_memory_is_reported() -> None:
     reports: list[tuple[str, float, int]] = []
-    loader = Loader(ModelFolder(SHAPES), VAE, Runtime("cpu", {"vae": "bfloat16"}), lambda *found: reports.append(found))
+    loader = Loader(
+        ModelFolder(SHAPES), VAE, RuntimeOptions("cpu", {"vae": "bfloat16"}), lambda *found: reports.append(found)
+    )
     model = loader.model("vae")
     ((name, seconds, size),) = reports
     assert (name, size) == ("vae", sum(2 * tensor.numel() for tensor in model.parameters()))

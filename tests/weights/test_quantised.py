@@ -16,7 +16,7 @@ from tests.models import conftest as c
 from unfuse.core.compute_options import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.planning.placement import CPU, Device, WorkerPlan
 from unfuse.service.plan import look_into
 from unfuse.stages.base import Stage
@@ -30,7 +30,7 @@ Copied = Callable[[str], Path]
 def load(folder: Path, kind: str, dtype: str = "float32", loras: str = "", offload: Any = "none") -> Stage:
     card = find(folder).card("m", folder, dtype)
     (spec,) = (spec for spec in card.pipeline.stages if spec.kind == kind)
-    return find(folder).load(spec, folder, Runtime("cpu", card.dtypes, ComputeOptions(offload=offload), loras))
+    return find(folder).load(spec, folder, RuntimeOptions("cpu", card.dtypes, ComputeOptions(offload=offload), loras))
 
 
 def said(folder: Path, component: str, **changes: object) -> Path:

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 from tests.models.hub import Hub, serve
 from unfuse.core.errors import ConfigError
 from unfuse.models import find, resolve_source
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 
 NAME = "owner/model"
 
@@ -385,6 +385,6 @@ def test_a_stage_loads_from_its_own_components_and_the_card_needs_none(hub: Hub,
     assert card.weights == same.weights
 
     _, denoise, decode = card.pipeline.stages
-    assert find(decoder).load(decode, Path(decoder), Runtime("cpu", card.dtypes)).kind == "vae_decode"
+    assert find(decoder).load(decode, Path(decoder), RuntimeOptions("cpu", card.dtypes)).kind == "vae_decode"
     with pytest.raises(ConfigError, match="component transformer lacks transformer/diffusion_pytorch_model.safetensor"):
-        find(decoder).load(denoise, Path(decoder), Runtime("cpu", card.dtypes))
+        find(decoder).load(denoise, Path(decoder), RuntimeOptions("cpu", card.dtypes))

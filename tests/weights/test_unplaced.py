@@ -15,7 +15,7 @@ from tests.models import conftest as c
 from tools.tiny_language import make_language_model
 from unfuse.core.errors import ConfigError
 from unfuse.models import find
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.quantised import codes
 from unfuse.weights.single import unplaced
@@ -35,7 +35,7 @@ def changed(folder: Path, part: str, change: Change) -> Path:
 def load(folder: Path, kind: str) -> None:
     card = find(folder).card("m", folder)
     (spec,) = (spec for spec in card.pipeline.stages if spec.kind == kind)
-    find(folder).load(spec, folder, Runtime("cpu", card.dtypes))
+    find(folder).load(spec, folder, RuntimeOptions("cpu", card.dtypes))
 
 
 def added(key: str, like: str = "") -> Change:

@@ -11,7 +11,7 @@ from unfuse.core.plan import StageSelector
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
 from unfuse.models.declared import declared
-from unfuse.models.whole import FAMILY as WHOLE
+from unfuse.models.undivided_family import FAMILY as WHOLE
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.hub import Tell
 from unfuse.weights.source import pipeline_class, resolve_source

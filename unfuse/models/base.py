@@ -24,7 +24,7 @@ from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.declared import call_defaults, scheduler_classes
-from unfuse.models.defaults import Serving, read_serving
+from unfuse.models.defaults import ServingConfig, read_serving
 from unfuse.models.encoders import cut_of, encoder_spreads
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
@@ -61,7 +61,7 @@ READ_ERRORS = (
 Report = Callable[[str, float, int], None]  # called for each loaded component: name, seconds, bytes of memory
 
 
-class Runtime(msgspec.Struct, frozen=True):
+class RuntimeOptions(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
 
     `loras` is the folder of adapters (LoRA), if any, `kept` has borrowed ones, `mesh` the ranks that share it if
@@ -109,7 +109,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         """A stage of that model with its weights on the device; no other component's weights are read.
 
         The runtime's dtypes are the card's. Raises ConfigError, naming the component, when one cannot be loaded.
@@ -162,7 +162,7 @@ class DiffusersFamily(Family):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        model, serving = ModelFolder(folder), read_serving(folder, Serving)
+        model, serving = ModelFolder(folder), read_serving(folder, ServingConfig)
         dtypes = choose_dtypes(dtype, self.components(model))
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
@@ -184,7 +184,7 @@ class DiffusersFamily(Family):
         )
 
     @override
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         if runtime.loras and spec.kind == DENOISE.kind and runtime.mesh and "tensor" in runtime.mesh.degrees:
             raise ConfigError(f"--loras does not go with {spec.role}=tensor, which cuts weights: leave one out")
         model = ModelFolder(folder)
@@ -319,7 +319,7 @@ class Loader:
     """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
 
     def __init__(
-        self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None,
+        self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: RuntimeOptions, report: Report | None,
         cut: Cut | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.runtime, self._classes, self._report, self._cut = folder, runtime, classes, report, cut

@@ -64,7 +64,7 @@ def true_cfg_scale(params: Params) -> float:
     return 1.0 if params.get("negative_prompt") is None else need(params, "true_cfg_scale", float)
 
 
-class TruthfulText:
+class GuidedTextEncoder:
     """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names.
 
     It guides by the true guidance scale, of models that were not distilled with one, unless another is given.
@@ -84,7 +84,7 @@ class TruthfulText:
         return self._tokenizer(list(texts), return_attention_mask=True, **how).to(self._device)
 
 
-class MaskedText(TruthfulText):
+class MaskedTextEncoder(GuidedTextEncoder):
     """One that does not see padding. `_tokens` may put texts into a template first."""
 
     @override
@@ -93,7 +93,7 @@ class MaskedText(TruthfulText):
         return bool(self._tokens([text], length).attention_mask.all())
 
 
-class T5Text(TruthfulText):
+class T5TextEncoder(GuidedTextEncoder):
     """T5; a TextEncoder."""
 
     name = "prompt_embeds"
@@ -104,7 +104,7 @@ class T5Text(TruthfulText):
         return {self.name: hidden.to(self._encoder.dtype)}
 
 
-class ClipText(TruthfulText):
+class ClipTextEncoder(GuidedTextEncoder):
     """CLIP; a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -510,7 +510,7 @@ class PictureFamily(DiffusersFamily):
         return super().stage(kind, loader)
 
 
-class ProjectedClip(TruthfulText):
+class ProjectedClipTextEncoder(GuidedTextEncoder):
     """CLIP's last hidden states but one, `names[0]` (texts, tokens, width), and where there is a second name what it
     projects of all (texts, projected). Texts have as many tokens as CLIP has, whatever the length. A TextEncoder.
     """

@@ -14,12 +14,12 @@ import msgspec
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Params, Value
-from unfuse.models.defaults import Defaults
+from unfuse.models.defaults import RequestDefaults
 
 IMAGE, VIDEO = "image", "video"
 
 
-class Declared(msgspec.Struct, frozen=True):
+class DeclaredPipeline(msgspec.Struct, frozen=True):
     """A pipeline class: the parameters of its call with their defaults, as far as these are plain values (else None).
 
     `medium` is what a call returns: pictures or videos, or "" for anything else. `needs` are parameters without any
@@ -34,14 +34,14 @@ class Declared(msgspec.Struct, frozen=True):
 
 
 @cache
-def declared(name: str) -> Declared | None:
+def declared(name: str) -> DeclaredPipeline | None:
     """What diffusers declares of that pipeline class; None if it cannot be called. ConfigError without diffusers."""
     family = [*_family(name)]
     call = _call(family)
     if call is None:
         return None
     defaults = _defaults(call)
-    return Declared(
+    return DeclaredPipeline(
         name,
         {argument: _literal(default) for argument, default in defaults.items()},
         tuple(argument for argument, default in defaults.items() if default is None),
@@ -61,7 +61,7 @@ def call_defaults(file: str, pipeline: str) -> Params:
     if call is None:
         raise ConfigError(f"the installed diffusers has no {pipeline} in {file}: install a version that has it")
     given = {name: _literal(default) for name, default in _defaults(call).items()}
-    known = Defaults.__struct_fields__
+    known = RequestDefaults.__struct_fields__
     return {name: value for name, value in reversed(given.items()) if value is not None and name in known}
 
 

@@ -19,7 +19,7 @@ Read = TypeVar("Read", bound=msgspec.Struct)
 Quality = Literal["low", "medium", "standard", "high", "hd"]
 
 
-class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters a model may have defaults for. Sizes in pixels."""
 
     height: int | UnsetType = UNSET
@@ -35,7 +35,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fps: int | UnsetType = UNSET
 
 
-class TextDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextRequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Default parameters of a language model. `max_tokens` is for requests that set no maximum."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
@@ -46,16 +46,16 @@ class TextDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | UnsetType = UNSET
 
 
-class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`serving.json` beside model_index.json: how its maker wants a model served. All parts may be partial.
 
     `quality` holds parameters by the quality that a client may ask for, such as {"low": {"num_inference_steps": 8}}.
     `vocabulary` is for a model that knows few words: a request with others gets a hint.
     """
 
-    defaults: Defaults = Defaults()
+    defaults: RequestDefaults = RequestDefaults()
     limits: dict[str, int | float] = {}
-    quality: dict[Quality, Defaults] = {}
+    quality: dict[Quality, RequestDefaults] = {}
     vocabulary: PromptVocabulary | None = None
 
     def over(self, standard: Params) -> Params:
@@ -89,10 +89,10 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(limits, max_pixels=min(limits.max_pixels, limits.max_size**2))
 
 
-class TextServing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextServingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`serving.json` of a language model. Every field is optional."""
 
-    defaults: TextDefaults = TextDefaults()
+    defaults: TextRequestDefaults = TextRequestDefaults()
     limits: dict[str, int | float] = {}
 
 

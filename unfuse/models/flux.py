@@ -32,13 +32,13 @@ from unfuse.models.components import (
     CLIP_TOKENIZERS,
     PATCH,
     T5_TOKENIZERS,
-    ClipText,
+    ClipTextEncoder,
     GridPictureVae,
     PackedDenoiser,
     PictureEncoder,
     PictureFamily,
     PictureShape,
-    T5Text,
+    T5TextEncoder,
     need_channels,
     text_stage,
 )
@@ -138,7 +138,7 @@ class Flux(PictureFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
-    text_encoders = {"text_encode": ClipText, "text_encode_2": partial(T5Text, end="_2")}
+    text_encoders = {"text_encode": ClipTextEncoder, "text_encode_2": partial(T5TextEncoder, end="_2")}
     denoiser = FluxDenoiser
     vae = FluxVae
     shape = Shape.of

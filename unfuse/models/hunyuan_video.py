@@ -24,10 +24,10 @@ from unfuse.models.base import EULER, Loader
 from unfuse.models.components import (
     CLIP_TOKENIZERS,
     FAST_TOKENIZERS,
-    ClipText,
+    ClipTextEncoder,
     FlowDenoiser,
     GridVae,
-    MaskedText,
+    MaskedTextEncoder,
     VideoFamily,
     VideoShape,
     need_channels,
@@ -73,7 +73,7 @@ class Shape(VideoShape):
         return self.spatial * self.patch
 
 
-class LlamaText(MaskedText):
+class LlamaTextEncoder(MaskedTextEncoder):
     """Llama; a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ class HunyuanVideo(VideoFamily):
         "scheduler": ("diffusers", (EULER, "UniPCMultistepScheduler")),
         "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
     }
-    text_encoders = {"text_encode": LlamaText, "text_encode_2": partial(ClipText, end="_2")}
+    text_encoders = {"text_encode": LlamaTextEncoder, "text_encode_2": partial(ClipTextEncoder, end="_2")}
     shape = Shape.of
     pixel_multiple = 16
     denoiser = HunyuanVideoDenoiser

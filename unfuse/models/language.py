@@ -24,8 +24,8 @@ from unfuse.core.parameters import OutputSize
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.core.text_parameters import TextLimits
 from unfuse.core.vision import Grid, PixelBounds, VisionConfig
-from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
-from unfuse.models.defaults import TextServing, read_serving
+from unfuse.models.base import Family, Loader, Report, RuntimeOptions, weights_ids
+from unfuse.models.defaults import TextServingConfig, read_serving
 from unfuse.models.encoders import ENCODERS, SEES as SEEING
 from unfuse.stages.refusal import refusal
 from unfuse.stages.specs import DECODE, PREFILL, VISION_ENCODE
@@ -67,7 +67,7 @@ class LanguageFamily(Family):
             pipeline, vision = self.pipeline(model, dtypes), self.vision(model)
         if reason := refusal(config, sees=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
-        serving = read_serving(model.home, TextServing)
+        serving = read_serving(model.home, TextServingConfig)
         limits = _bounded(limits, serving.limits)
         weights = weights_ids(model, pipeline, "language")
         kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
@@ -113,7 +113,7 @@ class LanguageFamily(Family):
         return None
 
     @override
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         from unfuse.language.grammars import Grammars
         from unfuse.language.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
@@ -127,7 +127,7 @@ class LanguageFamily(Family):
         stage.exact = runtime.options.batching == "exact"
         return stage
 
-    def opened(self, folder: Path, runtime: Runtime, report: Report | None) -> Sequences:
+    def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> Sequences:
         """The model with an empty KV."""
         from unfuse.stages.sequences import open_model
 
@@ -142,7 +142,7 @@ class LanguageFamily(Family):
         if folder.suffix == GGUF:
             import_module("gguf.quants")
 
-    def room(self, folder: Path, runtime: Runtime) -> int:
+    def room(self, folder: Path, runtime: RuntimeOptions) -> int:
         """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text.
 
         Ranks have room for equally many, as the one with least has; what was set is for all of them together.
@@ -178,7 +178,7 @@ def _bounded(derived: TextLimits, said: dict[str, int | float]) -> TextLimits:
     return convert({**known, **said}, TextLimits)
 
 
-def axis_of(runtime: Runtime) -> Axis | None:
+def axis_of(runtime: RuntimeOptions) -> Axis | None:
     """The ranks that each have a share of the heads, if there are several."""
     return runtime.mesh.axis("tensor") if runtime.mesh and "tensor" in runtime.mesh.degrees else None
 
@@ -264,7 +264,7 @@ class VisionLanguage(LanguageFamily):
         )
 
     @override
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         if spec.kind != VISION_ENCODE.kind:
             return super().load(spec, folder, runtime, report)
         from unfuse.stages.vision_encode import VisionEncode
@@ -274,7 +274,7 @@ class VisionLanguage(LanguageFamily):
         return stage
 
     @override
-    def opened(self, folder: Path, runtime: Runtime, report: Report | None) -> Sequences:
+    def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> Sequences:
         from unfuse.stages.sequences import open_model
 
         files = ModelFolder(folder)
@@ -293,7 +293,7 @@ class VisionLanguage(LanguageFamily):
 class Tower:
     """The vision tower, and what prepares pictures for it; a VisionEncoder."""
 
-    def __init__(self, folder: Path, runtime: Runtime, report: Report | None) -> None:
+    def __init__(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> None:
         from transformers import AutoImageProcessor
 
         files = ModelFolder(folder)
@@ -352,7 +352,7 @@ class Tower:
         return Seen(made.pooler_output.clone(), [layer.clone() for layer in deep])
 
 
-def _loader(files: ModelFolder, runtime: Runtime, report: Report | None) -> Loader:
+def _loader(files: ModelFolder, runtime: RuntimeOptions, report: Report | None) -> Loader:
     return Loader(files, dict.fromkeys((LANGUAGE, VISION), ("transformers", files.kind)), runtime, report)
 
 

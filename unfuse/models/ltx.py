@@ -27,7 +27,7 @@ from unfuse.models.base import Loader
 from unfuse.models.components import (
     T5_TOKENIZERS,
     FlowDenoiser,
-    T5Text,
+    T5TextEncoder,
     VideoFamily,
     VideoShape,
     need_channels,
@@ -70,7 +70,7 @@ class Shape(VideoShape):
         return shape
 
 
-class LtxText(T5Text):
+class LtxTextEncoder(T5TextEncoder):
     """T5; a TextEncoder."""
 
     @override
@@ -155,7 +155,7 @@ class Ltx(VideoFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKLLTXVideo",)),
     }
-    text_encoders = {"text_encode": partial(LtxText, guidance=guidance_scale)}
+    text_encoders = {"text_encode": partial(LtxTextEncoder, guidance=guidance_scale)}
     shape = Shape.of
     pixel_multiple = 32
     denoiser = LtxDenoiser

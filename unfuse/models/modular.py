@@ -24,10 +24,10 @@ from unfuse.core.modalities import REFERENCES, UPLOAD, MediaLimits, OutputSize
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, StageSpec
-from unfuse.models.base import Loader, Report, Runtime
+from unfuse.models.base import Loader, Report, RuntimeOptions
 from unfuse.models.components import FAST_TOKENIZERS, OneVae, PictureEncoder, PictureFamily, PictureShape
 from unfuse.models.declared import call_defaults
-from unfuse.models.whole import component
+from unfuse.models.undivided_family import component
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import NEGATIVE, Stage, StageInput, StageOutput, need
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
@@ -222,7 +222,7 @@ class Modular(PictureFamily):
         return (text, picture) if self.references else (text,)
 
     @override
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a block's choice of device would not follow."""
         from unfuse.stages.image_encode import ImageEncode
 

@@ -26,10 +26,10 @@ from unfuse.models.components import (
     FAST_TOKENIZERS,
     PATCH,
     GridVae,
+    GuidedTextEncoder,
     PackedDenoiser,
     PictureFamily,
     PictureShape,
-    TruthfulText,
     need_channels,
     text_stage,
 )
@@ -61,7 +61,7 @@ class Shape(PictureShape):
         return shape
 
 
-class QwenText(TruthfulText):
+class QwenTextEncoder(GuidedTextEncoder):
     """The language part of Qwen2.5-VL; a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ class QwenImage(PictureFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
     }
-    text_encoders = {"text_encode": QwenText}
+    text_encoders = {"text_encode": QwenTextEncoder}
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
     shape = Shape.of

@@ -26,8 +26,8 @@ from unfuse.models.components import (
     GridPictureVae,
     PictureFamily,
     PictureShape,
-    ProjectedClip,
-    T5Text,
+    ProjectedClipTextEncoder,
+    T5TextEncoder,
     need_channels,
     shift,
     text_stage,
@@ -72,7 +72,7 @@ class Shape(PictureShape):
         return shape
 
 
-class ThirdText(T5Text):
+class Sd3T5TextEncoder(T5TextEncoder):
     """T5; a TextEncoder."""
 
     name = "prompt_embeds_3"
@@ -136,9 +136,11 @@ class Sd3(PictureFamily):
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
     text_encoders = {
-        "text_encode": partial(ProjectedClip, names=["prompt_embeds", "pooled_prompt_embeds"]),
-        "text_encode_2": partial(ProjectedClip, names=["prompt_embeds_2", "pooled_prompt_embeds_2"], end="_2"),
-        "text_encode_3": partial(ThirdText, end="_3", guidance=guidance_scale),
+        "text_encode": partial(ProjectedClipTextEncoder, names=["prompt_embeds", "pooled_prompt_embeds"]),
+        "text_encode_2": partial(
+            ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds_2"], end="_2"
+        ),
+        "text_encode_3": partial(Sd3T5TextEncoder, end="_3", guidance=guidance_scale),
     }
     denoiser = Sd3Denoiser
     vae = GridPictureVae

@@ -29,7 +29,7 @@ from unfuse.models.components import (
     GridPictureVae,
     PictureFamily,
     PictureShape,
-    ProjectedClip,
+    ProjectedClipTextEncoder,
     computing_in,
     forces_upcast,
     need_channels,
@@ -145,8 +145,8 @@ class Sdxl(PictureFamily):
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
     text_encoders = {
-        "text_encode": partial(ProjectedClip, names=["prompt_embeds"]),
-        "text_encode_2": partial(ProjectedClip, names=["prompt_embeds_2", "pooled_prompt_embeds"], end="_2"),
+        "text_encode": partial(ProjectedClipTextEncoder, names=["prompt_embeds"]),
+        "text_encode_2": partial(ProjectedClipTextEncoder, names=["prompt_embeds_2", "pooled_prompt_embeds"], end="_2"),
     }
     denoiser = SdxlDenoiser
     shape = Shape.of

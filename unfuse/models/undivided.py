@@ -16,7 +16,7 @@ import msgspec
 
 from unfuse.core.pixels import read_rgb
 from unfuse.core.plan import Params
-from unfuse.models.whole import casting
+from unfuse.models.undivided_family import casting
 from unfuse.stages.base import need
 from unfuse.stages.media import encode
 

@@ -39,7 +39,7 @@ from unfuse.models.components import (
     T5_TOKENIZERS,
     FlowDenoiser,
     GridVae,
-    MaskedText,
+    MaskedTextEncoder,
     PictureEncoder,
     VideoFamily,
     VideoShape,
@@ -143,7 +143,7 @@ class Shape(VideoShape):
         return (self.longest * self.patch[0] - 1) * self.temporal + 1
 
 
-class WanText(MaskedText):
+class WanTextEncoder(MaskedTextEncoder):
     """UMT5; a TextEncoder."""
 
     @override
@@ -303,7 +303,7 @@ class Wan(VideoFamily):
         "scheduler": ("diffusers", (*MULTISTEP, EULER)),
         "vae": ("diffusers", ("AutoencoderKLWan",)),
     }
-    text_encoders = {"text_encode": partial(WanText, guidance=guidance_scale)}
+    text_encoders = {"text_encode": partial(WanTextEncoder, guidance=guidance_scale)}
     shape = Shape.of
     denoiser = WanDenoiser
     vae = WanVae

@@ -27,7 +27,7 @@ from unfuse.models.components import (
     PATCH,
     FlowDenoiser,
     GridPictureVae,
-    MaskedText,
+    MaskedTextEncoder,
     PictureFamily,
     PictureShape,
     need_channels,
@@ -75,7 +75,7 @@ def beyond(params: Params) -> float:
     return 1.0 + guidance_scale(params)
 
 
-class ChatText(MaskedText):
+class ChatTextEncoder(MaskedTextEncoder):
     """A language model's hidden states but one layer; a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class ZImage(PictureFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
-    text_encoders = {"text_encode": partial(ChatText, guidance=beyond)}
+    text_encoders = {"text_encode": partial(ChatTextEncoder, guidance=beyond)}
     denoiser = ZImageDenoiser
     vae = partial(GridPictureVae, cast_first=True)
     shape = Shape.of

@@ -28,7 +28,7 @@ from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import StageSpec, pool_name
 from unfuse.models import card_of, find, resolve_source
-from unfuse.models.base import Runtime
+from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
 from unfuse.stores.results import copies_here, open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -221,7 +221,9 @@ def _load(
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
         kept = str(Path(load.data_dir, messages.KEPT_LORAS)) if load.data_dir else ""
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept)
+        runtime = RuntimeOptions(
+            device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept
+        )
         progress.begin(card.name, spec, folder)
         stages[pool] = family.load(spec, folder, runtime, progress.loaded)
         plain |= set() if family.torch else {pool}

@@ -16,7 +16,7 @@ from unfuse.core.errors import TransientError, Unsuitable
 from unfuse.core.modalities import MediaLimits, OutputSize
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.models.base import Family, Report, Runtime, weights_ids
+from unfuse.models.base import Family, Report, RuntimeOptions, weights_ids
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder
@@ -142,7 +142,7 @@ class Outside(Family):
         dtypes = dict.fromkeys(weights, "float32")
         return ModelSpec(name, str(folder), "outside", PIPELINE, asdict(MediaLimits()), defaults, weights, dtypes)
 
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         no_torch()
         return {"text_encode": Encode, "denoise": Turn, "vae_decode": Write}[spec.kind]()
 

@@ -25,9 +25,9 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.modalities import LAST_FRAME, REFERENCES, UPLOAD, MediaLimits
 from unfuse.core.model_spec import AcceptedInput, ModelSpec
 from unfuse.core.plan import Params, Pipeline, StageSpec, Value
-from unfuse.models.base import READ_ERRORS, Family, Loader, Report, Runtime, weights_ids
-from unfuse.models.declared import VIDEO, Declared, declared, frame_rate, has_pipelines
-from unfuse.models.defaults import Defaults, Serving, read_serving
+from unfuse.models.base import READ_ERRORS, Family, Loader, Report, RuntimeOptions, weights_ids
+from unfuse.models.declared import VIDEO, DeclaredPipeline, declared, frame_rate, has_pipelines
+from unfuse.models.defaults import RequestDefaults, ServingConfig, read_serving
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import WHOLE
 from unfuse.weights.folder import ModelFolder, choose_dtypes
@@ -74,12 +74,12 @@ SIDE, GUESSED_RATE, STEPS = 512, 16, 50  # defaults if neither the call nor a co
 LENGTHS = 4  # a video may be so many times as long as is usual for it
 
 
-class WholeFamily(Family):
+class UndividedFamily(Family):
     """Models of any class that diffusers has and that makes pictures or videos of a prompt."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelSpec:
-        model, serving = ModelFolder(folder), read_serving(folder, Serving)
+        model, serving = ModelFolder(folder), read_serving(folder, ServingConfig)
         found = _declared(model)
         components = self.components(model)
         dtypes = choose_dtypes(dtype, components)
@@ -109,7 +109,7 @@ class WholeFamily(Family):
         )
 
     @override
-    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
         from unfuse.stages.whole import Whole
         from unfuse.weights.adapters import Loras, PipelineAdapters
@@ -153,7 +153,7 @@ class WholeFamily(Family):
         return found
 
 
-def _undivided(model: ModelFolder, found: Declared, serving: Serving) -> str:
+def _undivided(model: ModelFolder, found: DeclaredPipeline, serving: ServingConfig) -> str:
     """Return why the model has one stage, and whether the frame rate of its videos is a guess."""
     said = f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it"
     if found.medium != VIDEO or "fps" in serving.over({}) or _frame_rate(model, found):
@@ -164,7 +164,7 @@ def _undivided(model: ModelFolder, found: Declared, serving: Serving) -> str:
 PREVIEWS = ("preview_every", "partial_images")  # what latents become is for a pipeline alone to say
 
 
-def _declared(model: ModelFolder) -> Declared:
+def _declared(model: ModelFolder) -> DeclaredPipeline:
     """What diffusers says of the class. Raises ConfigError for one that it has not, and one that cannot be asked."""
     kind = model.index().get("_class_name")
     found = declared(kind) if isinstance(kind, str) else None
@@ -187,9 +187,9 @@ def _declared(model: ModelFolder) -> Declared:
     raise ConfigError(f"model {model.path} cannot be served: a {found.name} {reason}")
 
 
-def _standard(model: ModelFolder, found: Declared) -> Params:
+def _standard(model: ModelFolder, found: DeclaredPipeline) -> Params:
     """The defaults of the call, and where it leaves them to the configurations, theirs."""
-    known = {name: value for name, value in found.takes.items() if name in Defaults.__struct_fields__}
+    known = {name: value for name, value in found.takes.items() if name in RequestDefaults.__struct_fields__}
     standard = {name: value for name, value in known.items() if value is not None or name == "negative_prompt"}
     (height, width), parts = _usual_size(model), model.components()
     rate = _frame_rate(model, found) or GUESSED_RATE
@@ -204,7 +204,7 @@ def _standard(model: ModelFolder, found: Declared) -> Params:
     return usual | standard
 
 
-def _frame_rate(model: ModelFolder, found: Declared) -> Value:
+def _frame_rate(model: ModelFolder, found: DeclaredPipeline) -> Value:
     """Return the frames a second: the call's default, else that of the class; None for an unknown class."""
     asked = next((found.takes[name] for name in RATES if found.takes.get(name) is not None), None)
     transformer = model.config("transformer") if "transformer" in model.components() else {}
@@ -223,7 +223,7 @@ def _usual_size(model: ModelFolder) -> tuple[int, int]:
     return SIDE, SIDE
 
 
-def _limits(model: ModelFolder, found: Declared, defaults: Params) -> MediaLimits:
+def _limits(model: ModelFolder, found: DeclaredPipeline, defaults: Params) -> MediaLimits:
     """Sides by what VAE and transformer do to them; what is not known of a pipeline is refused by its call."""
     patch, parts = 1, model.components()
     if "transformer" in parts:
@@ -244,7 +244,7 @@ def _limits(model: ModelFolder, found: Declared, defaults: Params) -> MediaLimit
     )
 
 
-def _picture_scale(found: Declared) -> int:
+def _picture_scale(found: DeclaredPipeline) -> int:
     """Return the scale of results relative to the start picture, for a call that takes no size; else 0."""
     return 0 if "width" in found.takes or UPLOAD not in found.takes else ENLARGE.get(found.name, 1)
 
@@ -256,7 +256,7 @@ def _has_fixed_size(model: ModelFolder) -> bool:
     return bool(model.config("transformer").get("use_learned_positional_embeddings"))
 
 
-def _accepts(found: Declared) -> Iterator[AcceptedInput]:
+def _accepts(found: DeclaredPipeline) -> Iterator[AcceptedInput]:
     """The uploads that the call takes, and the request parameters that it does not.
 
     A size is taken if the picture can be resized.
@@ -401,4 +401,4 @@ def _always_given(call: Any) -> set[str]:
     return named & {"sigmas", "mu"}
 
 
-FAMILY = WholeFamily()
+FAMILY = UndividedFamily()
