@@ -15,7 +15,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.models import find
 from unfuse.models.base import Loader, RuntimeOptions
-from unfuse.parallel.cut import Matrices
+from unfuse.parallel.parallel_plan import TensorParallelLayers
 from unfuse.planning.placement import Device, WorkerPlan
 from unfuse.service.plan import look_into, needs
 from unfuse.weights.folder import ModelFolder
@@ -111,4 +111,4 @@ def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undiv
     ({"heads": 5, "text_config": {"heads": 12, "width": 40}}, 4),
 ])  # fmt: skip
 def test_a_degree_must_divide_what_the_configuration_says(config: dict[str, Any], common: int) -> None:
-    assert Matrices((), (), ("heads", "width")).common(config) == common
+    assert TensorParallelLayers((), (), ("heads", "width")).common(config) == common

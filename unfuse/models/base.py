@@ -26,7 +26,7 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.declared import call_defaults, scheduler_classes
 from unfuse.models.defaults import ServingConfig, read_serving
 from unfuse.models.encoders import cut_of, encoder_spreads
-from unfuse.parallel.cut import Cut
+from unfuse.parallel.parallel_plan import ParallelPlan
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, VAE_DECODE
 from unfuse.weights.folder import INDEX, ModelFolder, choose_dtypes
@@ -93,7 +93,7 @@ class Family(ABC):
     batches = False
     """Whether its requests share forwards, equal within a tolerance, unless `--batching` says otherwise."""
 
-    cut: Cut | None = None
+    cut: ParallelPlan | None = None
     """Where its transformers may be cut, to be spread over ranks."""
 
     def takes(self, folder: ModelFolder) -> bool:
@@ -144,7 +144,7 @@ class DiffusersFamily(Family):
     accepts: tuple[AcceptedInput, ...] = ()
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
-    cut: Cut
+    cut: ParallelPlan
     adapts = "transformer"
     """The component that adapters are for."""
     else_whole = False
@@ -320,7 +320,7 @@ class Loader:
 
     def __init__(
         self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: RuntimeOptions, report: Report | None,
-        cut: Cut | None = None,
+        cut: ParallelPlan | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.runtime, self._classes, self._report, self._cut = folder, runtime, classes, report, cut
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from unfuse.parallel.cut import Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, TensorParallelLayers
 from unfuse.weights.folder import VISION, ModelFolder
 
-T5 = Matrices(
+T5 = TensorParallelLayers(
     outputs=("*.SelfAttention.[qkv]", "*.relative_attention_bias", "*.DenseReluDense.wi*"),
     inputs=("*.SelfAttention.o", "*.DenseReluDense.wo"),
     gathered=("encoder.embed_tokens",),
@@ -18,13 +18,13 @@ T5 = Matrices(
     divided=("num_heads", "d_ff", "d_model"),
 )
 
-CLIP = Matrices(
+CLIP = TensorParallelLayers(
     outputs=("*.self_attn.[qkv]_proj", "*.mlp.fc1"),
     inputs=("*.self_attn.out_proj", "*.mlp.fc2"),
     divided=("num_attention_heads", "intermediate_size"),
 )
 
-SPEAKS = Matrices(
+SPEAKS = TensorParallelLayers(
     outputs=("*layers.*.self_attn.[qkv]_proj", "*layers.*.mlp.gate_proj", "*layers.*.mlp.up_proj"),
     inputs=("*layers.*.self_attn.o_proj", "*layers.*.mlp.down_proj"),
     divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"),
@@ -36,7 +36,7 @@ EXPERTS = replace(
 )  # fmt: skip
 """A language model with a mixture of experts in some layers, or in all."""
 
-SEES = Matrices(
+SEES = TensorParallelLayers(
     outputs=("*visual.*.attn.qkv", "*visual.*.gate_proj", "*visual.*.up_proj", "*visual.*.linear_fc1",
              "*visual.merger.mlp.0"),
     inputs=("*visual.*.attn.proj", "*visual.*.down_proj", "*visual.*.linear_fc2", "*visual.merger.mlp.2"),
@@ -68,15 +68,15 @@ def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str
     return ways
 
 
-def cut_of(component: str, kind: str, transformers: Cut | None) -> Cut | Matrices | None:
+def cut_of(component: str, kind: str, transformers: ParallelPlan | None) -> ParallelPlan | TensorParallelLayers | None:
     """Where a component of that class may be cut, of a model whose `transformers` may be cut so."""
     if component == VISION:
         return SEES
     return transformers if component.startswith("transformer") else ENCODERS.get(kind)
 
 
-def shared_of(component: str, kind: str, transformers: Cut | None, tensors: Mapping[str, int]) -> int:
+def shared_of(component: str, kind: str, transformers: ParallelPlan | None, tensors: Mapping[str, int]) -> int:
     """Elements of which ranks have a share each with `tensor`, by those of the tensors in the component's files."""
     cut = cut_of(component, kind, transformers)
-    matrices = cut.matrices if isinstance(cut, Cut) else cut
+    matrices = cut.matrices if isinstance(cut, ParallelPlan) else cut
     return matrices.shared(tensors) if matrices else 0

@@ -42,7 +42,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import need
 from unfuse.stages.specs import IMAGE_ENCODE
 from unfuse.weights.folder import ModelFolder
@@ -144,14 +144,14 @@ class Flux(PictureFamily):
     shape = Shape.of
     packs = True
     starts: Sequence[str] = ("image", "mask")
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("text", "image"),
-        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
-        follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
-        leave=(Along(1, ()), Along(1, ("image",))),
-        matrices=Matrices(
+        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        follow={"image_rotary_emb": (SequenceDim(0, ("text", "image")),)},
+        leave=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
+        matrices=TensorParallelLayers(
             outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.net.0.proj", "*.proj_mlp"),
             inputs=("*.to_out.0", "*.to_add_out", "*.net.2", "single_*.proj_out"),
             packed={"single_*.proj_out": (1, 1)},

@@ -33,7 +33,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import need
 from unfuse.weights.folder import ModelFolder
 
@@ -164,14 +164,14 @@ class HunyuanVideo(VideoFamily):
     pixel_multiple = 16
     denoiser = HunyuanVideoDenoiser
     vae = partial(HunyuanVideoVae, channels="latent_channels")
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("image", "text"),
-        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
-        follow={"freqs_cis": (Along(0, ("image",)),), "image_rotary_emb": (Along(0, ("image",)),)},
-        leave=(Along(1, ("image",)), Along(1, ())),
-        matrices=Matrices(
+        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        follow={"freqs_cis": (SequenceDim(0, ("image",)),), "image_rotary_emb": (SequenceDim(0, ("image",)),)},
+        leave=(SequenceDim(1, ("image",)), SequenceDim(1, ())),
+        matrices=TensorParallelLayers(
             outputs=("*_blocks.*.to_[qkv]", "*.add_[qkv]_proj", "*_blocks.*.net.0.proj", "*.proj_mlp"),
             inputs=("*_blocks.*.to_out.0", "*.to_add_out", "*_blocks.*.net.2", "single_*.proj_out"),
             packed={"single_*.proj_out": (1, 1)},

@@ -33,7 +33,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import AWAY, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
@@ -161,14 +161,14 @@ class Ltx(VideoFamily):
     denoiser = LtxDenoiser
     vae = LtxVae
     else_whole = True
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn1",
         order=("tokens",),
-        enter={"hidden_states": Along(1, ("tokens",))},
-        follow={"image_rotary_emb": (Along(1, ("tokens",)),)},
-        leave=(Along(1, ("tokens",)),),
-        matrices=Matrices((), (), ()),
+        enter={"hidden_states": SequenceDim(1, ("tokens",))},
+        follow={"image_rotary_emb": (SequenceDim(1, ("tokens",)),)},
+        leave=(SequenceDim(1, ("tokens",)),),
+        matrices=TensorParallelLayers((), (), ()),
     )
 
     @override

@@ -28,7 +28,7 @@ from unfuse.models.base import Loader, Report, RuntimeOptions
 from unfuse.models.components import FAST_TOKENIZERS, OneVae, PictureEncoder, PictureFamily, PictureShape
 from unfuse.models.declared import call_defaults
 from unfuse.models.undivided_family import component
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import NEGATIVE, Stage, StageInput, StageOutput, need
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder
@@ -283,14 +283,14 @@ class Klein(Modular):
         "vae": ("diffusers", ("AutoencoderKLFlux2",)),
     }
     embeds = {"prompt_embeds": ("joint_attention_dim",)}
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("text", "image"),
-        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
-        follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
-        leave=(Along(1, ("text", "image")),),
-        matrices=Matrices(
+        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        follow={"image_rotary_emb": (SequenceDim(0, ("text", "image")),)},
+        leave=(SequenceDim(1, ("text", "image")),),
+        matrices=TensorParallelLayers(
             outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.linear_in", "*.to_qkv_mlp_proj"),
             inputs=("transformer_*.to_out.0", "*.to_add_out", "*.linear_out", "single_*.to_out"),
             packed={"*.linear_in": (0, 2), "*.to_qkv_mlp_proj": (3, 2), "single_*.to_out": (1, 1)},
@@ -319,14 +319,14 @@ class Krea(Modular):
         "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
     }
     embeds = {"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()}
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("tokens",),
-        enter={"hidden_states": Along(1, ("tokens",))},
-        follow={"image_rotary_emb": (Along(0, ("tokens",)),)},
-        leave=(Along(1, ("tokens",)),),
-        matrices=Matrices(
+        enter={"hidden_states": SequenceDim(1, ("tokens",))},
+        follow={"image_rotary_emb": (SequenceDim(0, ("tokens",)),)},
+        leave=(SequenceDim(1, ("tokens",)),),
+        matrices=TensorParallelLayers(
             outputs=("transformer_*.to_[qkv]", "transformer_*.to_gate", "transformer_*.gate", "transformer_*.up"),
             inputs=("transformer_*.to_out.0", "transformer_*.down"),
             heads=("transformer_*.attn.num_heads", "transformer_*.attn.num_kv_heads"),

@@ -33,7 +33,7 @@ from unfuse.models.components import (
     need_channels,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.weights.folder import ModelFolder
 
 if TYPE_CHECKING:
@@ -155,18 +155,18 @@ class QwenImage(PictureFamily):
     shape = Shape.of
     packs = True
     starts = ("image", "mask")
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("text", "image"),
-        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
+        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
         follow={
-            "encoder_hidden_states_mask": (Along(1, ("text",)),),
-            "image_rotary_emb": (Along(0, ("image",)), Along(0, ("text",))),
-            "modulate_index": (Along(1, ("image",)),),
+            "encoder_hidden_states_mask": (SequenceDim(1, ("text",)),),
+            "image_rotary_emb": (SequenceDim(0, ("image",)), SequenceDim(0, ("text",))),
+            "modulate_index": (SequenceDim(1, ("image",)),),
         },
-        leave=(Along(1, ()), Along(1, ("image",))),
-        matrices=Matrices(
+        leave=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
+        matrices=TensorParallelLayers(
             outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.net.0.proj"),
             inputs=("*.to_out.0", "*.to_add_out", "*.net.2"),
             gathered=("*.???_mod.1",),

@@ -32,7 +32,7 @@ from unfuse.models.components import (
     shift,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import AWAY, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
@@ -147,13 +147,13 @@ class Sd3(PictureFamily):
     shape = Shape.of
     else_whole = True
     starts = ("image",)
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("image", "text"),
-        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
-        leave=(Along(1, ()), Along(1, ("image",))),
-        matrices=Matrices(
+        enter={"hidden_states": SequenceDim(1, ("image",)), "encoder_hidden_states": SequenceDim(1, ("text",))},
+        leave=(SequenceDim(1, ()), SequenceDim(1, ("image",))),
+        matrices=TensorParallelLayers(
             outputs=("transformer_blocks.*.to_[qkv]", "*.add_[qkv]_proj", "transformer_blocks.*.net.0.proj"),
             inputs=("transformer_blocks.*.to_out.0", "*.to_add_out", "transformer_blocks.*.net.2"),
             gathered=("transformer_blocks.*.norm1*.linear",),

@@ -47,7 +47,7 @@ from unfuse.models.components import (
     norm,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import guidance_scale, need
 from unfuse.stages.specs import IMAGE_ENCODE
 from unfuse.weights.folder import ModelFolder
@@ -307,14 +307,14 @@ class Wan(VideoFamily):
     shape = Shape.of
     denoiser = WanDenoiser
     vae = WanVae
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("blocks",),
         attention="attn1",
         order=("tokens",),
-        enter={"hidden_states": Along(1, ("tokens",))},
-        follow={"rotary_emb": (Along(1, ("tokens",)),), "temb": (Along(1, ("tokens",), dims=4),)},
-        leave=(Along(1, ("tokens",)),),
-        matrices=Matrices(
+        enter={"hidden_states": SequenceDim(1, ("tokens",))},
+        follow={"rotary_emb": (SequenceDim(1, ("tokens",)),), "temb": (SequenceDim(1, ("tokens",), dims=4),)},
+        leave=(SequenceDim(1, ("tokens",)),),
+        matrices=TensorParallelLayers(
             outputs=("blocks.*.to_[qkv]", "blocks.*.add_[kv]_proj", "blocks.*.net.0.proj"),
             inputs=("blocks.*.to_out.0", "blocks.*.net.2"),
             norms=("blocks.*.norm_[qk]", "blocks.*.norm_added_k"),

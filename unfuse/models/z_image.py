@@ -34,7 +34,7 @@ from unfuse.models.components import (
     shift,
     text_stage,
 )
-from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim, TensorParallelLayers
 from unfuse.stages.base import TOWARDS, guidance_scale, need
 from unfuse.weights.folder import ModelFolder
 
@@ -157,14 +157,14 @@ class ZImage(PictureFamily):
     shape = Shape.of
     else_whole = float32_latents = True
     starts = ("image", "mask")
-    cut = Cut(
+    cut = ParallelPlan(
         blocks=("layers",),
         attention="attention",
         order=("tokens",),
-        enter={"x": Along(1, ("tokens",))},
-        follow={"freqs_cis": (Along(1, ("tokens",)),)},
-        leave=(Along(1, ("tokens",)),),
-        matrices=Matrices(
+        enter={"x": SequenceDim(1, ("tokens",))},
+        follow={"freqs_cis": (SequenceDim(1, ("tokens",)),)},
+        leave=(SequenceDim(1, ("tokens",)),),
+        matrices=TensorParallelLayers(
             outputs=("*.attention.to_[qkv]", "*.feed_forward.w[13]"),
             inputs=("*.attention.to_out.0", "*.feed_forward.w2"),
             gathered=("layers.*.adaLN_modulation.0",),

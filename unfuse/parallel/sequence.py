@@ -2,7 +2,7 @@
 
 Before the first block each rank takes its share of every segment (of text, of the picture), and behind the last one all
 get the whole again; whatever else the model does, it does on whole tensors. Shares are of equal length: where that does
-not divide, the last ones end in zeros, which attention leaves out. Attention over all is by `ulysses`, or in a `Ring`.
+not divide, the last ones end in zeros, which attention leaves out. Attention over all is by `ulysses`, or in a `RingAttention`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import Module, functional
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from unfuse.parallel.cut import Along, Cut
 from unfuse.parallel.group import Axis
+from unfuse.parallel.parallel_plan import ParallelPlan, SequenceDim
 
 ROWS, FEW = 8, 16
 """Shares are multiples of so many tokens: products of matrices take rows by as many, and others in another way. They
@@ -55,7 +55,7 @@ class SequenceShares:
         """All tokens."""
         return sum(self.lengths[segment] for segment in self.order)
 
-    def own(self, tensor: Tensor, along: Along) -> Tensor:
+    def own(self, tensor: Tensor, along: SequenceDim) -> Tensor:
         """This rank's share of a tensor."""
         if along.dims not in (0, tensor.dim()):
             return tensor
@@ -125,7 +125,7 @@ def _padded(tensor: Tensor, axis: int, length: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], axis) if shape[axis] else tensor
 
 
-def share_tokens(model: Module, cut: Cut, axis: Axis, attend: Attend) -> None:
+def share_tokens(model: Module, cut: ParallelPlan, axis: Axis, attend: Attend) -> None:
     """Spread a transformer's tokens over these ranks."""
     blocks, shares = cut.blocks_of(model), SequenceShares(axis, cut.order)
     for number, block in enumerate(blocks):
@@ -138,7 +138,11 @@ class _Entrance:
     """What a block is given, cut to this rank's share."""
 
     def __init__(
-        self, block: Module, shares: SequenceShares, enter: Mapping[str, Along], follow: Mapping[str, tuple[Along, ...]]
+        self,
+        block: Module,
+        shares: SequenceShares,
+        enter: Mapping[str, SequenceDim],
+        follow: Mapping[str, tuple[SequenceDim, ...]],
     ) -> None:
         self._shares, self._enter, self._follow = shares, enter, follow
         self._signature = inspect.signature(block.forward)
@@ -156,14 +160,14 @@ class _Entrance:
                 given[name] = self._cut(given[name], rules)
         return bound.args, bound.kwargs
 
-    def _cut(self, value: Any, rules: tuple[Along, ...]) -> Any:
+    def _cut(self, value: Any, rules: tuple[SequenceDim, ...]) -> Any:
         if isinstance(value, Tensor):
             return self._shares.own(value, rules[0])
         every = rules * len(value) if len(rules) == 1 else rules
         return tuple(self._shares.own(one, along) for one, along in zip(value, every, strict=True))
 
 
-def _leave(shares: SequenceShares, rules: tuple[Along, ...], block: Module, args: Any, made: Any) -> Any:
+def _leave(shares: SequenceShares, rules: tuple[SequenceDim, ...], block: Module, args: Any, made: Any) -> Any:
     """The whole of what the last block has made of shares."""
     single = isinstance(made, Tensor)
     wholes = tuple(
@@ -200,7 +204,7 @@ def ulysses(shares: SequenceShares, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     return back.movedim(0, 1).flatten(1, 2)
 
 
-class Ring:
+class RingAttention:
     """An Attend in a ring of ranks, each for `heads.size` neighbours that hold a part of its heads.
 
     After Liu et al., Ring Attention with Blockwise Transformers, 2023. Keys and values go round the ranks. While it

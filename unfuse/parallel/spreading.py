@@ -27,27 +27,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import Linear, Module, Parameter
 
 from unfuse.core.compute_options import SHARD
-from unfuse.parallel.cut import EXPERTS, Cut, Matrices
 from unfuse.parallel.group import Axis, Mesh, give_back
-from unfuse.parallel.sequence import Ring, share_tokens, ulysses
+from unfuse.parallel.parallel_plan import EXPERTS, ParallelPlan, TensorParallelLayers
+from unfuse.parallel.sequence import RingAttention, share_tokens, ulysses
 
 
-def spread(model: Module, cut: Cut | Matrices, mesh: Mesh) -> None:
+def spread(model: Module, cut: ParallelPlan | TensorParallelLayers, mesh: Mesh) -> None:
     """Have the model compute its part of each forward, by the kinds over which its stage is spread."""
     if "tensor" in mesh.degrees:
-        share_matrices(model, cut if isinstance(cut, Matrices) else cut.matrices, mesh.axis("tensor"))
-    if isinstance(cut, Cut) and "layers" in mesh.degrees:
+        share_matrices(model, cut if isinstance(cut, TensorParallelLayers) else cut.matrices, mesh.axis("tensor"))
+    if isinstance(cut, ParallelPlan) and "layers" in mesh.degrees:
         share_layers(model, cut, mesh.axis("layers"))
-    if isinstance(cut, Cut) and mesh.degrees.keys() & {"ring", "ulysses"}:
+    if isinstance(cut, ParallelPlan) and mesh.degrees.keys() & {"ring", "ulysses"}:
         ring, heads = mesh.axis("ring"), mesh.axis("ulysses")
-        attend = Ring(ring, heads) if ring.size > 1 else ulysses
+        attend = RingAttention(ring, heads) if ring.size > 1 else ulysses
         share_tokens(model, cut, mesh.axis("ring", "ulysses"), attend)
-    if isinstance(cut, Cut) and SHARD in mesh.degrees:
+    if isinstance(cut, ParallelPlan) and SHARD in mesh.degrees:
         share_weights(model, cut, mesh.axis(SHARD))
     give_back()
 
 
-def share_weights(model: Module, cut: Cut, axis: Axis) -> None:
+def share_weights(model: Module, cut: ParallelPlan, axis: Axis) -> None:
     """Spread a transformer's weights over these ranks; what this one keeps lies on its device."""
     model.requires_grad_(False)  # else all weights of a block would have to be of one dtype
     mesh = axis.mesh
@@ -61,7 +61,7 @@ def share_weights(model: Module, cut: Cut, axis: Axis) -> None:
 OUTPUTS, INPUTS = 0, 1  # where in the weight of a linear layer they are; an embedding has it the other way round
 
 
-def share_matrices(model: Module, matrices: Matrices, axis: Axis) -> None:
+def share_matrices(model: Module, matrices: TensorParallelLayers, axis: Axis) -> None:
     """Keep this rank's share of the weights, and have the layers exchange what they make with it."""
     for name, module in [*model.named_modules()]:
         if _among(name, matrices.outputs):
@@ -89,7 +89,7 @@ def _among(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _keep(name: str, layer: Any, matrices: Matrices, side: int, axis: Axis) -> None:
+def _keep(name: str, layer: Any, matrices: TensorParallelLayers, side: int, axis: Axis) -> None:
     """This rank's share of a layer's weights; of a bias that is added to a sum, the first rank has all."""
     weight = layer.weight
     along = side if isinstance(layer, Linear) else 1 - side
@@ -126,7 +126,7 @@ class _Norm:
         return normed.to(given.dtype)
 
 
-def share_layers(model: Module, cut: Cut, axis: Axis) -> None:
+def share_layers(model: Module, cut: ParallelPlan, axis: Axis) -> None:
     """Spread a transformer's blocks over these ranks; those of others lose their weights."""
     blocks = cut.blocks_of(model)
     holders = held_by([sum(tensor.nbytes for tensor in block.parameters()) for block in blocks], axis.size)

@@ -19,7 +19,7 @@ is, and how many things lie side by side there.
 """
 
 
-class Along(msgspec.Struct, frozen=True):
+class SequenceDim(msgspec.Struct, frozen=True):
     """A tensor with tokens along the dimension `axis`: those of these segments, one behind the other.
 
     With `dims`, only a tensor of so many dimensions has them; another one is for all tokens.
@@ -30,7 +30,7 @@ class Along(msgspec.Struct, frozen=True):
     dims: int = 0
 
 
-class Matrices(msgspec.Struct, frozen=True):
+class TensorParallelLayers(msgspec.Struct, frozen=True):
     """Of which weights of a model each rank keeps a share. Layers are named by patterns, as `fnmatch` has them.
 
     A rank has some `outputs` of a layer, and what follows works on so much less: on some heads, on a part of the width.
@@ -73,7 +73,7 @@ class Matrices(msgspec.Struct, frozen=True):
         return gcd(*(int(own.get(entry, 1) or 0) for entry in self.divided))
 
 
-class Cut(msgspec.Struct, frozen=True):
+class ParallelPlan(msgspec.Struct, frozen=True):
     """Where a transformer may be cut.
 
     `blocks` are its lists of blocks, in the order in which they run, and `attention` the module of a block in which
@@ -87,10 +87,10 @@ class Cut(msgspec.Struct, frozen=True):
     blocks: tuple[str, ...]
     attention: str
     order: tuple[str, ...]
-    enter: Mapping[str, Along]
-    leave: tuple[Along, ...]
-    matrices: Matrices
-    follow: Mapping[str, tuple[Along, ...]] = {}
+    enter: Mapping[str, SequenceDim]
+    leave: tuple[SequenceDim, ...]
+    matrices: TensorParallelLayers
+    follow: Mapping[str, tuple[SequenceDim, ...]] = {}
     gives: tuple[str, ...] = ("hidden_states",)
 
     def blocks_of(self, model: Module) -> list[Module]:
