@@ -32,7 +32,7 @@ from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.language import Decode, Writing
+from unfuse.stages.language import Decode, DecodeState
 
 PAIRS, FREE, WARM = 60, 4, 4
 SCHEMA = {
@@ -68,7 +68,7 @@ class Texts:
         assert isinstance(stage, Decode)
         self.stage = stage
 
-    def start(self, seed: int, held: bytes | None = None) -> Writing:
+    def start(self, seed: int, held: bytes | None = None) -> DecodeState:
         ids = self._tokenizer.prompt([{"role": "user", "content": "Tell me of a person, as JSON."}])
         asked: dict[str, Any] = {"messages": [], "seed": seed, "max_tokens": 400}
         asked |= {"logit_bias": {str(stop): -100 for stop in self._tokenizer.stops}}
@@ -80,10 +80,10 @@ class Texts:
             time.sleep(0.01)
         return state
 
-    def step(self, states: list[Writing]) -> list[Writing]:
+    def step(self, states: list[DecodeState]) -> list[DecodeState]:
         made = next_states(self.stage, states)
         assert not any(isinstance(state, Exception) for state in made)
-        return [state for state in made if isinstance(state, Writing)]
+        return [state for state in made if isinstance(state, DecodeState)]
 
 
 class Slow:

@@ -31,9 +31,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
 from unfuse.language.paged_kv import KvSequence
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.handed_kv import CHUNKS, REST, KvReader
-from unfuse.stages.language import Decode, Prefill, Prefilling
-from unfuse.stages.sequences import open_model
+from unfuse.stages.kv_transfer import CHUNKS, REST, KvReader
+from unfuse.stages.language import Decode, Prefill, PrefillState
+from unfuse.stages.sequence_pool import open_model
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.session import ArenaSink, Session, Transfers
@@ -125,7 +125,7 @@ class Bench:
         self.owner.release(named["request"])
         return prefilled - began, computed, behind
 
-    def _whole(self, state: Prefilling) -> Prefilling:
+    def _whole(self, state: PrefillState) -> PrefillState:
         done, steps = self.prefill.progress(state)
         for _ in range(done, steps):
             (stepped,) = next_states(self.prefill, [state])

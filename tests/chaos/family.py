@@ -33,7 +33,7 @@ from unfuse.core.modalities import OutputSize
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Report, RuntimeOptions, weights_ids
-from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import Checkpoint, EncodedMedia, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder, choose_dtypes
 
@@ -264,4 +264,4 @@ class Decode(Stage):
         sums = int(latents.sum(dtype=np.uint64)), int(weighted.sum(dtype=np.uint64)), int(latents[-1])
         asked = f"{params['width']}x{params['height']} {params['num_inference_steps']} {params['seed']}"
         text = f"chaos {asked} {sums[0]:016x} {sums[1]:016x} {sums[2]:016x}\n"
-        return StageOutput(media=(Media("text/plain", text.encode()),))
+        return StageOutput(media=(EncodedMedia("text/plain", text.encode()),))

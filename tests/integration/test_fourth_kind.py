@@ -21,7 +21,7 @@ from unfuse.core.modalities import MediaLimits, OutputSize, Workload
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, RuntimeOptions, weights_ids
-from unfuse.stages.base import Media, Stage, StageInput, StageOutput
+from unfuse.stages.base import EncodedMedia, Stage, StageInput, StageOutput
 from unfuse.stages.specs import TEXT_ENCODE
 from unfuse.weights.folder import ModelFolder, choose_dtypes
 
@@ -61,7 +61,7 @@ class Mirror(Stage):
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         time.sleep(0.2)  # long enough for others to begin beside it, if they may
         turned = [bytes(np.asarray(task.tensors["text"]))[::-1] for task in batch]
-        return [StageOutput(media=(Media("text/plain", text),)) for text in turned]
+        return [StageOutput(media=(EncodedMedia("text/plain", text),)) for text in turned]
 
 
 class Mirrors(Family):

@@ -22,7 +22,7 @@ from unfuse.core.plan import prefix_key
 from unfuse.core.task import Lease, OutputDeltas
 from unfuse.core.text import CHUNK, AnswerParsing, ReasoningFormat, TokenDelta, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
-from unfuse.stages.language import Decode, Prefill, Writing
+from unfuse.stages.language import Decode, DecodeState, Prefill
 from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel
 from unfuse.worker.step_loop import StepLoop
@@ -74,18 +74,18 @@ def prefilling(prefill: Prefill, given: StageInput, found: Portions) -> tuple[Ma
     return made, started
 
 
-def stepped(decode: Decode, states: Sequence[Writing], found: Portions) -> list[Writing]:
+def stepped(decode: Decode, states: Sequence[DecodeState], found: Portions) -> list[DecodeState]:
     """All of these, a step further; what is kept of them is added to what is found."""
-    made = list[Writing]()
+    made = list[DecodeState]()
     for state in next_states(decode, states):
-        assert isinstance(state, Writing)
+        assert isinstance(state, DecodeState)
         decode.grown(state)
         found |= {block.digest: block.read() for block in decode.prefix_blocks(state)}
         made.append(state)
     return made
 
 
-def over(decode: Decode, state: Writing) -> bool:
+def over(decode: Decode, state: DecodeState) -> bool:
     step, steps = decode.progress(state)
     return step == steps
 
@@ -308,7 +308,7 @@ def test_an_attempt_whose_last_token_is_recorded_says_nothing_more(model: Model,
     state, recorded = decode.start(given), list[bytes]()
     while not over(decode, state):
         (after,) = next_states(decode, [state])
-        assert isinstance(after, Writing)
+        assert isinstance(after, DecodeState)
         state = after
         recorded += decode.grown(state)
     expected = decode.finish(state)
@@ -317,7 +317,7 @@ def test_an_attempt_whose_last_token_is_recorded_says_nothing_more(model: Model,
     state = decode.start(again)
     for _ in range(1 + left):
         (after,) = next_states(decode, [state])
-        assert isinstance(after, Writing)
+        assert isinstance(after, DecodeState)
         state = after
         decode.grown(state)
     assert (len(state.answer), decode.finish(state)) == (12, expected)

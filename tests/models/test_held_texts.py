@@ -19,7 +19,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.text_parameters import schema_text
 from unfuse.language.grammars import Grammar, InvalidGrammar, pack_grammar
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.language import Decode, Writing
+from unfuse.stages.language import Decode, DecodeState
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_text_that_is_late_does_not_keep_its_mates(model: Model) -> None:
     decode = with_grammars(model, grammars)
     late, free = decode.start(held(model, 3)), decode.start(task(model.card, model.ids(5), max_tokens=8))
     for _ in range(8):
-        late, free = (state for state in next_states(decode, [late, free]) if isinstance(state, Writing))
+        late, free = (state for state in next_states(decode, [late, free]) if isinstance(state, DecodeState))
     assert decode.progress(free) == (8, 8) and decode.progress(late) == (0, MOST)
     assert decode.waits(late) and not decode.waits(free)
     assert grammars.opened[0].asked == [0]
@@ -127,7 +127,7 @@ def test_a_new_attempt_goes_on_in_the_middle_of_json(model: Model, batching: str
     asked = held(model, 9, seed=5)
     state, pieces = decode.start(asked), list[bytes]()
     while decode.progress(state)[0] < decode.progress(state)[1]:
-        (state,) = (one for one in next_states(decode, [state]) if isinstance(one, Writing))
+        (state,) = (one for one in next_states(decode, [state]) if isinstance(one, DecodeState))
         pieces += decode.grown(state)
     whole = state.ids[state.prompt :]
     assert jsonable(model, whole)
@@ -144,11 +144,11 @@ def test_a_grammar_that_fails_ends_its_own_text(model: Model) -> None:
     """Also one that is found out late; its mates get what they would get."""
     _, decode = model.stages()
     bad = replace(held(model, 3), uploads={**held(model, 3).uploads, GRAMMAR: encode(Grammar("regex", "((("))})
-    states: list[Writing] = [decode.start(bad), decode.start(held(model, 4))]
+    states: list[DecodeState] = [decode.start(bad), decode.start(held(model, 4))]
     ended: Exception | None = None
     while ended is None:
         first, second = next_states(decode, states)
-        assert isinstance(second, Writing)
+        assert isinstance(second, DecodeState)
         states[1] = second
         if isinstance(first, Exception):
             ended = first

@@ -33,7 +33,7 @@ from unfuse.models import card_of, find
 from unfuse.models.base import RuntimeOptions
 from unfuse.models.language import bytes_per_token
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
+from unfuse.stages.language import CHUNK, Decode, DecodeState, Prefill, PrefillState
 from unfuse.stores.base import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.transfer.base import TransferOptions
@@ -85,7 +85,7 @@ def prefilled(prefill: Prefill, given: StageInput) -> Mapping[str, Any]:
     return {name: tensor.clone() for name, tensor in output.tensors.items() if tensor is not None}
 
 
-def to_the_end(decode: Decode, states: list[Writing]) -> list[list[int]]:
+def to_the_end(decode: Decode, states: list[DecodeState]) -> list[list[int]]:
     """Step all that have not ended, together, until none is left."""
     going = dict(enumerate(states))
     made = dict[int, list[int]]()
@@ -172,7 +172,7 @@ def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(m
     failed, going = next_states(decode, [decode.start(task(model.card, ids)) for ids in (lost, kept)])
     embeddings[7] = before
     assert isinstance(failed, PermanentError) and "weights may be damaged" in str(failed)
-    assert isinstance(going, Writing) and going.ids[-1] == model.generated(kept, 1)[0]
+    assert isinstance(going, DecodeState) and going.ids[-1] == model.generated(kept, 1)[0]
 
 
 def computed(stage: Prefill | Decode, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -223,7 +223,7 @@ def test_what_gave_up_its_room_is_not_computed_again_and_again(
     while going:
         batches = [going] if batching == "batched" else [[state] for state in going]
         stepped = [state for batch in batches for state in next_states(decode, batch)]
-        states = [state for state in stepped if isinstance(state, Writing)]
+        states = [state for state in stepped if isinstance(state, DecodeState)]
         going = [state for state in states if len(state.answer) < answer]
         for state in states:
             if state not in going:
@@ -248,7 +248,7 @@ def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
     prefill.write_to(state, output)
     while (steps := prefill.progress(state))[0] < steps[1]:
         (stepped,) = next_states(prefill, [state])
-        assert isinstance(stepped, Prefilling)
+        assert isinstance(stepped, PrefillState)
         state = stepped
         if len(seen) == 2:
             state.kv.free()
@@ -262,7 +262,7 @@ def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.
     computed by the next one."""
     _, decode = model.stages()
     (state,) = next_states(decode, [decode.start(task(model.card, ids := model.ids(20)))])
-    assert isinstance(state, Writing)
+    assert isinstance(state, DecodeState)
     forward = decode._sequences._model.forward
     state.kv.free()
     for values in decode._sequences._kv.values:
@@ -295,7 +295,7 @@ def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
     kv, state, recorded = prefilled(prefill, given), decode.start(given), list[bytes]()
     for _ in range(5):
         (stepped,) = next_states(decode, [state])
-        assert isinstance(stepped, Writing)
+        assert isinstance(stepped, DecodeState)
         state = stepped
         recorded += decode.grown(state)
     decode.let_go(state)
@@ -318,14 +318,14 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     (slow,) = next_states(decode, [decode.start(task(model.card, first))])
     given = task(model.card, urgent)
     fast = decode.start(StageInput(given.params, {}, given.uploads, (), 5))
-    assert isinstance(slow, Writing)
+    assert isinstance(slow, DecodeState)
     assert to_the_end(decode, [fast]) == [model.generated(urgent)]
     assert slow.kv.length == 0
     assert to_the_end(decode, [slow]) == [model.generated(first)]
     younger = decode.start(StageInput(given.params, {}, given.uploads, (), -5))
     (held,) = next_states(decode, [decode.start(task(model.card, first))])
     (waits,) = next_states(decode, [younger])
-    assert isinstance(waits, Writing) and isinstance(held, Writing)
+    assert isinstance(waits, DecodeState) and isinstance(held, DecodeState)
     assert (waits.done, waits.sampled) == (0, None)
     assert held.kv.length
 
@@ -335,7 +335,7 @@ def pieces_of(decode: Decode, given: StageInput, *recorded: bytes) -> list[bytes
     state, made = decode.start(msgspec.structs.replace(given, recorded=recorded)), [*recorded]
     while decode.progress(state)[0] < decode.progress(state)[1]:
         (stepped,) = next_states(decode, [state])
-        assert isinstance(stepped, Writing)
+        assert isinstance(stepped, DecodeState)
         state = stepped
         made += decode.grown(state)
     decode.let_go(state)

@@ -34,9 +34,9 @@ from unfuse.models import card_of, find
 from unfuse.models.base import RuntimeOptions
 from unfuse.server.multimodal_messages import read_shown
 from unfuse.stages.base import Stage, StageInput, next_states
-from unfuse.stages.language import Decode, Prefill, Writing
-from unfuse.stages.language_model import Sight
-from unfuse.stages.media import Video
+from unfuse.stages.language import Decode, DecodeState, Prefill
+from unfuse.stages.language_model import VisionInputs
+from unfuse.stages.media import VideoWriter
 
 MOST = 12
 WORDS = "the quick brown fox jumps over a lazy dog and what is the capital of France "
@@ -88,7 +88,7 @@ def decoded(decode: Decode, *tasks: StageInput) -> list[list[int]]:
     while any(len({*decode.progress(state)}) > 1 for state in states):
         going = [number for number, state in enumerate(states) if len({*decode.progress(state)}) > 1]
         for number, state in zip(going, next_states(decode, [states[number] for number in going]), strict=True):
-            assert isinstance(state, Writing)
+            assert isinstance(state, DecodeState)
             decode.grown(state)
             states[number] = state
     for state in states:
@@ -164,7 +164,7 @@ def test_a_video_of_eight_frames_is_what_the_undivided_model_sees(
 
 def film(frames: Sequence[Path], folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """A part with an MP4 file of these, two a second, and the frames that it has."""
-    recording = Video(2)
+    recording = VideoWriter(2)
     recording.add(np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in frames]))
     (media,) = recording.finish()
     (folder / "film.mp4").write_bytes(media.data)
@@ -371,7 +371,7 @@ def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path])
     expected, delta = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
     stages = chat.stages()
     made = chat.encoded(stages["vision_encode"])
-    sight = Sight(chat.ids, chat.shown, made, chat.card.vision, sum("." in name for name in made) // 2)
+    sight = VisionInputs(chat.ids, chat.shown, made, chat.card.vision, sum("." in name for name in made) // 2)
     length = len(chat.ids)
     assert sight.positions(0, length).equal(expected[:, 0])
     assert sight.positions(length, length + 3).tolist() == [[length + int(delta) + step for step in range(3)]] * 3

@@ -26,7 +26,7 @@ from unfuse.models.base import RuntimeOptions
 from unfuse.models.language import bytes_per_token
 from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput, next_states
-from unfuse.stages.handed_kv import CHUNKS, REST
+from unfuse.stages.kv_transfer import CHUNKS, REST
 from unfuse.weights.gguf_model import files_of
 
 LIMIT_S = 60.0

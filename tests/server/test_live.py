@@ -31,7 +31,7 @@ from unfuse.core.task import Lease
 from unfuse.edge.access import ResponseAborted
 from unfuse.server.gateway import Gateway
 from unfuse.server.videos import VideoStream
-from unfuse.stages.media import Video
+from unfuse.stages.media import VideoWriter
 from unfuse.stores.results import open_results, part_name
 from unfuse.testing.queue_samples import wanted
 
@@ -46,7 +46,7 @@ def scene(seed: int = 0, frames: int = 17, side: int = 32) -> NDArray[np.uint8]:
 
 def filmed(frames: NDArray[np.uint8]) -> tuple[list[bytes], bytes]:
     """The parts that a decoder makes of frames, of one frame and then of four each, and the finished file."""
-    video = Video(8)
+    video = VideoWriter(8)
     parts = [video.add(piece) for piece in np.split(frames, range(1, len(frames), 4))]
     (media,) = video.finish()
     return parts, media.data

@@ -21,7 +21,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.language.tokenizer import ChatTokenizer
 from unfuse.models import card_of
 from unfuse.server import multimodal_messages
-from unfuse.stages.media import Video
+from unfuse.stages.media import VideoWriter
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_sixty_four_pictures_are_taken_and_equal_ones_are_encoded_once(ai: opena
 
 
 def film(frames: int, width: int = 64, height: int = 32, rate: float = 2) -> bytes:
-    recording = Video(rate)
+    recording = VideoWriter(rate)
     recording.add(np.zeros((frames, height, width, 3), np.uint8))
     return recording.finish()[0].data
 

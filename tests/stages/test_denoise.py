@@ -15,7 +15,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, guidance_scale, need, next_states
 from unfuse.stages.denoise import Denoise, DenoiseState
-from unfuse.stages.vae_decode import Preview
+from unfuse.stages.vae_decode import PreviewDecoder
 
 PARAMS: Params = {
     "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0, "width": 16, "height": 8, "num_frames": 1,
@@ -240,7 +240,7 @@ def test_a_family_says_how_the_halves_of_guidance_combine_for_each_request() -> 
 
 
 def test_a_family_has_the_last_word_on_the_outcome_and_on_previews() -> None:
-    stage = Denoise(Particular(), EXACT, Preview(Picture))
+    stage = Denoise(Particular(), EXACT, PreviewDecoder(Picture))
     (state,) = advance(stage, stage.start(masked(num_inference_steps=1, preview_every=1)))
 
     made = latents(stage.finish(state).tensors["latents"])
@@ -265,7 +265,7 @@ def test_values_that_are_not_finite_name_the_step_and_leave_the_mates_alone() ->
 
 
 def test_a_preview_shows_where_the_latents_are_heading() -> None:
-    stage = Denoise(Constant(), EXACT, Preview(Picture))
+    stage = Denoise(Constant(), EXACT, PreviewDecoder(Picture))
     state = stage.start(task(preview_every=1, num_inference_steps=8, width=96, height=48))
     (state,) = advance(stage, state)
     assert state.estimate is not None
@@ -282,7 +282,7 @@ def test_a_preview_shows_where_the_latents_are_heading() -> None:
 
 
 def test_nothing_is_kept_for_previews_nobody_wants() -> None:
-    stage = Denoise(Constant(), EXACT, Preview(Picture))
+    stage = Denoise(Constant(), EXACT, PreviewDecoder(Picture))
     (state,) = advance(stage, stage.start(task()))
     assert state.estimate is None
     assert stage.preview(state) is None

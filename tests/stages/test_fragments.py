@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.examples import examples
 from unfuse.stages.fragments import KEY, Fragments, configuration, streamed, units, with_lengths
-from unfuse.stages.media import Video
+from unfuse.stages.media import VideoWriter
 
 
 def noise(frames: int, width: int = 32, height: int = 16, seed: int = 0) -> NDArray[np.uint8]:
@@ -25,7 +25,7 @@ def noise(frames: int, width: int = 32, height: int = 16, seed: int = 0) -> NDAr
 
 def recorded(pieces: list[NDArray[np.uint8]], fps: float = 8) -> tuple[list[bytes], bytes]:
     """What each piece added to the stream, and the finished file."""
-    video = Video(fps)
+    video = VideoWriter(fps)
     parts = [video.add(piece) for piece in pieces]
     (media,) = video.finish()
     return parts, media.data
@@ -120,7 +120,7 @@ def test_units_are_cut_at_start_codes_of_three_and_four_bytes(made: list[bytes],
 
 
 def test_the_configuration_is_that_of_the_finished_file(tmp_path: Path) -> None:
-    video = Video(8)
+    video = VideoWriter(8)
     video.add(noise(1))
     parameters = video._stream.codec_context.extradata
     (tmp_path / "video.mp4").write_bytes(video.finish()[0].data)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unfuse.language.paged_kv import KvSequence, PagedKvCache
-from unfuse.stages.handed_kv import CHUNK, CHUNKS, REST, KvLayout, KvReader, KvWriter
+from unfuse.stages.kv_transfer import CHUNK, CHUNKS, REST, KvLayout, KvReader, KvWriter
 
 LAYERS, HEADS, WIDTH = 3, 2, 4
 

@@ -15,7 +15,7 @@ from tests.descriptors import descriptors
 from tests.examples import examples
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Media
+from unfuse.stages.base import EncodedMedia
 from unfuse.stages.media import encode, record
 
 
@@ -28,11 +28,11 @@ def scene(frames: int, width: int, height: int) -> NDArray[np.uint8]:
     return video
 
 
-def picture(media: Media) -> NDArray[np.uint8]:
+def picture(media: EncodedMedia) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(media.data)))
 
 
-def one(frames: NDArray[np.uint8], **params: str | float) -> Media:
+def one(frames: NDArray[np.uint8], **params: str | float) -> EncodedMedia:
     (media,) = encode(frames, {**params})
     return media
 
@@ -67,7 +67,7 @@ def test_pictures_of_a_video_come_one_a_frame() -> None:
     assert np.array_equal(np.stack([picture(media) for media in encode(frames, {"output_format": "png"})]), frames)
 
 
-def decoded(media: Media) -> tuple[NDArray[np.uint8], float]:
+def decoded(media: EncodedMedia) -> tuple[NDArray[np.uint8], float]:
     with av.open(io.BytesIO(media.data)) as container:
         stream = container.streams.video[0]
         assert stream.codec_context.name == "h264"

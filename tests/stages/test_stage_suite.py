@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unfuse.core.errors import PermanentError
-from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage, need_tensor
+from unfuse.stages.base import Checkpoint, EncodedMedia, Stage, StageInput, StageOutput, SteppedStage, need_tensor
 from unfuse.testing import check_stage
 
 
@@ -74,7 +74,7 @@ class Same(Stage):
         if self.broken == "makes nothing":
             return [StageOutput() for _ in batch]
         if self.broken == "makes one for all":
-            return [StageOutput(media=(Media("text/plain", b"x"),))][: len(batch)]
+            return [StageOutput(media=(EncodedMedia("text/plain", b"x"),))][: len(batch)]
         return [StageOutput({"y": task.tensors["x"]}) for task in batch]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import StageInput
-from unfuse.stages.vae_decode import CausalDecoder, Decoding, VaeDecode, to_pixels
+from unfuse.stages.vae_decode import CausalDecoder, VaeDecode, VaeDecodeState, to_pixels
 
 PARAMS: Params = {"output_format": "png"}
 
@@ -123,7 +123,7 @@ class Frames(Same):
             del pixels
 
 
-def begun(stage: VaeDecode, task: StageInput) -> Decoding:
+def begun(stage: VaeDecode, task: StageInput) -> VaeDecodeState:
     stage.verify(task)
     state = stage.start(task)
     assert stage.progress(state) == (0, task.tensors["latents"].shape[2])  # type: ignore[union-attr]

@@ -17,8 +17,8 @@ from unfuse.core.derived_facts import DerivedFacts
 from unfuse.core.errors import PermanentError
 from unfuse.core.vision import Grid, MediaItem
 from unfuse.stages.base import StageInput
-from unfuse.stages.media import Video, read_frames
-from unfuse.stages.vision_encode import Seen, View, VisionEncode
+from unfuse.stages.media import VideoWriter, read_frames
+from unfuse.stages.vision_encode import VisionEncode, VisionFeatures, VisionInput
 
 
 class Looks:
@@ -26,10 +26,10 @@ class Looks:
 
     dtype, width, deep = "float32", 1, 1
 
-    def encode(self, views: Sequence[View]) -> list[Seen]:
+    def encode(self, views: Sequence[VisionInput]) -> list[VisionFeatures]:
         self.grids = [(view.grid, view.video) for view in views]
         means = [[float(np.asarray(image)[..., 0].mean()) for image in view.images] for view in views]
-        return [Seen(torch.tensor(mean)[:, None], [torch.zeros(len(mean), 1)]) for mean in means]
+        return [VisionFeatures(torch.tensor(mean)[:, None], [torch.zeros(len(mean), 1)]) for mean in means]
 
 
 def png(level: int) -> bytes:
@@ -39,7 +39,7 @@ def png(level: int) -> bytes:
 
 
 def film(*levels: int) -> bytes:
-    recording = Video(2)
+    recording = VideoWriter(2)
     recording.add(np.stack([np.full((32, 32, 3), level, np.uint8) for level in levels]))
     return recording.finish()[0].data
 

@@ -17,7 +17,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import StageInput
-from unfuse.stages.whole import RunningCall, Whole
+from unfuse.stages.undivided import RunningCall, UndividedStage
 
 PARAMS: Params = {
     "prompt": "a", "seed": 1, "num_inference_steps": 3, "width": 4, "height": 2, "num_frames": 1,
@@ -87,12 +87,12 @@ class Silent(Pipeline):
             )
 
 
-def stage_of(pipeline: Any) -> Whole:
+def stage_of(pipeline: Any) -> UndividedStage:
     takes = {name: name for name in ("prompt", "height", "width", "num_inference_steps")}
-    return Whole(pipeline, takes, torch.device("cpu"), draws_there=False)
+    return UndividedStage(pipeline, takes, torch.device("cpu"), draws_there=False)
 
 
-def stepped(stage: Whole, state: RunningCall) -> tuple[int, int]:
+def stepped(stage: UndividedStage, state: RunningCall) -> tuple[int, int]:
     (after,) = stage.step([state])
     assert after is state, after
     return stage.progress(state)
@@ -202,7 +202,7 @@ def test_a_call_that_takes_no_size_gets_a_picture_of_the_size(
 ) -> None:
     file = io.BytesIO()
     Image.new("RGB", given).save(file, "PNG")
-    stage = Whole(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False, None, scale)
+    stage = UndividedStage(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False, None, scale)
 
     picture = stage._picture(file.getvalue(), PARAMS | {"width": 16, "height": 8})
 
@@ -210,7 +210,7 @@ def test_a_call_that_takes_no_size_gets_a_picture_of_the_size(
 
 
 def test_a_picture_must_be_there_where_the_call_needs_one() -> None:
-    stage = Whole(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False)
+    stage = UndividedStage(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False)
     stage.uploads = ("image",)
     with pytest.raises(PermanentError, match="upload image is missing"):
         stage.verify(StageInput(PARAMS, {}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unfuse.core.errors import PermanentError
-from unfuse.stages.base import Media, StageOutput
+from unfuse.stages.base import EncodedMedia, StageOutput
 from unfuse.worker.batches import CHECKED_AGAIN, MAX_ENTRIES, TRUSTED, Exactness, _equal
 
 KEY = ("pool", (64, 64), ())
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) 
     (np.zeros(2), np.zeros(2), True), (np.zeros(2), -np.zeros(2), False),
     (StageOutput({"x": torch.ones(2)}), StageOutput({"x": torch.ones(2)}), True),
     (StageOutput({"x": torch.ones(2), "y": None}), StageOutput({"x": torch.ones(2)}), False),
-    (StageOutput(media=(Media("image/png", b"a"),)), StageOutput(media=(Media("image/png", b"b"),)), False),
+    (StageOutput(media=(EncodedMedia("image/png", b"a"),)), StageOutput(media=(EncodedMedia("image/png", b"b"),)), False),
     (PermanentError("not finite"), PermanentError("not finite"), True), (PermanentError("not finite"), None, False),
 ])  # fmt: skip
 def test_equal_means_bit_for_bit(one: object, other: object, same: bool) -> None:

@@ -18,7 +18,7 @@ from unfuse.core.request import Timings
 from unfuse.core.task import Lease
 from unfuse.language.paged_kv import PagedKvCache
 from unfuse.stages.base import StageInput
-from unfuse.stages.sequences import Sequences
+from unfuse.stages.sequence_pool import SequencePool
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Leak, LeaksFound
 from unfuse.worker.objects import MOST_LINES, Objects, WorkerLeakCheck
@@ -30,13 +30,13 @@ BLOCK = 2 * 3 * 2 * 16 * 8 * 4
 """Bytes of a block: keys and values of 3 layers, 2 heads, 16 tokens and 8 numbers of float32."""
 
 
-def sequences() -> Sequences:
+def sequences() -> SequencePool:
     """Of a model that is not asked for anything."""
     model: Any = None
-    return Sequences(model, PagedKvCache(3, 2, 8, tokens=160))
+    return SequencePool(model, PagedKvCache(3, 2, 8, tokens=160))
 
 
-def check(texts: Sequences, store: TensorStore, *, frees: bool = True) -> tuple[ComputeLeakCheck, list[LeaksFound]]:
+def check(texts: SequencePool, store: TensorStore, *, frees: bool = True) -> tuple[ComputeLeakCheck, list[LeaksFound]]:
     sent = list[LeaksFound]()
     stages: Any = [SimpleNamespace(texts=texts), SimpleNamespace(texts=texts), SimpleNamespace(texts=None)]
     return ComputeLeakCheck(stages, store, sent.append, frees=frees), sent
@@ -113,12 +113,12 @@ class Idle(queue.SimpleQueue[Any]):
 class Forgetful(Count):
     """Begins a sequence for each task, and ends none."""
 
-    def __init__(self, texts: Sequences) -> None:
+    def __init__(self, texts: SequencePool) -> None:
         super().__init__()
         self.texts = texts
 
     def start(self, task: StageInput) -> tuple[StageInput, int]:
-        assert isinstance(self.texts, Sequences)
+        assert isinstance(self.texts, SequencePool)
         self.texts.begin(task.priority).grow(16)
         return super().start(task)
 

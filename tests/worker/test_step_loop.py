@@ -27,7 +27,7 @@ from unfuse.core.plan import NOTHING_DERIVED, Params, Value, prefix_key
 from unfuse.core.request import new_request_id
 from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Lease, OutputDeltas
 from unfuse.core.text import TextStats
-from unfuse.stages.base import Media, PrefixBlock, Stage, StageInput, StageOutput, SteppedStage, Tensors
+from unfuse.stages.base import EncodedMedia, PrefixBlock, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
@@ -83,10 +83,10 @@ class Count(SteppedStage["tuple[StageInput, int]"]):
     def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
         return state[1], int(state[0].params["steps"] or 0)
 
-    def preview(self, state: tuple[StageInput, int]) -> Media | None:
+    def preview(self, state: tuple[StageInput, int]) -> EncodedMedia | None:
         if state[1] == self.fail_at:
             raise ValueError("no picture")
-        return Media("image/jpeg", f"step {state[1]}".encode())
+        return EncodedMedia("image/jpeg", f"step {state[1]}".encode())
 
     def finish(self, state: tuple[StageInput, int]) -> StageOutput:
         x = state[0].tensors["x"]
@@ -103,7 +103,7 @@ class Grow(Count):
         return b"" if state[1] == self.fail_at else f"part {state[1]};".encode()
 
     def finish(self, state: tuple[StageInput, int]) -> StageOutput:
-        return StageOutput(media=(Media("text/plain", b"whole"),))
+        return StageOutput(media=(EncodedMedia("text/plain", b"whole"),))
 
 
 class Speak(Count):
@@ -127,7 +127,7 @@ class Print(Stage):
         """Takes anything."""
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        return [StageOutput(media=(Media("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
+        return [StageOutput(media=(EncodedMedia("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
 
 
 class Blocks(Count):

@@ -20,7 +20,7 @@ from tests.worker.test_step_loop import Bench, Large
 from unfuse.core.errors import PermanentError
 from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import OutputDeltas
-from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
 from unfuse.worker.batches import Exactness
 from unfuse.worker.compute_messages import Cancel, FromCompute
 from unfuse.worker.step_loop import StepLoop
@@ -104,7 +104,7 @@ class Talk(SteppedStage[Text]):
         return [str(state.said.tokens[-1]).encode()]
 
     def finish(self, state: Text) -> StageOutput:
-        return StageOutput(media=(Media("text/plain", str(state.said.tokens).encode()),))
+        return StageOutput(media=(EncodedMedia("text/plain", str(state.said.tokens).encode()),))
 
     def let_go(self, state: Text) -> None:
         assert not any(state.tokens is one.tokens for one in self.busy)

@@ -270,7 +270,7 @@ class DiffusersFamily(Family):
         from unfuse.stages.denoise import Denoise
         from unfuse.stages.image_encode import ImageEncode
         from unfuse.stages.text_encode import TextEncode
-        from unfuse.stages.vae_decode import Preview, VaeDecode
+        from unfuse.stages.vae_decode import PreviewDecoder, VaeDecode
 
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind, self.has_zeros(loader.folder.index()))
@@ -278,7 +278,7 @@ class DiffusersFamily(Family):
             return ImageEncode(self.image_encoder(loader))
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
-            preview, adapters = Preview(lambda: self.vae(loader.alone)), self._adapters(loader, denoiser)
+            preview, adapters = PreviewDecoder(lambda: self.vae(loader.alone)), self._adapters(loader, denoiser)
             redraw = self.redraw(loader, denoiser.dtype)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh, redraw)
         if kind == VAE_DECODE.kind:

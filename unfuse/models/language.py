@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Axis
     from unfuse.stages.base import Stage
-    from unfuse.stages.sequences import Sequences
-    from unfuse.stages.vision_encode import Seen, View
+    from unfuse.stages.sequence_pool import SequencePool
+    from unfuse.stages.vision_encode import VisionFeatures, VisionInput
 
 
 BLOCK = 16  # tokens of a block of the KV
@@ -127,9 +127,9 @@ class LanguageFamily(Family):
         stage.exact = runtime.options.batching == "exact"
         return stage
 
-    def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> Sequences:
+    def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> SequencePool:
         """The model with an empty KV."""
-        from unfuse.stages.sequences import open_model
+        from unfuse.stages.sequence_pool import open_model
 
         files = files_of(folder)
         model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
@@ -274,8 +274,8 @@ class VisionLanguage(LanguageFamily):
         return stage
 
     @override
-    def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> Sequences:
-        from unfuse.stages.sequences import open_model
+    def opened(self, folder: Path, runtime: RuntimeOptions, report: Report | None) -> SequencePool:
+        from unfuse.stages.sequence_pool import open_model
 
         files = ModelFolder(folder)
         model = _loader(files, runtime, report).model(LANGUAGE, _speaking)
@@ -305,11 +305,11 @@ class Tower:
         self.dtype, self.width = runtime.dtypes[VISION], int(sees["out_hidden_size"])
         self.deep = len(sees.get("deepstack_visual_indexes") or ())
 
-    def encode(self, views: Sequence[View]) -> list[Seen]:
+    def encode(self, views: Sequence[VisionInput]) -> list[VisionFeatures]:
         """Each in a forward of its own."""
         return [self._seen(self._video(view) if view.video else self._picture(view), view.grid) for view in views]
 
-    def _picture(self, view: View) -> Tensor:
+    def _picture(self, view: VisionInput) -> Tensor:
         """The patches of a picture, as the processor prepares them."""
         made = self._processor(images=[*view.images], return_tensors="pt")
         if [tuple(grid) for grid in made["image_grid_thw"].tolist()] != [view.grid]:
@@ -317,7 +317,7 @@ class Tower:
         patches: Tensor = made["pixel_values"]
         return patches
 
-    def _video(self, view: View) -> Tensor:
+    def _video(self, view: VisionInput) -> Tensor:
         """The patches of a video: those of each group of frames, by rows and columns of tokens, then of each token."""
         import torch
 
@@ -341,15 +341,15 @@ class Tower:
         mean, spread = (torch.tensor(self._said[name]) for name in ("image_mean", "image_std"))
         return ((pixels - mean) / spread).permute(2, 0, 1)
 
-    def _seen(self, patches: Tensor, grid: Grid) -> Seen:
+    def _seen(self, patches: Tensor, grid: Grid) -> VisionFeatures:
         import torch
 
-        from unfuse.stages.vision_encode import Seen
+        from unfuse.stages.vision_encode import VisionFeatures
 
         grids = torch.tensor([grid], device=self._device)
         made = self._tower(patches.to(self._device, self._tower.dtype), grid_thw=grids)
         deep = getattr(made, "deepstack_features", None) or ()
-        return Seen(made.pooler_output.clone(), [layer.clone() for layer in deep])
+        return VisionFeatures(made.pooler_output.clone(), [layer.clone() for layer in deep])
 
 
 def _loader(files: ModelFolder, runtime: RuntimeOptions, report: Report | None) -> Loader:

@@ -111,7 +111,7 @@ class UndividedFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
-        from unfuse.stages.whole import Whole
+        from unfuse.stages.undivided import UndividedStage
         from unfuse.weights.adapters import Loras, PipelineAdapters
 
         model = ModelFolder(folder)
@@ -129,11 +129,11 @@ class UndividedFamily(Family):
                 Loras(runtime.loras, runtime.kept), pipeline, lambda: pipeline, loader.device, most
             )
         uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
-        return Whole(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found), uploads)
+        return UndividedStage(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found), uploads)
 
     @override
     def prepare(self, folder: Path) -> None:
-        import_module("unfuse.stages.whole")
+        import_module("unfuse.stages.undivided")
         model = ModelFolder(folder)
         getattr(import_module("diffusers"), _declared(model).name)
         for library, name in self.components(model).values():

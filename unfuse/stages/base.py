@@ -44,7 +44,7 @@ class StageInput(msgspec.Struct, frozen=True):
     derived: DerivedFacts = DerivedFacts()
 
 
-class Media(msgspec.Struct, frozen=True):
+class EncodedMedia(msgspec.Struct, frozen=True):
     """An encoded picture or video, ready for the result store."""
 
     content_type: str
@@ -58,7 +58,7 @@ class StageOutput(msgspec.Struct, frozen=True):
     """
 
     tensors: Tensors = {}
-    media: tuple[Media, ...] = ()
+    media: tuple[EncodedMedia, ...] = ()
 
 
 class OpenOutput(Protocol):
@@ -75,7 +75,7 @@ class OpenOutput(Protocol):
         """These are written, and do not change any more. Never fails."""
 
 
-class Receiving(Protocol):
+class StreamedInput(Protocol):
     """Takes an input that comes in pieces, for a task that will begin, or be dropped."""
 
     def take(self, piece: Any) -> None:
@@ -106,7 +106,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     values: dict[str, Any] = {}
 
 
-class HasTexts(Protocol):
+class ReportsTextStats(Protocol):
     """What keeps texts: says how many, and how often one of them gave up its keys and values for others, so far."""
 
     retracted: int
@@ -143,7 +143,7 @@ class Stage(ABC):
 
     kind: str
     uploads: tuple[str, ...] = ()
-    texts: HasTexts | None = None
+    texts: ReportsTextStats | None = None
     """What keeps the texts that this stage works on, if any; stages may share it."""
     resources: Mapping[str, int] = {}
     """Amounts that the process has of what tasks of this stage need (`StageSpec.needs`), as far as it `brings` them."""
@@ -186,7 +186,7 @@ class Stage(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
 
-    def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> Receiving | None:
+    def receive(self, derived: DerivedFacts, priority: int, names: Collection[str]) -> StreamedInput | None:
         """Begin to take an input, which has tensors of these names, before its task begins; None: it is to be whole."""
         return None
 
@@ -254,7 +254,7 @@ class Stage(ABC):
     def let_go(self, state: Any) -> None:  # noqa: B027
         """The state is of no use any more: give back what it has of what tasks share. Called once, whatever happens."""
 
-    def preview(self, state: Any) -> Media | None:
+    def preview(self, state: Any) -> EncodedMedia | None:
         """A small picture of what the state is becoming; None from a stage without previews."""
         return None
 

@@ -20,7 +20,7 @@ from unfuse.stages.base import (
     NEGATIVE,
     TOWARDS,
     Checkpoint,
-    Media,
+    EncodedMedia,
     StageInput,
     StageOutput,
     SteppedStage,
@@ -28,10 +28,10 @@ from unfuse.stages.base import (
     need,
     need_tensor,
 )
+from unfuse.stages.batch_invariant_ops import one_by_one
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
-from unfuse.stages.one_by_one import one_by_one
-from unfuse.stages.vae_decode import Preview
+from unfuse.stages.vae_decode import PreviewDecoder
 from unfuse.weights.adapters import Adapters
 
 Inputs = Mapping[str, Tensor]
@@ -187,7 +187,7 @@ class Denoise(SteppedStage[DenoiseState]):
     kind = "denoise"
 
     def __init__(
-        self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None,
+        self, denoiser: Denoiser, options: ComputeOptions, preview: PreviewDecoder | None = None,
         loras: Adapters | None = None, mesh: Mesh | None = None, redraw: Redraw | None = None,
     ) -> None:  # fmt: skip
         self._denoiser, self._preview, self._adapters, self._is_spread = denoiser, preview, loras, mesh is not None
@@ -307,7 +307,7 @@ class Denoise(SteppedStage[DenoiseState]):
         return state.step - state.begin, len(state.scheduler.timesteps) - state.begin
 
     @torch.no_grad()
-    def preview(self, state: DenoiseState) -> Media | None:
+    def preview(self, state: DenoiseState) -> EncodedMedia | None:
         """A small picture of the predicted final latents."""
         if self._preview is None or state.estimate is None:
             return None

@@ -28,18 +28,18 @@ from unfuse.language.grammars import ConstraintAfterReasoning, GrammarMatcher, G
 from unfuse.language.paged_kv import KvSequence, NoKvBlocks
 from unfuse.language.sampling import SampledToken, SamplingParams, sample
 from unfuse.stages.base import (
-    Media,
+    EncodedMedia,
     OpenOutput,
     PrefixBlock,
-    Receiving,
     StageInput,
     StageOutput,
+    StreamedInput,
     Tensors,
     need,
     next_states,
 )
-from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader, KvWriter
-from unfuse.stages.sequences import Growing, PromptStage, Sequences
+from unfuse.stages.kv_transfer import CHUNKS, REST, KvBlocks, KvReader, KvWriter
+from unfuse.stages.sequence_pool import PromptStage, SequencePool, SequenceState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penal
 
 
 @dataclass(frozen=True)
-class Prefilling(Growing):
+class PrefillState(SequenceState):
     """A prompt, of which `before` tokens were in the KV before the last step."""
 
     before: int = 0
@@ -71,7 +71,7 @@ class Prefilling(Growing):
         return [PrefixBlock(number, partial(self.handed.prefix_block, number)) for number in numbers]
 
 
-class Prefill(PromptStage[Prefilling]):
+class Prefill(PromptStage[PrefillState]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
@@ -80,62 +80,62 @@ class Prefill(PromptStage[Prefilling]):
     @override
     def warm_up(self) -> None:
         kv = self._sequences.begin(0)
-        self._sequences.forward([Growing(kv, [0] * MADE_UP)], exact=self.exact)
+        self._sequences.forward([SequenceState(kv, [0] * MADE_UP)], exact=self.exact)
         self._sequences.end(kv)
 
     @override
-    def start(self, task: StageInput) -> Prefilling:
+    def start(self, task: StageInput) -> PrefillState:
         ids = unpacked(task.uploads[PROMPT])
         sight = self._sequences.sight(ids, task)
         with self._sequences.beginning(task.priority) as kv:
             taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
             handed = self._sequences.writer(kv, len(ids) - 1)
         self._sequences.prompts += 1
-        return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
+        return PrefillState(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
 
     @override
-    def step(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
+    def step(self, batch: Sequence[PrefillState]) -> list[int | Exception]:
         self._sequences.forward(batch)
         return [state.kv.length for state in batch]
 
     @override
-    def step_alone(self, state: Prefilling) -> int:
+    def step_alone(self, state: PrefillState) -> int:
         self._sequences.forward([state], exact=self.exact)
         return state.kv.length
 
     @override
-    def advance(self, state: Prefilling, result: int) -> Prefilling:
+    def advance(self, state: PrefillState, result: int) -> PrefillState:
         return replace(state, done=result, before=state.done)
 
     @override
-    def prefix_blocks(self, state: Prefilling) -> Sequence[PrefixBlock]:
+    def prefix_blocks(self, state: PrefillState) -> Sequence[PrefixBlock]:
         return state.blocks
 
     @override
-    def progress(self, state: Prefilling) -> tuple[int, int]:
+    def progress(self, state: PrefillState) -> tuple[int, int]:
         chunks = max(1, -(-len(state.ids) // CHUNK))
         return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
 
     @override
-    def outline(self, state: Prefilling) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    def outline(self, state: PrefillState) -> Sequence[tuple[str, str, tuple[int, ...]]]:
         return self._sequences.layout(len(state.ids)).outline()
 
     @override
-    def write_to(self, state: Prefilling, output: OpenOutput) -> None:
+    def write_to(self, state: PrefillState, output: OpenOutput) -> None:
         state.handed.to(output)
 
     @override
-    def finish(self, state: Prefilling) -> StageOutput:
+    def finish(self, state: PrefillState) -> StageOutput:
         return StageOutput(state.handed.finish())
 
     @override
-    def let_go(self, state: Prefilling) -> None:
+    def let_go(self, state: PrefillState) -> None:
         self._sequences.prompts -= 1
         self._sequences.end(state.kv)
 
 
 @dataclass(frozen=True)
-class Recomputed(Prefilling):
+class RecomputedChunks(PrefillState):
     """The whole chunks of a prompt and its answer, those with tokens of the answer computed again as prefill does it.
 
     A token by itself has other bytes than the same token in a chunk, and a later prompt is to have those of its chunk.
@@ -154,13 +154,13 @@ class Recomputed(Prefilling):
         """Whether all chunks are computed."""
         return self.done == len(self.ids)
 
-    def stepped(self, done: int) -> Recomputed | None:
+    def stepped(self, done: int) -> RecomputedChunks | None:
         """What a step that left so many tokens in the KV made of it; None where there was no room for a chunk."""
         return replace(self, before=self.done, done=done) if done > self.done else None
 
 
 @dataclass(frozen=True)
-class Writing(Growing):
+class DecodeState(SequenceState):
     """A sequence whose tokens from `prompt` on are the answer, under a `constraint`; the last step made `sampled`."""
 
     prompt: int = 0
@@ -174,7 +174,7 @@ class Writing(Growing):
     """Whether the answer goes into the prefix cache."""
     over: bool = False
     """Whether the last token is drawn."""
-    again: Recomputed | None = None
+    again: RecomputedChunks | None = None
     """Chunks of the answer that are still to be computed for the prefix cache, once the last token is drawn."""
 
     @property
@@ -194,10 +194,10 @@ class Writing(Growing):
         return super().chunk(exact=exact)[: max(1, left) if exact else None]
 
 
-class ReceivedKv(Receiving):
+class ReceivedKv(StreamedInput):
     """Keys and values of a prompt that come in pieces; what there is no room for is computed again."""
 
-    def __init__(self, sequences: Sequences, priority: int, tokens: int) -> None:
+    def __init__(self, sequences: SequencePool, priority: int, tokens: int) -> None:
         self._sequences = sequences
         with sequences.beginning(priority) as self.kv:
             self._reader = KvReader(self.kv, sequences.layout(tokens), sequences.heads)
@@ -218,10 +218,10 @@ class ReceivedKv(Receiving):
         self._sequences.end(self.kv)
 
 
-class Decode(PromptStage[Writing]):
+class Decode(PromptStage[DecodeState]):
     """Makes one token a step, once all that are there are in the KV.
 
-    Behind the last one it computes whole chunks of the answer, where others may go on from that: see `Recomputed`. Of
+    Behind the last one it computes whole chunks of the answer, where others may go on from that: see `RecomputedChunks`. Of
     several ranks, a `group`, the first one draws, and follows grammars; the others go on with what it has drawn.
     """
 
@@ -229,7 +229,7 @@ class Decode(PromptStage[Writing]):
     can_overlap = all_together = True
 
     def __init__(
-        self, sequences: Sequences, tokenizer: ChatTokenizer, grammars: Grammars, group: Group | None = None
+        self, sequences: SequencePool, tokenizer: ChatTokenizer, grammars: Grammars, group: Group | None = None
     ) -> None:
         super().__init__(sequences)
         self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
@@ -242,7 +242,7 @@ class Decode(PromptStage[Writing]):
         kv, given = self._sequences.begin(0), self._given(tensors, layout.tokens)
         assert given
         done, words = self._sequences.put(kv, given), AnswerText(self._tokenizer, StopConditions(), 1)
-        state = Writing(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
+        state = DecodeState(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
         (made,) = next_states(self, [state])
         self.let_go(state)
         if isinstance(made, Exception):
@@ -260,7 +260,7 @@ class Decode(PromptStage[Writing]):
         return ReceivedKv(self._sequences, priority, derived.prompt_tokens - 1)
 
     @override
-    def start(self, task: StageInput) -> Writing:
+    def start(self, task: StageInput) -> DecodeState:
         """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
         most, derived = need(task.params, "max_tokens", int), task.derived
@@ -278,7 +278,7 @@ class Decode(PromptStage[Writing]):
             given = self._given(task.tensors, len(prompt) - 1)
             with self._sequences.beginning(task.priority) as kv:
                 done = self._sequences.put(kv, given) if given else 0
-        state = Writing(
+        state = DecodeState(
             kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, shown=derived.shown,
             extends=task.extends,
         )  # fmt: skip
@@ -302,22 +302,24 @@ class Decode(PromptStage[Writing]):
         return constraint
 
     @override
-    def waits(self, state: Writing) -> bool:
+    def waits(self, state: DecodeState) -> bool:
         return not state.over and state.constraint is not None and state.constraint.waits()
 
-    def _given(self, tensors: Tensors, tokens: int) -> Given | None:
+    def _given(self, tensors: Tensors, tokens: int) -> KvBlocks | None:
         """The KV that prefill made of so many tokens; None if it is no such KV."""
-        return Given(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
+        return KvBlocks(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override
-    def step(self, batch: Sequence[Writing]) -> list[tuple[int, SampledToken | None] | Exception]:
+    def step(self, batch: Sequence[DecodeState]) -> list[tuple[int, SampledToken | None] | Exception]:
         return self._computed(batch, exact=False)
 
     @override
-    def step_alone(self, state: Writing) -> tuple[int, SampledToken | None] | Exception:
+    def step_alone(self, state: DecodeState) -> tuple[int, SampledToken | None] | Exception:
         return self._computed([state], exact=self.exact)[0]
 
-    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, SampledToken | None] | Exception]:
+    def _computed(
+        self, batch: Sequence[DecodeState], *, exact: bool
+    ) -> list[tuple[int, SampledToken | None] | Exception]:
         """What may follow by a grammar is found out during the forward; where that is late, the step was in vain.
 
         Ranks make it for all states, since the others do not know of what the first one waits for.
@@ -342,7 +344,7 @@ class Decode(PromptStage[Writing]):
                 made[state.kv] = (state.kv.length if drawn else state.done), drawn
         return [made.get(state.kv, (state.done, None)) for state in batch]
 
-    def _drawn(self, ends: Sequence[tuple[Writing, Tensor]]) -> list[Drawn]:
+    def _drawn(self, ends: Sequence[tuple[DecodeState, Tensor]]) -> list[Drawn]:
         """What follows each of these, by the logits behind it."""
         group = self._group
         own = [_draw(*end) for end in ends] if group is None or group.rank == 0 else []
@@ -354,7 +356,7 @@ class Decode(PromptStage[Writing]):
         return [PermanentError(drawn) if isinstance(drawn, str) else drawn for drawn in told]
 
     @override
-    def advance(self, state: Writing, result: tuple[int, SampledToken | None]) -> Writing:
+    def advance(self, state: DecodeState, result: tuple[int, SampledToken | None]) -> DecodeState:
         done, sampled = result
         if state.over:
             return replace(state, sampled=None, again=state.again and state.again.stepped(done))
@@ -365,7 +367,7 @@ class Decode(PromptStage[Writing]):
             return state
         return replace(state, over=True, again=self._again(state))
 
-    def _again(self, state: Writing) -> Recomputed | None:
+    def _again(self, state: DecodeState) -> RecomputedChunks | None:
         """What is to be computed again of a text that is over; None if nobody would find it."""
         first, chunks = (state.prompt - 1) // CHUNK, min((len(state.ids) - 1) // CHUNK, MOST_SHARED)
         if not state.extends or first >= chunks or state.words.has_reasoning:
@@ -375,17 +377,17 @@ class Decode(PromptStage[Writing]):
         self._sequences.step_back(state.kv)
         digests = self._sequences.digests(state.ids[: state.prompt], state.answer, state.shown)
         handed = self._sequences.writer(state.kv, chunks * CHUNK, first)
-        return Recomputed(
+        return RecomputedChunks(
             state.kv, state.ids[: chunks * CHUNK], first * CHUNK, before=first * CHUNK, sight=state.sight,
             handed=handed, yields=True, digests=digests,
         )  # fmt: skip
 
     @override
-    def prefix_blocks(self, state: Writing) -> Sequence[PrefixBlock]:
+    def prefix_blocks(self, state: DecodeState) -> Sequence[PrefixBlock]:
         return state.again.blocks if state.again else ()
 
     @override
-    def progress(self, state: Writing) -> tuple[int, int]:
+    def progress(self, state: DecodeState) -> tuple[int, int]:
         """The tokens; as if the last one were to come, while a text that is over has something left to do."""
         made = len(state.ids) - state.prompt
         over = state.over or state.words.ended or (made and state.ids[-1] in state.words.ends)
@@ -393,32 +395,32 @@ class Decode(PromptStage[Writing]):
         return made - 1 if left else made, made if over else state.words.most
 
     @override
-    def grown(self, state: Writing) -> Sequence[bytes]:
+    def grown(self, state: DecodeState) -> Sequence[bytes]:
         if state.sampled is None:
             return []
         made = state.sampled
         return [encode(state.words.add(made.token, made.logprob, made.top))]
 
     @override
-    def finish(self, state: Writing) -> StageOutput:
+    def finish(self, state: DecodeState) -> StageOutput:
         words = state.words
         answer = Answer("".join(piece.text for piece in words.made), words.ended, words.made, words.stop_reason)
-        return StageOutput(media=(Media("application/json", msgspec.json.encode(answer)),))
+        return StageOutput(media=(EncodedMedia("application/json", msgspec.json.encode(answer)),))
 
     @override
-    def let_go(self, state: Writing) -> None:
+    def let_go(self, state: DecodeState) -> None:
         self._sequences.end(state.kv)
         if state.constraint:
             self._sequences.constraints.discard(state.constraint)
             state.constraint.close()
 
 
-def _is_last(state: Writing) -> bool:
+def _is_last(state: DecodeState) -> bool:
     """Whether the last token of an answer ends it, whatever its text."""
     return len(state.answer) == state.words.most or state.ids[-1] in state.words.ends
 
 
-def _draw(state: Writing, logits: Tensor) -> Drawn:
+def _draw(state: DecodeState, logits: Tensor) -> Drawn:
     try:
         allowed = None
         if state.constraint:

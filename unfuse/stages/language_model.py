@@ -20,7 +20,7 @@ from unfuse.stages.refusal import refusal
 
 
 @dataclass(frozen=True)
-class Rows:
+class VisionRows:
     """Of a chunk of tokens: the rows that are seen, their embeddings, and what deeper layers add to them."""
 
     rows: Tensor
@@ -28,7 +28,7 @@ class Rows:
     deep: list[Tensor]
 
 
-class Sight:
+class VisionInputs:
     """What a prompt shows. Positions of its tokens are (3, tokens); those behind it go on from the last, in each row.
 
     So does `generate` of transformers 5.23. Its forward, where nobody says positions, goes on from the largest instead
@@ -55,7 +55,7 @@ class Sight:
         behind = torch.arange(max(start, length), max(stop, length)) + 1 - length
         return torch.cat([self._positions[:, start:stop], self._positions[:, -1:] + behind], 1)
 
-    def seen(self, start: int, stop: int) -> Rows | None:
+    def seen(self, start: int, stop: int) -> VisionRows | None:
         """What is seen of the tokens in these places; their rows count from `start`."""
         rows, values = list[Tensor](), list[list[Tensor]]()
         for place, parts in self._runs:
@@ -66,7 +66,7 @@ class Sight:
         if not rows:
             return None
         embeddings, *deep = (torch.cat(layer) for layer in zip(*values, strict=True))
-        return Rows(torch.cat(rows), embeddings, deep)
+        return VisionRows(torch.cat(rows), embeddings, deep)
 
 
 def _part(tensors: Tensors, run: TokenRun, end: str, tokens: int) -> Tensor:
@@ -101,7 +101,7 @@ LONG = 1 << 18  # bytes a run (of a layer, on average) from which reading severa
 
 OnLayer = Callable[[int], None]
 
-Part = tuple[KvSequence, Sequence[int]] | tuple[KvSequence, Sequence[int], Sight | None]
+Part = tuple[KvSequence, Sequence[int]] | tuple[KvSequence, Sequence[int], VisionInputs | None]
 """A sequence, the ids of its new tokens, and what its prompt shows."""
 
 
@@ -161,7 +161,7 @@ class LanguageModel:
         positions: list[int] = []
         places: list[int] = []
         rows: list[_Part] = []
-        sights = list[tuple[slice, int, Sight]]()
+        sights = list[tuple[slice, int, VisionInputs]]()
         for sequence, tokens, *shows in parts:
             start = sequence.length - len(tokens)
             if not tokens:
@@ -181,10 +181,10 @@ class LanguageModel:
         ends = [part.rows.stop - 1 for part in rows]
         return [*self._head(hidden[0, ends]).float()]
 
-    def _shown(self, ids: Tensor, positions: Tensor, sights: list[tuple[slice, int, Sight]]) -> dict[str, Any]:
+    def _shown(self, ids: Tensor, positions: Tensor, sights: list[tuple[slice, int, VisionInputs]]) -> dict[str, Any]:
         """Inputs where some parts, at these rows and from these places on, belong to prompts that show something."""
         at = positions.expand(3, 1, -1).clone()
-        found: list[tuple[int, Rows]] = []
+        found: list[tuple[int, VisionRows]] = []
         for rows, start, sight in sights:
             stop = start + rows.stop - rows.start
             at[:, 0, rows] = sight.positions(start, stop).to(at)

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Media, need
+from unfuse.stages.base import EncodedMedia, need
 from unfuse.stages.fragments import Fragments, configuration, exact_rate, with_lengths
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def need_format(output_format: str) -> None:
         raise PermanentError(f"output_format must be {', '.join(CONTENT_TYPES)}, not {output_format!r}")
 
 
-class Recording(ABC):
+class MediaWriter(ABC):
     """A file, or several, to which frames (frames, height, width, 3) are added as they are made."""
 
     @abstractmethod
@@ -59,11 +59,11 @@ class Recording(ABC):
         """Encode the next frames; returns what they add to the stream (b"": nothing). Raises PermanentError."""
 
     @abstractmethod
-    def finish(self) -> tuple[Media, ...]:
+    def finish(self) -> tuple[EncodedMedia, ...]:
         """What all frames have become. Nothing can be added any more."""
 
 
-def record(params: Params) -> Recording:
+def record(params: Params) -> MediaWriter:
     """Begin a recording: one video for mp4, else one picture a frame.
 
     Reads `output_format`, for mp4 `fps`, for jpeg and webp `output_compression` (the quality, 0 to 100; default 100).
@@ -72,9 +72,9 @@ def record(params: Params) -> Recording:
     output_format = need(params, "output_format", str)
     need_format(output_format)
     if output_format == "mp4":
-        return Video(need(params, "fps", float))
+        return VideoWriter(need(params, "fps", float))
     given = params.get("output_compression")
-    return Pictures(output_format, max(1, given) if isinstance(given, int) else 100)
+    return ImageWriter(output_format, max(1, given) if isinstance(given, int) else 100)
 
 
 def to_bytes(frames: NDArray[Any], whose: str, advice: str) -> Frames:
@@ -84,32 +84,32 @@ def to_bytes(frames: NDArray[Any], whose: str, advice: str) -> Frames:
     return (frames * 255).round().astype(np.uint8)
 
 
-def encode(frames: Frames, params: Params) -> tuple[Media, ...]:
+def encode(frames: Frames, params: Params) -> tuple[EncodedMedia, ...]:
     """Encode frames (frames, height, width, 3) that are all there, as `record` would. Raises PermanentError."""
     recording = record(params)
     recording.add(frames)
     return recording.finish()
 
 
-class Pictures(Recording):
+class ImageWriter(MediaWriter):
     """A picture for each frame."""
 
     def __init__(self, output_format: str, quality: int) -> None:
         self._format, self._quality = output_format, quality
-        self._pictures: list[Media] = []
+        self._pictures: list[EncodedMedia] = []
 
     @override
     def add(self, frames: Frames) -> bytes:
         kind = CONTENT_TYPES[self._format]
-        self._pictures += [Media(kind, _picture(frame, self._format, self._quality)) for frame in frames]
+        self._pictures += [EncodedMedia(kind, _picture(frame, self._format, self._quality)) for frame in frames]
         return b""
 
     @override
-    def finish(self) -> tuple[Media, ...]:
+    def finish(self) -> tuple[EncodedMedia, ...]:
         return tuple(self._pictures)
 
 
-class Video(Recording):
+class VideoWriter(MediaWriter):
     """H.264 in yuv420p, tagged BT.709. The finished file has its index first, so that browsers start before its end.
 
     A file on disk, without a name: the index is moved in front by rewriting the finished file, which libav opens again.
@@ -138,12 +138,12 @@ class Video(Recording):
         return b"".join(streamed)
 
     @override
-    def finish(self) -> tuple[Media, ...]:
+    def finish(self) -> tuple[EncodedMedia, ...]:
         if self._container is None:
             raise PermanentError("a video has at least one frame")
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return (Media(CONTENT_TYPES["mp4"], self._path.read_bytes()),)
+        return (EncodedMedia(CONTENT_TYPES["mp4"], self._path.read_bytes()),)
 
     def _begin(self, height: int, width: int) -> None:
         import av

@@ -10,7 +10,7 @@ import torch
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import NEGATIVE, OneStepState, Stage, StageInput, StageOutput, Tensors, applies, need
-from unfuse.stages.one_by_one import one_by_one
+from unfuse.stages.batch_invariant_ops import one_by_one
 
 
 class TextEncoder(Protocol):

@@ -18,8 +18,8 @@ from torch.nn.functional import interpolate
 from typing_extensions import override
 
 from unfuse.core.plan import Params
-from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need, need_tensor
-from unfuse.stages.media import Recording, encode, need_format, record, remedy, to_bytes
+from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.media import MediaWriter, encode, need_format, record, remedy, to_bytes
 
 
 class VaeDecoder(Protocol):
@@ -50,18 +50,18 @@ class CausalDecoder(VaeDecoder, Protocol):
 
 
 @dataclass
-class Decoding:
+class VaeDecodeState:
     """A request that is decoded in so many `steps`. `part` is what the last one added to the stream of its file."""
 
     grid: Tensor
     steps: int
     pieces: Iterator[Tensor]
-    recording: Recording
+    recording: MediaWriter
     done: int = 0
     part: bytes = b""
 
 
-class VaeDecode(SteppedStage[Decoding]):
+class VaeDecode(SteppedStage[VaeDecodeState]):
     """`latents` in, media out, in the request's `output_format`: one video, or one picture a frame.
 
     Requests whose pixels come in pieces have a step for each; those of others are decoded at once, together with their
@@ -80,36 +80,36 @@ class VaeDecode(SteppedStage[Decoding]):
         need_format(need(task.params, "output_format", str))
 
     @override
-    def start(self, task: StageInput) -> Decoding:
+    def start(self, task: StageInput) -> VaeDecodeState:
         latents = need_tensor(task, "latents", self._decoder.latents)
         grid = self._decoder.unpack(latents, task.params)
         recording = record(task.params)
         if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.pieces(grid)) > 1:
-            return Decoding(grid, pieces, self._decoder.decode_pieces(grid), recording)
-        return Decoding(grid, 1, iter(()), recording)
+            return VaeDecodeState(grid, pieces, self._decoder.decode_pieces(grid), recording)
+        return VaeDecodeState(grid, 1, iter(()), recording)
 
     @override
     @torch.no_grad()
-    def step(self, batch: Sequence[Decoding]) -> list[Decoding | Exception]:
+    def step(self, batch: Sequence[VaeDecodeState]) -> list[VaeDecodeState | Exception]:
         if batch[0].steps > 1:
             return [_added(state, state.pieces) for state in batch]
         whole = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
         return [_added(state, whole) for state in batch]
 
     @override
-    def progress(self, state: Decoding) -> tuple[int, int]:
+    def progress(self, state: VaeDecodeState) -> tuple[int, int]:
         return state.done, state.steps
 
     @override
-    def part(self, state: Decoding) -> bytes:
+    def part(self, state: VaeDecodeState) -> bytes:
         return state.part
 
     @override
-    def finish(self, state: Decoding) -> StageOutput:
+    def finish(self, state: VaeDecodeState) -> StageOutput:
         return StageOutput(media=state.recording.finish())
 
 
-def _added(state: Decoding, pixels: Iterator[Tensor]) -> Decoding | Exception:
+def _added(state: VaeDecodeState, pixels: Iterator[Tensor]) -> VaeDecodeState | Exception:
     """The state with the next of these pixels in its file; an error if they cannot be made or encoded."""
     try:
         state.part = state.recording.add(to_pixels(next(pixels)[0]))
@@ -135,14 +135,14 @@ CELLS = 32  # longest side that is decoded, in latent cells: 256 pixels of a VAE
 FORMAT: Params = {"output_format": "jpeg", "output_compression": 80}
 
 
-class Preview:
+class PreviewDecoder:
     """Decodes one frame of a shrunk grid. `load` brings the VAE; it is called when the first preview is asked for."""
 
     def __init__(self, load: Callable[[], VaeDecoder]) -> None:
         self._load = load
         self._decoder: VaeDecoder | None = None
 
-    def picture(self, latents: Tensor, params: Params) -> Media:
+    def picture(self, latents: Tensor, params: Params) -> EncodedMedia:
         """A JPEG of a request's latents."""
         self._decoder = self._decoder or self._load()
         grid = self._decoder.unpack(latents, params)[:, :, :1]

@@ -20,7 +20,7 @@ from unfuse.stages.media import read_frames
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisionFeatures:
     """Embeddings (tokens, width), and of as many what is added behind each of the first layers (deepstack)."""
 
     embeddings: torch.Tensor
@@ -28,7 +28,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class View:
+class VisionInput:
     """A picture, or the frames of a `video`, which come as they are decoded; and the grid that they become."""
 
     images: Iterable[Image.Image]
@@ -43,7 +43,7 @@ class VisionEncoder(Protocol):
     width: int
     deep: int
 
-    def encode(self, views: Sequence[View]) -> list[Seen]:
+    def encode(self, views: Sequence[VisionInput]) -> list[VisionFeatures]:
         """What it sees in each. Raises PermanentError for a grid that is not theirs."""
 
 
@@ -82,7 +82,7 @@ class VisionEncode(Stage):
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         tasks = [(task, _shown(task.derived)) for task in batch]
-        views = [View(_images(task, s), Grid(s.frames, s.rows, s.columns), s.images > 0) for task, s in tasks]
+        views = [VisionInput(_images(task, s), Grid(s.frames, s.rows, s.columns), s.images > 0) for task, s in tasks]
         outputs = []
         for task, seen in zip(batch, self._encoder.encode(views), strict=True):
             named = zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)

@@ -19,7 +19,7 @@ import structlog
 from unfuse.core.compute_options import USUAL_BATCH
 from unfuse.core.messages import ExactBatchStats
 from unfuse.core.retries import MEMORY, rule_of
-from unfuse.stages.base import Media, Stage
+from unfuse.stages.base import EncodedMedia, Stage
 from unfuse.weights.fingerprints import MAX_ENTRIES, add_entry
 from unfuse.worker.compute_messages import How
 from unfuse.worker.job import Job
@@ -144,7 +144,7 @@ def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
 
 def culprit(stage: Stage, states: Sequence[Any], row: int) -> str:
     """What is to blame for it. Computes both once more."""
-    from unfuse.stages.one_by_one import first_difference
+    from unfuse.stages.batch_invariant_ops import first_difference
 
     return first_difference(lambda: stage.step_alone(states[row]), lambda: stage.step(states)) or UNKNOWN
 
@@ -164,7 +164,7 @@ def _equal(one: Any, other: Any) -> bool:
             return one.keys() == other.keys() and all(map(_equal, one.values(), map(other.get, one)))
         case tuple() | list():
             return len(one) == len(other) and all(map(_equal, one, other))
-        case msgspec.Struct() if not isinstance(one, Media):
+        case msgspec.Struct() if not isinstance(one, EncodedMedia):
             return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
     return bool(one == other)
 

@@ -18,7 +18,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import declared, prefix_key
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease, OutputDeltas, check_growth
-from unfuse.stages.base import Media, Receiving, Stage, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import EncodedMedia, Stage, StageInput, StageOutput, StreamedInput, Tensors, need
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore, Unsealed
 from unfuse.stores.tensors import numpy_over, torch_over
@@ -149,7 +149,7 @@ class Intake:
     ) -> None:
         self._ranks = ranks
         self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
-        self._receiving: dict[Claim, dict[str, Receiving]] = {}
+        self._receiving: dict[Claim, dict[str, StreamedInput]] = {}
 
     def receive(self, arrived: Arrived) -> Taken:
         """Take what has come of an input, as its stage does, or else into memory; the answer says if that cannot be.
@@ -235,7 +235,7 @@ class Intake:
             resumed=step, saved=step, safe=step, reported=step, grown=len(run.recorded),
         )  # fmt: skip
 
-    def _came(self, lease: Lease) -> tuple[dict[str, Any], Receiving | None]:
+    def _came(self, lease: Lease) -> tuple[dict[str, Any], StreamedInput | None]:
         """What has come in pieces: tensors that were put together, and what the stage has taken itself."""
         came = self._receiving.get(lease.claim, {}).values()
         whole = [one.tensors(as_torch=self._as_torch(lease)) for one in came if isinstance(one, Collected)]
@@ -353,7 +353,7 @@ def store_prefix_blocks(store: TensorStore, job: Job) -> Iterator[CachePrefix]:
         yield CachePrefix(job.claim, key, ref, digest)
 
 
-def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
+def write(results: ResultStore, job: Job, media: Sequence[EncodedMedia]) -> tuple[ResultFile, ...]:
     """Store files, from the index of the task's picture on. Raises ResultsUnavailable where they cannot be now."""
     task = job.lease.task
     first = 0 if task.params.get("index") is None else need(task.params, "index", int)

@@ -30,7 +30,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, OutputDeltas
 from unfuse.core.text import TextStats
-from unfuse.stages.base import HasTexts, Media, Stage
+from unfuse.stages.base import EncodedMedia, ReportsTextStats, Stage
 from unfuse.stores.results import ResultStore, part_name, parts_of
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
@@ -160,7 +160,7 @@ REPORT_S = 0.25  # the least seconds between two reports of a busy process
 UNUSED = Timings()
 
 
-def texts_of(stages: Iterable[Stage]) -> list[HasTexts]:
+def texts_of(stages: Iterable[Stage]) -> list[ReportsTextStats]:
     """Return what keeps the texts of these stages, each once."""
     return [*{id(texts): texts for stage in stages if (texts := stage.texts) is not None}.values()]
 
@@ -534,7 +534,7 @@ class StepLoop:
         del self._jobs[job.claim]
         self._deliver(job, ref, output.media, finished)
 
-    def _deliver(self, job: Job, ref: ObjectRef | None, media: Sequence[Media], finished: float) -> None:
+    def _deliver(self, job: Job, ref: ObjectRef | None, media: Sequence[EncodedMedia], finished: float) -> None:
         try:
             results = write(self._results, job, media)
         except ResultsUnavailable as error:

@@ -17,7 +17,7 @@ from unfuse.core.modalities import MediaLimits, OutputSize
 from unfuse.core.model_spec import ModelSpec
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, RuntimeOptions, weights_ids
-from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.base import EncodedMedia, Stage, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 from unfuse.weights.folder import ModelFolder
 
@@ -118,7 +118,7 @@ class Write(Stage):
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         turned = [task.tensors["turned"] for task in batch]
-        return [StageOutput(media=(Media("image/png", bytes(text)),)) for text in turned if text is not None]
+        return [StageOutput(media=(EncodedMedia("image/png", bytes(text)),)) for text in turned if text is not None]
 
 
 PIPELINE = Pipeline(

@@ -16,8 +16,8 @@ from unfuse.core.vision import MediaItem, VisionConfig, places_of
 from unfuse.language.grammars import GrammarMatcher
 from unfuse.language.paged_kv import KvSequence, KvUsage, NoKvBlocks, PagedKvCache
 from unfuse.stages.base import StageInput, State, SteppedStage, Tensors
-from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
-from unfuse.stages.language_model import LanguageModel, Sight
+from unfuse.stages.kv_transfer import KvBlocks, KvLayout, KvWriter, SharedKvWriter
+from unfuse.stages.language_model import LanguageModel, VisionInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,22 +29,22 @@ LAST = 1 << 62  # the place of sequences that every other one comes before
 
 
 @dataclass(frozen=True)
-class Growing:
+class SequenceState:
     """A sequence: `ids`, which later states share, `done` of them in the KV before this step, `sight` it shows."""
 
     kv: KvSequence
     ids: list[int]
     done: int = 0
-    sight: Sight | None = field(default=None, kw_only=True)
+    sight: VisionInputs | None = field(default=None, kw_only=True)
     handed: KvWriter | None = field(default=None, kw_only=True)
     """Writes what the sequence has for another worker, if it is for one."""
-    given: Given | None = field(default=None, kw_only=True)
+    given: KvBlocks | None = field(default=None, kw_only=True)
     """What another worker has made of it, as long as that can be read."""
     yields: bool = field(default=False, kw_only=True)
     """Whether it does without what there is no room for, rather than take that of others, or wait for it."""
 
     @property
-    def elsewhere(self) -> Given | None:
+    def elsewhere(self) -> KvBlocks | None:
         """What is there of its beginning beside the KV."""
         return self.handed.written if self.handed else self.given
 
@@ -59,7 +59,7 @@ class Growing:
         return self.ids[start : start - start % CHUNK + CHUNK]
 
 
-class Sequences:
+class SequencePool:
     """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
 
     Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
@@ -112,11 +112,11 @@ class Sequences:
         compiling = sum(constraint.compiling for constraint in self.constraints)
         return TextStats(usage.used, usage.free, self.prompts, compiling)
 
-    def sight(self, ids: Sequence[int], task: StageInput) -> Sight | None:
+    def sight(self, ids: Sequence[int], task: StageInput) -> VisionInputs | None:
         """What a prompt of these ids shows; None of one that shows nothing. Raises PermanentError."""
         if self._vision is None or not task.derived.shown:
             return None
-        return Sight(ids, task.derived.shown, task.tensors, self._vision, self._deep)
+        return VisionInputs(ids, task.derived.shown, task.tensors, self._vision, self._deep)
 
     def leftovers(self) -> dict[str, int]:
         """Bytes that sequences have, and blocks that none has, by name: none while no state of a task exists."""
@@ -173,7 +173,7 @@ class Sequences:
                 sequence.write(layer, keys[self.heads], values[self.heads], start)
         return sequence.length
 
-    def put(self, sequence: KvSequence, given: Given) -> int:
+    def put(self, sequence: KvSequence, given: KvBlocks) -> int:
         """Put what another worker has made in its place, where there is room now. Returns how many tokens there are."""
         with suppress(NoKvBlocks):
             sequence.grow(given.tokens)
@@ -191,9 +191,9 @@ class Sequences:
         self._ranks.pop(sequence, None)
         self._wanted.pop(sequence, None)
 
-    def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
+    def forward(self, states: Sequence[SequenceState], *, exact: bool = False) -> list[Tensor | None]:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        parts, handed = dict[KvSequence, tuple[list[int], Sight | None]](), list[KvWriter]()
+        parts, handed = dict[KvSequence, tuple[list[int], VisionInputs | None]](), list[KvWriter]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             if chunk := self._next(state, exact):
                 parts[state.kv] = chunk, state.sight
@@ -216,7 +216,7 @@ class Sequences:
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
-    def _next(self, state: Growing, exact: bool) -> list[int]:
+    def _next(self, state: SequenceState, exact: bool) -> list[int]:
         """The tokens that a sequence adds now, for which it has taken room; none if it has to wait, or to yield."""
         state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
         self._wanted[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
@@ -227,7 +227,7 @@ class Sequences:
         chunk = state.chunk(exact=exact)
         return chunk if chunk and self._make_room(state.kv, len(chunk)) else []
 
-    def _begins(self, state: Growing) -> bool:
+    def _begins(self, state: SequenceState) -> bool:
         """Whether a sequence that has nothing takes room: if there is enough for all tokens that it has by now.
 
         Else it would soon give up again what it had computed again. Where that is one token a forward, there has to be
@@ -242,7 +242,7 @@ class Sequences:
             self._put(state.kv, given)
         return True
 
-    def _put(self, sequence: KvSequence, given: Given) -> None:
+    def _put(self, sequence: KvSequence, given: KvBlocks) -> None:
         for start, layer, unit in self.layout(given.tokens).read(given.tensors):
             own = unit[self.heads]
             sequence.write(layer, own[:, 0], own[:, 1], start)
@@ -266,7 +266,7 @@ class PromptStage(SteppedStage[State]):
 
     uploads = (PROMPT,)
 
-    def __init__(self, sequences: Sequences) -> None:
+    def __init__(self, sequences: SequencePool) -> None:
         self.texts = self._sequences = sequences
 
     @override
@@ -282,7 +282,7 @@ class PromptStage(SteppedStage[State]):
 
 def open_model(
     model: Any, device: str, tokens: int, vision: VisionConfig | None = None, deep: int = 0, axis: Axis | None = None
-) -> Sequences:
+) -> SequencePool:
     """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served.
 
     One with `vision` reads what was encoded of pictures, with so many layers that add to deeper ones. Of one that is
@@ -292,4 +292,4 @@ def open_model(
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = config.num_hidden_layers, config.num_key_value_heads // (axis.size if axis else 1), width
     kv = PagedKvCache(*shape, tokens, dtype=model.dtype, device=device)
-    return Sequences(LanguageModel(model, kv), kv, vision, deep, axis)
+    return SequencePool(LanguageModel(model, kv), kv, vision, deep, axis)

@@ -3,7 +3,7 @@
 On a CPU three things make a row depend on its mates. Products with one row a request, and convolutions, pick another
 kernel for another batch. Pointwise functions round otherwise in the tail of a vector than in its body, and where a tail
 lies depends on how many numbers there are, and on how threads share them. And a slice that is contiguous for one
-request is not for several, so that another path rounds. `OneByOne` runs just these one request at a time.
+request is not for several, so that another path rounds. `BatchInvariantOps` runs just these one request at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FEW, FEW_NARROW = 16, 64  # for fewer vectors, of 32 bits and of 16, a product m
 MATRIX = 2  # dimensions of what is for all rows
 
 
-class OneByOne(TorchFunctionMode):
+class BatchInvariantOps(TorchFunctionMode):
     """Runs what would make rows depend on each other one row at a time, in a forward of so many rows.
 
     Of each row, some modules make so many `parts`, which lie behind each other.
@@ -100,7 +100,7 @@ class OneByOne(TorchFunctionMode):
 
 def one_by_one(rows: int, parts: int = 1) -> AbstractContextManager[object]:
     """A context in which a forward of so many rows gives each the bytes that it has alone, as far as it can."""
-    return OneByOne(rows, parts) if rows > 1 else nullcontext()
+    return BatchInvariantOps(rows, parts) if rows > 1 else nullcontext()
 
 
 class _Trace(TorchFunctionMode):

@@ -27,7 +27,7 @@ from unfuse.core.errors import PermanentError, UnfuseError, Unsuitable
 from unfuse.core.modalities import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.core.request import FLAGGED_TYPE
-from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format, remedy, to_bytes
 from unfuse.weights.adapters import Adapters
@@ -42,7 +42,7 @@ REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
 """What a pipeline raises for parameters that it does not take."""
 
 
-class GivenUp(UnfuseError):
+class CallAbandoned(UnfuseError):
     """Raised inside a call that is given up, at its step."""
 
 
@@ -79,7 +79,7 @@ class PausedCall:
     def _rest(self) -> None:
         self._heard.put(None)
         if not self._told.get():
-            raise GivenUp
+            raise CallAbandoned
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -142,7 +142,7 @@ class RunningCall:
     done: int = 0
 
 
-class Whole(SteppedStage[RunningCall]):
+class UndividedStage(SteppedStage[RunningCall]):
     """Parameters, and pictures where the model takes them, in; media out.
 
     Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
@@ -215,7 +215,7 @@ class Whole(SteppedStage[RunningCall]):
         """
         output = state.call.result
         if any(np.ravel(getattr(output, name, None) or ()).any() for name in FLAGS):
-            return StageOutput(media=(Media(FLAGGED_TYPE, FLAGGED),))
+            return StageOutput(media=(EncodedMedia(FLAGGED_TYPE, FLAGGED),))
         made = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
         if made is None:
             raise PermanentError(f"the pipeline made a {type(output).__name__}, which has no pictures and no video")

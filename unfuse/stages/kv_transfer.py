@@ -62,7 +62,7 @@ class KvLayout:
             yield from ((chunk * CHUNK, layer, unit) for layer, unit in enumerate(layers))
 
 
-class Given(NamedTuple):
+class KvBlocks(NamedTuple):
     """Keys and values of the first `tokens` of a sequence, in tensors of such an object."""
 
     tokens: int
@@ -121,13 +121,13 @@ class KvWriter:
         self._output = output
 
     @property
-    def written(self) -> Given | None:
+    def written(self) -> KvBlocks | None:
         """What is there of it, in whole chunks; None without any."""
         chunks = min(self._done, self._layout.tokens // CHUNK * self._layout.layers) // self._layout.layers
         if not (self._output and chunks):
             return None
         whole, rest = (self._output.tensors[name] for name in (CHUNKS, REST))
-        return Given(chunks * CHUNK, {CHUNKS: whole[:chunks], REST: rest[..., :0, :]})
+        return KvBlocks(chunks * CHUNK, {CHUNKS: whole[:chunks], REST: rest[..., :0, :]})
 
     def layer(self, layer: int) -> None:
         """This layer has what it keeps of the sequence's last chunk. What others can read then is written at once."""
