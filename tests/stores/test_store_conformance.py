@@ -14,10 +14,10 @@ from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
-from unfuse.stores.base import Hold, ObjectDraft, StoreOptions
+from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions
 from unfuse.stores.blobs import StoredBlob, open_blobs
 from unfuse.stores.memory import MemoryBackend
-from unfuse.stores.tensor_store import TensorStore, Unsealed
+from unfuse.stores.tensor_store import TensorStore, UnsealedObject
 from unfuse.testing import check_store
 
 CAPACITY = 48 << 20
@@ -113,21 +113,21 @@ class Leaky(MemoryBackend):
 class Trusting(MemoryBackend):
     """Lets anybody read who knows an id."""
 
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         entry = self._objects._entries.get(ref.id)
         if entry is None or entry.state != "sealed":
             raise ObjectLost("gone", ref.id)
         entry.holds += 1
-        return Hold(self._heap.buffers[entry.extent.offset], lambda: self._objects.unhold(ref.id))
+        return ObjectHold(self._heap.buffers[entry.extent.offset], lambda: self._objects.unhold(ref.id))
 
 
 class Copying(MemoryBackend):
     """Frees at once what is still held, and hands out what comes next."""
 
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         hold = super().hold(ref)
         self._objects.unhold(ref.id)
-        return Hold(hold.bytes(), lambda: None)
+        return ObjectHold(hold.bytes(), lambda: None)
 
 
 class Forgetful(MemoryBackend):
@@ -233,13 +233,13 @@ def test_a_put_that_fails_half_way_leaves_nothing(parent: TensorStore, monkeypat
 def test_a_put_for_a_request_that_was_released_meanwhile_is_lost(
     parent: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, write = new_request_id(), Unsealed.write
+    request, write = new_request_id(), UnsealedObject.write
 
     def release_while_writing(*arguments):  # type: ignore[no-untyped-def]
         parent.release(request)
         return write(*arguments)
 
-    monkeypatch.setattr(Unsealed, "write", release_while_writing)
+    monkeypatch.setattr(UnsealedObject, "write", release_while_writing)
     with pytest.raises(ObjectLost, match="its request is over"):
         parent.put({"x": np.ones(3)}, request=request, stage="s", attempt=1)
     assert parent.usage().used == 0

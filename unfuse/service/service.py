@@ -53,7 +53,7 @@ from unfuse.service.plan import ServingPlan, forked, specs_of
 from unfuse.service.settings import DEFAULT, LoadedSettings, load
 from unfuse.service.stopping import Stoppable
 from unfuse.service.worker_groups import WorkerGroups
-from unfuse.stores.keyed import Remains, remains_at
+from unfuse.stores.keyed import StoredObjects, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
 from unfuse.weights.adapters import Loras
 from unfuse.wire.address import UNIX, host_towards, is_loopback, unix_path
@@ -395,7 +395,7 @@ async def _bound(requests: RequestStore, results: ResultStore, limit: int) -> No
                 await requests.drop(request)
 
 
-async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:
+async def _drop_remains(scheduler: Scheduler, places: Sequence[StoredObjects]) -> None:
     """Delete the objects of ended requests whose owner died, or could not delete them."""
     await asyncio.sleep(REMAINS_S)
     for place in places:

@@ -99,7 +99,7 @@ class ObjectDraft(msgspec.Struct, frozen=True):
     memory: Any
 
 
-class Hold:
+class ObjectHold:
     """The bytes of a sealed object. They neither move nor change until `release`.
 
     The hold releases itself when it, and every array over its bytes, is garbage.
@@ -127,7 +127,7 @@ class Hold:
 class _Region:
     """The base of an array: it keeps the hold alive as long as the array exists."""
 
-    def __init__(self, memory: NDArray[np.uint8], writable: bool, hold: Hold) -> None:
+    def __init__(self, memory: NDArray[np.uint8], writable: bool, hold: ObjectHold) -> None:
         self._hold = hold
         self.__array_interface__ = {**memory.__array_interface__, "data": (memory.ctypes.data, not writable)}
 
@@ -182,7 +182,7 @@ class StorageBackend(ABC):
         """Drop an object that is not sealed."""
 
     @abstractmethod
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         """Hold an object, of this owner or another, to read it.
 
         Raises ObjectLost if it cannot be reached, is not sealed, or has another key, generation or length than the ref.

@@ -17,7 +17,7 @@ from unfuse.arena.objects import Extent, FinalizerLock
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores import BLOB_STORES, COPIES, OBJECTS
-from unfuse.stores.base import Checksums, Hold, ObjectDraft, StorageBackend, StoreOptions
+from unfuse.stores.base import Checksums, ObjectDraft, ObjectHold, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 
 
@@ -78,7 +78,7 @@ class KeyedBackend(StorageBackend):
         self._read(self._folder(self._owner, object.request), object, memory)
 
     @override
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         """Read an object into memory. Raises ObjectLost, also if its checksums do not match."""
         try:
             memory = self._read(self._folder(self._owner and ref.owner, ref.request), ref)
@@ -86,7 +86,7 @@ class KeyedBackend(StorageBackend):
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
         with self._turn:
             self._held += ref.nbytes
-        return Hold(memory, partial(self._turn.post, partial(self._let_go, ref.nbytes)))
+        return ObjectHold(memory, partial(self._turn.post, partial(self._let_go, ref.nbytes)))
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
@@ -173,7 +173,7 @@ def open_copies(url: str) -> KeyedBackend | None:
     return None if url == "none" else KeyedBackend(open_blobs(url))
 
 
-class Remains:
+class StoredObjects:
     """All objects and durable copies in one blob store, of all owners, dead ones included."""
 
     def __init__(self, blobs: BlobStore) -> None:
@@ -193,10 +193,10 @@ class Remains:
             self._blobs.drop(folder)
 
 
-def remains_at(*urls: str) -> list[Remains]:
+def remains_at(*urls: str) -> list[StoredObjects]:
     """The contents of the blob stores among these URLs of tensor stores and durable copies. Raises ConfigError."""
     places = dict.fromkeys(url.partition("+")[2] if url.startswith("spill:") else url for url in urls)
-    return [Remains(open_blobs(url)) for url in places if url.partition(":")[0] in BLOB_STORES]
+    return [StoredObjects(open_blobs(url)) for url in places if url.partition(":")[0] in BLOB_STORES]
 
 
 def _name(object: ObjectRef | Extent | ObjectDraft) -> str:

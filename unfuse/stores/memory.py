@@ -15,7 +15,7 @@ from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import ObjectTable
 from unfuse.core.errors import ArenaFull
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Hold, ObjectDraft, StoreOptions, TabledBackend
+from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions, TabledBackend
 
 
 class _Heap:
@@ -57,9 +57,9 @@ class MemoryBackend(TabledBackend):
         return ObjectDraft(extent.id, extent.key, extent.generation, self._heap.buffers[extent.offset])
 
     @override
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         extent = self._objects.hold(ref.id, ref.key, ref.generation, ref.nbytes)
-        return Hold(self._heap.buffers[extent.offset], partial(self._objects.unhold, ref.id))
+        return ObjectHold(self._heap.buffers[extent.offset], partial(self._objects.unhold, ref.id))
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:

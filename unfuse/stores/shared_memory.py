@@ -21,10 +21,10 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.server import ArenaServer
 from unfuse.core.errors import NotFound, ObjectLost, ProtocolError, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Hold, ObjectDraft, StoreOptions, TabledBackend
+from unfuse.stores.base import ObjectDraft, ObjectHold, StoreOptions, TabledBackend
 
 
-class Readers:
+class ArenaReaders:
     """One connection for each owner that was asked for. With a `folder`, the owners' sockets must be there.
 
     A thread waits for owners to die and closes their connections; otherwise their memory would stay mapped, and in
@@ -116,7 +116,7 @@ class SharedMemoryBackend(TabledBackend):
         super().__init__(home)
         self.address, self.write_token = address, token
         self._owner, self._home = options.owner, home
-        self._readers = Readers(Path(options.run_dir) if options.run_dir else None)
+        self._readers = ArenaReaders(Path(options.run_dir) if options.run_dir else None)
 
     @override
     def create(self, nbytes: int, request: str) -> ObjectDraft:
@@ -138,11 +138,11 @@ class SharedMemoryBackend(TabledBackend):
         return whole
 
     @override
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         reader = self._reader(ref)
         with _or_lost(ref):
             extent = reader.hold(ref.id, ref.key, ref.generation, ref.nbytes)
-        return Hold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
+        return ObjectHold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:

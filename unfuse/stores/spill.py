@@ -18,7 +18,7 @@ from unfuse.arena.extents import MemoryUsage
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Hold, ObjectDraft, StorageBackend, StoreOptions, open_backend
+from unfuse.stores.base import ObjectDraft, ObjectHold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
 
 SPILLED_S = 24 * 3600  # seconds after which a spilled object is deleted at the next start: its owner has ended by then
@@ -74,7 +74,7 @@ class SpillBackend(StorageBackend):
         self._fast.abort(id)
 
     @override
-    def hold(self, ref: ObjectRef) -> Hold:
+    def hold(self, ref: ObjectRef) -> ObjectHold:
         try:
             return self._fast.hold(ref)
         except ObjectLost:

@@ -23,18 +23,28 @@ from unfuse.stores.base import (
     PIECE,
     SPILL_CAPACITY,
     Checksums,
-    Hold,
     ObjectDraft,
+    ObjectHold,
     StorageBackend,
     StoreOptions,
     checksums_of,
     open_backend,
 )
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import WIDE, Packed, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.tensors import (
+    WIDE,
+    PackedTensor,
+    Value,
+    copy_into,
+    describe,
+    flat_bytes,
+    narrowed,
+    numpy_over,
+    torch_over,
+)
 
 
-class Unsealed:
+class UnsealedObject:
     """An object that is not sealed yet; `ref` names it, without checksums.
 
     Where its request is over meanwhile, writing goes on to no effect, and `finish` says so.
@@ -78,7 +88,7 @@ class Unsealed:
         """Copy all tensors of `ref` to their places; hash each piece while it is in the CPU's cache."""
         for meta in self.ref.tensors:
             value, end = tensors[meta.name], meta.offset + meta.nbytes
-            value = value.data if isinstance(value, Packed) else value
+            value = value.data if isinstance(value, PackedTensor) else value
             source = None if value is None else flat_bytes(value)
             if value is not None and source is None:
                 copy_into(self._memory[meta.offset : end], value)
@@ -126,7 +136,7 @@ class HeldTensors(Mapping[str, Any]):
     them is garbage.
     """
 
-    def __init__(self, tensors: dict[str, Any], hold: Hold) -> None:
+    def __init__(self, tensors: dict[str, Any], hold: ObjectHold) -> None:
         self._tensors, self._hold = tensors, hold
 
     def __getitem__(self, name: str) -> Any:
@@ -158,7 +168,7 @@ class TensorStore:
         copies_at: str = "none",
     ) -> None:  # fmt: skip
         self._backend, self._clock, self._opened, self._copies_at = backend, clock, copies, copies_at
-        self._holds = weakref.WeakKeyDictionary[Hold, ObjectRef]()
+        self._holds = weakref.WeakKeyDictionary[ObjectHold, ObjectRef]()
         self.owner, self.node = owner, node
         self.address, self.write_token = backend.address, backend.write_token
         """Where other processes of this machine read the objects, and the secret of those who write; "" if none can."""
@@ -246,7 +256,7 @@ class TensorStore:
         stage: str,
         attempt: int,
         small: bool = False,
-    ) -> Unsealed | None:
+    ) -> UnsealedObject | None:
         """Begin an output that is written step by step, of these names, dtypes and shapes, and can be read meanwhile.
 
         None where nobody could read any of it before it is whole: the store does not announce, or it is one chunk, and
@@ -278,7 +288,7 @@ class TensorStore:
         over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
         return HeldTensors({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
 
-    def hold(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> Hold:
+    def hold(self, ref: ObjectRef, *, verify: bool = False, reader: str = "") -> ObjectHold:
         """Hold the bytes of an object, or else those of its durable copy. Raises ObjectLost, as `get` does."""
         if not _consistent(ref):
             raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
@@ -290,7 +300,7 @@ class TensorStore:
         """The refs of the objects that were read here and are still held."""
         return [ref for hold, ref in list(self._holds.items()) if not hold.released]
 
-    def _hold(self, ref: ObjectRef, verify: bool, reader: str) -> Hold:
+    def _hold(self, ref: ObjectRef, verify: bool, reader: str) -> ObjectHold:
         try:
             hold = self._backend.hold(ref)
             if verify and checksums_of(hold.bytes()) != ref.checksums:
@@ -354,7 +364,7 @@ class TensorStore:
                 raise TransientError(str(error)) from error
         return self._opened
 
-    def _copy(self, ref: ObjectRef) -> Hold:
+    def _copy(self, ref: ObjectRef) -> ObjectHold:
         """Hold a copy. Raises ObjectLost."""
         try:
             copies = self._copies()
@@ -366,14 +376,14 @@ class TensorStore:
 
     def _unsealed(
         self, metas: tuple[TensorMeta, ...], nbytes: int, request: str, stage: str, attempt: int, wait: float = 0.0
-    ) -> Unsealed:
+    ) -> UnsealedObject:
         """Allocate an object, waiting up to `wait` seconds for room. Raises ArenaFull."""
         draft = self._create(nbytes, request, wait)
         ref = ObjectRef(
             draft.id, self.owner, self.node, request, stage, attempt, draft.generation, nbytes, metas, (), draft.key,
             self._clock.wall(),
         )  # fmt: skip
-        return Unsealed(self._backend, ref, draft.memory)
+        return UnsealedObject(self._backend, ref, draft.memory)
 
     def _create(self, nbytes: int, request: str, wait: float) -> ObjectDraft:
         until = self._clock.now() + wait

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 LEVELS = 7  # a number is −7 to 7 times its block's scale
 
 
-class Packed:
+class PackedTensor:
     """A tensor of this shape, as bytes: the scales of all blocks in float16, then two numbers in each byte."""
 
     def __init__(self, data: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
         self.data, self.shape = data, shape
 
 
-def pack(values: NDArray[np.float32]) -> Packed | None:
+def pack(values: NDArray[np.float32]) -> PackedTensor | None:
     """Round each number to the nearest multiple of its block's scale, which is a seventh of the largest there.
 
     Blocks are 32 numbers that follow each other in C order. A number is off by half a scale at most. None for tensors
@@ -48,7 +48,7 @@ def pack(values: NDArray[np.float32]) -> Packed | None:
     multiples = np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide > 0)
     levels = (np.clip(np.rint(multiples), -LEVELS, LEVELS) + LEVELS).astype(np.uint8)
     pairs = levels[:, ::2] | levels[:, 1::2] << 4
-    return Packed(np.concatenate([scales.view(np.uint8), pairs.reshape(-1)]), values.shape)
+    return PackedTensor(np.concatenate([scales.view(np.uint8), pairs.reshape(-1)]), values.shape)
 
 
 def unpack(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -79,7 +79,7 @@ WIDE: dict[str, tuple[str, ...]] = {
 def narrowed(value: Value, encoding: str) -> Value:
     """A tensor of floats rounded to fewer bits. Other tensors, and those that would overflow, are not changed."""
     narrow = NARROW[encoding]
-    if value is None or isinstance(value, Packed) or describe(value)[0] not in WIDE[narrow]:
+    if value is None or isinstance(value, PackedTensor) or describe(value)[0] not in WIDE[narrow]:
         return value
     if narrow == PACKED:
         return pack(_floats(value)) or value
@@ -101,7 +101,7 @@ def describe(value: Value) -> tuple[str, tuple[int, ...]]:
         return "none", ()
     if isinstance(value, np.ndarray):
         return _name(value.dtype), value.shape
-    if isinstance(value, Packed):
+    if isinstance(value, PackedTensor):
         return PACKED, value.shape
     torch = sys.modules.get("torch")  # there is no torch tensor where torch was never imported
     if torch is not None and isinstance(value, torch.Tensor):

@@ -20,7 +20,7 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease, OutputDeltas, check_growth
 from unfuse.stages.base import EncodedMedia, Stage, StageInput, StageOutput, StreamedInput, Tensors, need
 from unfuse.stores.results import ResultStore
-from unfuse.stores.tensor_store import HeldTensors, TensorStore, Unsealed
+from unfuse.stores.tensor_store import HeldTensors, TensorStore, UnsealedObject
 from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits, failure
@@ -65,7 +65,9 @@ class Job:
     grown: int = 0  # the number of the next piece of its output
     part: int | None = 0  # the last step whose part is stored; None after one could not be: none can follow
     prefix_blocks: list[tuple[str, str, Tensors]] = field(default_factory=list)  # see `read_prefix_blocks`
-    output: Unsealed | None = None  # what its output is written into while it runs, if others may read it meanwhile
+    output: UnsealedObject | None = (
+        None  # what its output is written into while it runs, if others may read it meanwhile
+    )
 
     def growth(self) -> OutputDeltas | None:
         """What the last step has added to its output, if anything; raises PermanentError where that is too much."""
