@@ -36,7 +36,7 @@ from unfuse.stages.language import Decode, Prefill, PrefillState
 from unfuse.stages.sequence_pool import open_model
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import ArenaSink, Session, Transfers
+from unfuse.transfer.session import ArenaSink, Transfers, TransferSession
 
 K = 1024
 LAYERS, HEADS, KEPT, WIDTH, VOCABULARY = 4, 8, 4, 64, 512
@@ -133,7 +133,7 @@ class Bench:
             state = stepped
         return state
 
-    def pull(self, ref: ObjectRef) -> tuple[Session, ArenaSink]:
+    def pull(self, ref: ObjectRef) -> tuple[TransferSession, ArenaSink]:
         sink = ArenaSink(self.arena, ref)
         return self.transfers.fetch(ref, sink), sink
 

@@ -41,9 +41,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import checksums_of
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.onesided import About, OneSidedEngine, Range
+from unfuse.transfer.onesided import CopyRange, OneSidedEngine, OwnerInfo
 from unfuse.transfer.session import ArenaSink, Transfers
-from unfuse.transfer.tcp import Connection, TcpEngine
+from unfuse.transfer.tcp import OwnerClient, TcpEngine
 
 MIB = 1 << 20
 SIZES = (1, 4, 16, 64, 256, 1024)
@@ -219,12 +219,12 @@ class Reader:
 
     def by_library(self, name: str) -> Way:
         """A read by the library of an engine, nothing else."""
-        engine, connection = self.engines[name], Connection(self.addresses[name], OPTIONS)
+        engine, connection = self.engines[name], OwnerClient(self.addresses[name], OPTIONS)
         assert isinstance(engine, OneSidedEngine)
-        owner = msgspec.msgpack.decode(connection.about, type=About)
+        owner = msgspec.msgpack.decode(connection.about, type=OwnerInfo)
         connection.close()
         at, to = owner.base + self.offset, self.target.ctypes.data
-        return lambda ref: engine.read(owner.name, [Range(at, to, ref.nbytes)])
+        return lambda ref: engine.read(owner.name, [CopyRange(at, to, ref.nbytes)])
 
     def by(self, name: str, at_once: int = 1) -> Way:
         """Sessions."""

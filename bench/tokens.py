@@ -21,7 +21,7 @@ from bench.blocks import TOKEN
 from bench.pull import Reader, timed
 from bench.report import quantile, ratio, show, table
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.session import Window
+from unfuse.transfer.session import RingBuffer
 
 K = 1024
 LENGTHS = (1, 4, 16, 32, 64)
@@ -31,7 +31,7 @@ WINDOW = 8
 ROUNDS = 15
 
 
-class Counted(Window):
+class Counted(RingBuffer):
     """Counts how often more is asked for."""
 
     def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:

@@ -37,7 +37,7 @@ from unfuse.stages.language import CHUNK, Decode, DecodeState, Prefill, PrefillS
 from unfuse.stores.base import checksums_of
 from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import Transfers, Window
+from unfuse.transfer.session import RingBuffer, Transfers
 from unfuse.weights.folder import WHOLE
 from unfuse.weights.gguf_model import files_of
 
@@ -376,7 +376,7 @@ def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_p
         extent.key, 0.0,
     )  # fmt: skip
     given = task(model.card, torch.randint(3, 200, (tokens,), generator=source).tolist(), max_tokens=1)
-    window = Window(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
+    window = RingBuffer(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
     session, received = transfers.fetch(whole, window), decode.receive(given.derived, 0, made)
     for piece in window:
         received.take(torch.from_numpy(piece))

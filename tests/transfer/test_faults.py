@@ -23,7 +23,7 @@ from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.testing.transfer_owner import pattern, soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.session import ArenaSink, Session, Transfers
+from unfuse.transfer.session import ArenaSink, Transfers, TransferSession
 
 OPTIONS = TransferOptions(
     secret=SECRET, heartbeat_s=0.2, max_missed=5, attempts=5, bootstrap_s=60, threads=8, trusted_network=True
@@ -107,7 +107,7 @@ class Soak:
 
     def run(self, count: int, kills: int) -> None:
         """So many transfers, several at once."""
-        waiting: list[tuple[Session, ArenaSink, ObjectRef, int]] = []
+        waiting: list[tuple[TransferSession, ArenaSink, ObjectRef, int]] = []
         for number in range(count):
             owner = self.random.choice(list(self.owners))
             seed = self.random.randrange(len(SIZES))
@@ -134,14 +134,14 @@ class Soak:
         self.outcomes["(owners killed)"] += 1
         self.add_owner()
 
-    def settle_some(self, waiting: list[tuple[Session, ArenaSink, ObjectRef, int]]) -> None:
+    def settle_some(self, waiting: list[tuple[TransferSession, ArenaSink, ObjectRef, int]]) -> None:
         """Those that are over give their room to the others."""
         soon(lambda: any(session.wait(0) for session, *_ in waiting), "all transfers hang")
         for item in [item for item in waiting if item[0].wait(0)]:
             waiting.remove(item)
             self.settle(*item)
 
-    def settle(self, session: Session, sink: ArenaSink, ref: ObjectRef, seed: int) -> None:
+    def settle(self, session: TransferSession, sink: ArenaSink, ref: ObjectRef, seed: int) -> None:
         """See that it ended well."""
         if session.error:
             assert session.state == "failed" and sink.extent is None

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from unfuse import transfer
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferEngine, TransferOptions
-from unfuse.transfer.onesided import OneSidedEngine, Range
+from unfuse.transfer.onesided import CopyRange, OneSidedEngine
 
 OPTIONS = TransferOptions(secret="s" * 40, trusted_network=True)
 Started = Callable[..., TransferEngine]
@@ -114,7 +114,7 @@ def test_a_library_that_does_not_start_at_all_is_an_error(start: Started) -> Non
         start("mlx5_0", codes={"rdma": 1, "tcp": 1}, mooncake_protocol="rdma")
 
 
-RANGES = [Range(1000, 5, 16), Range(1016, 21, 16), Range(1032, 37, 3)]
+RANGES = [CopyRange(1000, 5, 16), CopyRange(1016, 21, 16), CopyRange(1032, 37, 3)]
 PLACES = [(5, 1000, 16), (21, 1016, 16), (37, 1032, 3)]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.onesided import OneSidedEngine, Range
+from unfuse.transfer.onesided import CopyRange, OneSidedEngine
 
-RANGES = [Range(1000, 5, 16), Range(1016, 21, 3)]
+RANGES = [CopyRange(1000, 5, 16), CopyRange(1016, 21, 3)]
 
 
 class Agent:

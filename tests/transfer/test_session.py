@@ -20,7 +20,7 @@ from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import agree, open_engine
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.session import SESSION_MOVES, ArenaSink, Session, Transfers, Window
+from unfuse.transfer.session import SESSION_MOVES, ArenaSink, RingBuffer, Transfers, TransferSession
 
 QUICK = TransferOptions(secret=SECRET, threads=1, heartbeat_s=0.2, bootstrap_s=60, attempts=4)
 
@@ -52,7 +52,7 @@ class RecordingLink(FakeLink):
                 yield filled
 
 
-class Counting(Window):
+class Counting(RingBuffer):
     """Also notes how far it was verified."""
 
     def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:
@@ -113,7 +113,7 @@ def test_an_owner_that_restarted_elsewhere_is_resumed_from_the_last_good_chunk(o
     engine = Recording()
     with transfers({"fake": engine}, lambda _: {"fake": addresses[-1]}) as fetching:
         buffer = np.empty(CHUNK_BYTES, np.uint8)
-        fetching.fetch(ref, window := Window(buffer, ref))
+        fetching.fetch(ref, window := RingBuffer(buffer, ref))
         pieces = iter(window)
         got = [bytes(next(pieces))]
         owner.stop()
@@ -249,8 +249,8 @@ def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> 
     address, ref = owner.start(), owner.put(11, 3 * CHUNK_BYTES)
     states: list[tuple[str, int]] = []
 
-    class Watching(Window):
-        session: Session | None = None
+    class Watching(RingBuffer):
+        session: TransferSession | None = None
 
         def verified(self, stop: int) -> None:
             super().verified(stop)
@@ -263,7 +263,7 @@ def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> 
 
     links = Transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}, QUICK)
     window = Watching(np.empty(ref.nbytes, np.uint8), ref)
-    window.session = session = Session(ref, window, links._links, QUICK)
+    window.session = session = TransferSession(ref, window, links._links, QUICK)
     while session.step() is not None:
         assert not session.wait(0)
     links.close()
@@ -274,7 +274,7 @@ def test_success_is_said_after_the_last_chunk_is_verified(owner: ArenaOwner) -> 
 @pytest.mark.parametrize("state", SESSION_MOVES)
 def test_only_legal_moves_are_made(owner: ArenaOwner, state: str) -> None:
     ref = owner.put(12, 10)
-    session = Session(ref, Window(np.empty(10, np.uint8), ref), None, QUICK)  # type: ignore[arg-type]
+    session = TransferSession(ref, RingBuffer(np.empty(10, np.uint8), ref), None, QUICK)  # type: ignore[arg-type]
     for other in SESSION_MOVES:
         session.state = state  # type: ignore[assignment]
         if other in SESSION_MOVES[state]:  # type: ignore[index]
@@ -306,7 +306,7 @@ def test_fifty_chunks_come_through_a_window_of_two(arena: Arena) -> None:
 def test_no_byte_comes_twice_through_a_window_that_is_no_multiple_of_a_chunk(owner: ArenaOwner) -> None:
     address, ref, engine = owner.start(), owner.put(13, 4 * CHUNK_BYTES + 9), Recording()
     with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
-        fetching.fetch(ref, window := Window(np.empty(CHUNK_BYTES * 3 // 2, np.uint8), ref))
+        fetching.fetch(ref, window := RingBuffer(np.empty(CHUNK_BYTES * 3 // 2, np.uint8), ref))
         assert b"".join(map(bytes, window)) == bytes(pattern(13, ref.nbytes))
     assert sum(stop - start for start, stop in engine.pulled) == ref.nbytes
 
@@ -314,7 +314,7 @@ def test_no_byte_comes_twice_through_a_window_that_is_no_multiple_of_a_chunk(own
 def test_a_window_smaller_than_a_chunk_is_refused_since_nothing_could_be_verified(owner: ArenaOwner) -> None:
     ref = owner.put(14, 2 * CHUNK_BYTES)
     with pytest.raises(ValueError, match="needed to verify"):
-        Window(np.empty(CHUNK_BYTES - 1, np.uint8), ref)
+        RingBuffer(np.empty(CHUNK_BYTES - 1, np.uint8), ref)
 
 
 def test_whoever_drains_a_window_hears_of_the_failure_after_what_was_good(owner: ArenaOwner) -> None:
@@ -323,7 +323,7 @@ def test_whoever_drains_a_window_hears_of_the_failure_after_what_was_good(owner:
     owner.arena.memory[extent.offset + 2 * CHUNK_BYTES] ^= 1
     got = []
     with transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}) as fetching:
-        fetching.fetch(ref, window := Window(np.empty(ref.nbytes, np.uint8), ref))
+        fetching.fetch(ref, window := RingBuffer(np.empty(ref.nbytes, np.uint8), ref))
         with pytest.raises(ObjectLost, match="damaged"):
             for piece in window:
                 got.append(bytes(piece))
@@ -383,7 +383,7 @@ def test_kill_9_of_an_owner_in_mid_transfer_is_one_error(arena: Arena) -> None:
     child = ChildOwner("tcp")
     address, ref = child.start(), child.put(19, 12 * CHUNK_BYTES)
     with transfers({"tcp": open_engine("tcp", QUICK)}, lambda _: {"tcp": address}) as fetching:
-        session = fetching.fetch(ref, window := Window(np.empty(CHUNK_BYTES, np.uint8), ref))
+        session = fetching.fetch(ref, window := RingBuffer(np.empty(CHUNK_BYTES, np.uint8), ref))
         pieces = iter(window)
         assert next(pieces).nbytes == CHUNK_BYTES
         child.kill()

@@ -16,7 +16,7 @@ from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern
 from unfuse.transfer import movers as movers_module, open_engine
-from unfuse.transfer.movers import Movers
+from unfuse.transfer.movers import SessionThreads
 from unfuse.transfer.session import ArenaSink, Transfers
 
 Kind = Callable[[], AbstractContextManager[str]]
@@ -119,7 +119,7 @@ class Walk:
 
 def test_an_owner_s_sessions_take_turns_and_its_threads_go_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "SPARE_S", 0.01)
-    movers, order, over = Movers(1), list[str](), threading.Event()
+    movers, order, over = SessionThreads(1), list[str](), threading.Event()
     gate = threading.Event()
     movers.add("owner", Walk(lambda: gate.wait(60), 1))
     for name in "abc":
@@ -139,7 +139,7 @@ def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessio
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(movers_module, "SPARE_S", 0.01)
-    movers, gate, begun = Movers(2), threading.Event(), threading.Semaphore(0)
+    movers, gate, begun = SessionThreads(2), threading.Event(), threading.Semaphore(0)
 
     def step() -> None:
         begun.release()
@@ -161,7 +161,7 @@ def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessio
 
 def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "SPARE_S", 600.0)
-    movers, who, done = Movers(2), list[threading.Thread](), threading.Semaphore(0)
+    movers, who, done = SessionThreads(2), list[threading.Thread](), threading.Semaphore(0)
 
     def step() -> None:
         who.append(threading.current_thread())
@@ -181,7 +181,7 @@ def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkey
 
 def test_no_session_is_forgotten_that_comes_just_when_a_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(movers_module, "SPARE_S", 0.001)
-    movers, done = Movers(1), threading.Semaphore(0)
+    movers, done = SessionThreads(1), threading.Semaphore(0)
     for number in range(500):
         time.sleep(0.0008 + number % 9 * 0.0001)
         movers.add("owner", Walk(done.release, 1))
@@ -191,7 +191,7 @@ def test_no_session_is_forgotten_that_comes_just_when_a_thread_ends(monkeypatch:
 
 
 def test_what_is_not_over_when_they_are_stopped_is_cancelled() -> None:
-    movers, taken = Movers(1), list[ObjectRef | None]()
+    movers, taken = SessionThreads(1), list[ObjectRef | None]()
     walks = [Walk(lambda: taken.append(None), 10**9) for _ in range(3)]
     for walk in walks:
         movers.add("owner", walk)

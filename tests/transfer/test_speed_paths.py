@@ -16,9 +16,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import onesided, open_engine
 from unfuse.transfer.base import Coming, LinkBroken, Ping, Pong, Pull, TransferEngine, TransferOptions
-from unfuse.transfer.onesided import AT_ONCE, OneSidedEngine, Range
+from unfuse.transfer.onesided import AT_ONCE, CopyRange, OneSidedEngine
 from unfuse.transfer.session import MAX_PULL
-from unfuse.transfer.tcp import Connection, OwnerServer, send
+from unfuse.transfer.tcp import OwnerClient, OwnerServer, send
 
 MUCH = 40 << 20
 """More than the kernel takes before anybody reads."""
@@ -40,7 +40,7 @@ class OwnMemory(OneSidedEngine):
     def register(self, memory: NDArray[np.uint8]) -> None:
         del memory
 
-    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
+    def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         assert name == b"here"
         self.calls.append([one.nbytes for one in ranges])
         if len(self.calls) in self.fails:
@@ -73,7 +73,7 @@ def all_of(ref: ObjectRef) -> Pull:
 def test_over_tcp_an_object_is_held_while_it_is_sent_and_not_longer(tcp: tuple[ArenaOwner, str]) -> None:
     owner, address = tcp
     ref = owner.put(1, MUCH)
-    with closing(Connection(address, OPTIONS)) as reader:
+    with closing(OwnerClient(address, OPTIONS)) as reader:
         reader.ask(all_of(ref), Coming)
         owner.delete(ref)
         assert owner.used() > 0, "most of it is still to be sent"
@@ -88,7 +88,7 @@ def test_what_an_owner_sent_does_not_change_when_its_room_is_used_again(tcp: tup
     """The kernel has a copy of what was sent: nobody needs to hold it until it is read."""
     owner, address = tcp
     ref = owner.put(1, 10_000)
-    with closing(Connection(address, OPTIONS)) as reader:
+    with closing(OwnerClient(address, OPTIONS)) as reader:
         reader.ask(all_of(ref), Coming)
         owner.delete(ref)
         soon(lambda: owner.used() == 0, "it is held though it is sent")
@@ -118,7 +118,7 @@ def test_an_owner_s_word_waits_for_the_bytes_that_it_sends_and_for_nothing_else(
     sending.close()
     waiting.close()
     assert peer.flags == [socket.MSG_MORE, 0, 0, 0, 0]
-    with closing(Connection(address, OPTIONS)) as reader:
+    with closing(OwnerClient(address, OPTIONS)) as reader:
         send(reader.socket, all_of(ref))
         assert len(reader.socket.recv(1000)) > 100, "they come in one piece"
 

@@ -21,7 +21,7 @@ from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import BACKENDS, open_engine
 from unfuse.transfer.base import Coming, FromOwner, Got, LinkBroken, Ping, Pong, Pull, ToOwner, TransferOptions, Watch
 from unfuse.transfer.session import ArenaSink, Transfers
-from unfuse.transfer.tcp import Connection, OwnerServer, prove, read, send, write
+from unfuse.transfer.tcp import OwnerClient, OwnerServer, prove, read, send, write
 
 FAKE = "unfuse.testing.fake_transfer:FakeEngine"
 QUICK = TransferOptions(secret=SECRET, threads=1, queues=1, attempts=1)
@@ -287,11 +287,11 @@ def test_strangers_that_say_nothing_take_nobody_s_place(monkeypatch: pytest.Monk
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
     address, ref = owner.start(), owner.put(1, 100)
     host, port = address.removeprefix("tcp://").split(":")
-    first = Connection(address, OPTIONS)
+    first = OwnerClient(address, OPTIONS)
     silent = [socket.create_connection((host, int(port)), 30) for _ in range(40)]
     for peer in silent[:36]:
         assert peer.recv(1) == b"", "it is hung up on"
-    with closing(Connection(address, OPTIONS)) as other, closing(first):
+    with closing(OwnerClient(address, OPTIONS)) as other, closing(first):
         for reader in (first, other):
             reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, 10), Coming)
             assert len(reader.socket.recv(10, socket.MSG_WAITALL)) == 10
@@ -330,7 +330,7 @@ def test_an_owner_that_does_not_know_the_secret_is_not_believed() -> None:
 def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
     owner = ArenaOwner(lambda: open_engine("tcp", IMPATIENT))
     address, ref = owner.start(), owner.put(1, 40 << 20)
-    reader = Connection(address, OPTIONS)
+    reader = OwnerClient(address, OPTIONS)
     reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
     owner.delete(ref)
     assert owner.used() > 0
@@ -342,7 +342,7 @@ def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
 def test_what_a_reader_takes_by_itself_is_held_until_it_has_it(owner: ArenaOwner) -> None:
     """As with mooncake and nixl, which read the owner's memory behind its back."""
     ref, serving = owner.put(1, 1000), OwnerServer(owner.arena, OPTIONS, lambda peer, *_: read(peer))
-    with closing(serving), closing(Connection(serving.address, OPTIONS)) as reader:
+    with closing(serving), closing(OwnerClient(serving.address, OPTIONS)) as reader:
         reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
         owner.delete(ref)
         assert owner.used() > 0
@@ -355,7 +355,7 @@ def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
     """Nor until the owner gives up sending: the object may be large, and others want its room."""
     owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
     address, ref = owner.start(), owner.put(1, 40 << 20)
-    reader = Connection(address, OPTIONS)
+    reader = OwnerClient(address, OPTIONS)
     reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
     owner.delete(ref)
     assert owner.used() > 0

@@ -17,7 +17,7 @@ from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease
 from unfuse.testing.queue_samples import task_of
-from unfuse.transfer.session import Window
+from unfuse.transfer.session import RingBuffer
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 from unfuse.worker.remote_inputs import Passing
 
@@ -133,7 +133,7 @@ class Slow:
         self.arena, self.may_end, self.cancelled = Arena(1 << 26), Event(), False
         self.reserve = self.arena.create
 
-    def fetch(self, ref: object, window: Window) -> Slow:
+    def fetch(self, ref: object, window: RingBuffer) -> Slow:
         self.window = window
         return self
 

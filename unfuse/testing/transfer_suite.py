@@ -18,7 +18,7 @@ from unfuse.stores.base import checksums_of
 from unfuse.testing.transfer_faults import Faults, FaultyEngine
 from unfuse.testing.transfer_owner import CAPACITY, WITHIN_S, ServingEnd, pattern, soon
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine
-from unfuse.transfer.session import ArenaSink, Transfers, Window
+from unfuse.transfer.session import ArenaSink, RingBuffer, Transfers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -248,7 +248,7 @@ def check_window(pair: Pair, link: PeerLink, address: str) -> None:
     """An object of any length comes through a buffer that has room for little more than a chunk of it."""
     ref = pair.owner.put(10, 6 * CHUNK_BYTES + 3)
     with sessions(pair, address) as transfers, room(pair, CHUNK_BYTES + 1000) as buffer:
-        session = transfers.fetch(ref, window := Window(buffer, ref))
+        session = transfers.fetch(ref, window := RingBuffer(buffer, ref))
         assert b"".join(map(bytes, window)) == bytes(pattern(10, ref.nbytes))
         session.result(WITHIN_S)
     pair.owner.delete(ref)

@@ -118,7 +118,7 @@ class PeerLink(ABC):
         """Disconnect; pulls that are under way raise LinkBroken."""
 
 
-class Pairs(Protocol):
+class ProcessPairs(Protocol):
     """What moves bytes between the memory of a worker here and that of another one.
 
     Every method but `part` raises OSError where it fails; the pair is of no use then. It returns when nothing more is
@@ -169,7 +169,7 @@ class TransferEngine(ABC):
         """Register the memory that pulls will write to, once, before the first pull; some hardware needs this."""
         del memory
 
-    def use(self, pairs: Pairs, device: str) -> None:
+    def use(self, pairs: ProcessPairs, device: str) -> None:
         """Have `pairs` move bytes, for a worker that computes on `device`; once, before the first pull.
 
         Engines whose library needs no compute process ignore it. Raises ConfigError for a device that cannot.

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.onesided import OneSidedEngine, Range
+from unfuse.transfer.onesided import CopyRange, OneSidedEngine
 
 try:
     from mooncake.engine import TransferEngine as Mooncake
@@ -78,7 +78,7 @@ class MooncakeEngine(OneSidedEngine):
         self._registered.append(memory.ctypes.data)
 
     @override
-    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
+    def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         """Older builds of the library have no call for many ranges: there each has one of its own."""
         owner, library = name.decode(), self._library
         if hasattr(library, "batch_transfer_sync_read"):

@@ -12,7 +12,7 @@ from typing import Protocol
 SPARE_S = 10.0  # seconds for which an idle thread waits for a session: starting one delays a pull by a third of a ms
 
 
-class Stepwise(Protocol):
+class SteppedSession(Protocol):
     """A session as the movers see it."""
 
     def step(self) -> float | None:
@@ -22,7 +22,7 @@ class Stepwise(Protocol):
         """Make the next step the last."""
 
 
-class Movers:
+class SessionThreads:
     """At most `most` threads for each owner; one more comes with a session that finds none, and goes SPARE_S after it.
 
     The sessions of an owner take turns, each when its next step is due.
@@ -34,7 +34,7 @@ class Movers:
         self._owners: dict[str, _OwnerThreads] = {}
         self._stopped = False
 
-    def add(self, owner: str, session: Stepwise) -> None:
+    def add(self, owner: str, session: SteppedSession) -> None:
         """Run a session until it is over."""
         with self._lock:
             threads = self._owners.setdefault(owner, _OwnerThreads(self._lock))
@@ -74,7 +74,7 @@ class Movers:
                 else:
                     threads.schedule(session, delay)
 
-    def _next(self, owner: str, threads: _OwnerThreads) -> Stepwise | None:
+    def _next(self, owner: str, threads: _OwnerThreads) -> SteppedSession | None:
         """Wait for the next session that is due; None if this thread must end, having been one too many for long."""
         with self._lock:
             ends = inf
@@ -98,12 +98,12 @@ class _OwnerThreads:
 
     def __init__(self, lock: Lock) -> None:
         self.changed = Condition(lock)
-        self.due: list[tuple[float, int, Stepwise]] = []
+        self.due: list[tuple[float, int, SteppedSession]] = []
         self.running: list[Thread] = []
         self.sessions = 0
         self._turns = itertools.count()
 
-    def schedule(self, session: Stepwise, delay: float) -> None:
+    def schedule(self, session: SteppedSession, delay: float) -> None:
         """Let a thread do the session's next step in `delay` seconds, after those that are due before."""
         heappush(self.due, (time.monotonic() + delay, next(self._turns), session))
         self.changed.notify()

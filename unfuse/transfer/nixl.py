@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.onesided import OneSidedEngine, Range
+from unfuse.transfer.onesided import CopyRange, OneSidedEngine
 
 try:
     from nixl import _bindings
@@ -46,7 +46,7 @@ class NixlEngine(OneSidedEngine):
         self._registered.append(self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM"))
 
     @override
-    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
+    def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         try:
             owner = self._agent.add_remote_agent(name)
             ours = self._agent.get_xfer_descs([(one.to, one.nbytes, 0) for one in ranges], "DRAM")

@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.transfer.base import Got, LinkBroken, PeerLink
-from unfuse.transfer.tcp import ChannelLink, Connection, OwnerEngine, OwnerServer, read, send
+from unfuse.transfer.tcp import ChannelLink, OwnerClient, OwnerEngine, OwnerServer, read, send
 
 PIECE = 16 * 1024 * 1024  # the most bytes of a range
 AT_ONCE = 4  # ranges that are read in one call, and then reported
 
 
-class Range(NamedTuple):
+class CopyRange(NamedTuple):
     """Bytes to copy: an address of the owner, one of ours, and how many."""
 
     address: int
@@ -27,7 +27,7 @@ class Range(NamedTuple):
     nbytes: int
 
 
-class About(msgspec.Struct, frozen=True):
+class OwnerInfo(msgspec.Struct, frozen=True):
     """What a reader must know about an owner: its name in the library, and the address of its arena."""
 
     name: bytes
@@ -44,7 +44,7 @@ class OneSidedEngine(OwnerEngine):
         """The name that peers need to `read` from here, once memory is registered."""
 
     @abstractmethod
-    def read(self, name: bytes, ranges: Sequence[Range]) -> None:
+    def read(self, name: bytes, ranges: Sequence[CopyRange]) -> None:
         """Copy these ranges from the process that published `name`, in one call of the library.
 
         Raises LinkBroken; then some of them may be there.
@@ -54,7 +54,7 @@ class OneSidedEngine(OwnerEngine):
     def serve(self, arena: Arena) -> str:
         arena.fill()
         self.register(arena.view)
-        about = msgspec.msgpack.encode(About(self.publish(), arena.view.ctypes.data))
+        about = msgspec.msgpack.encode(OwnerInfo(self.publish(), arena.view.ctypes.data))
         self.owner = OwnerServer(arena, self.options, lambda peer, *_: read(peer), about)
         return self.owner.address
 
@@ -75,14 +75,14 @@ class _OneSidedLink(ChannelLink):
         self._engine, self._at_once = engine, AT_ONCE
 
     @override
-    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        owner = msgspec.msgpack.decode(connection.about, type=About)
+    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        owner = msgspec.msgpack.decode(connection.about, type=OwnerInfo)
         start, at, to = 0, owner.base + offset, into.ctypes.data
         while start < into.nbytes:
             stop = min(start + self._at_once * PIECE, into.nbytes)
             places = range(start, stop, PIECE)
             try:
-                self._engine.read(owner.name, [Range(at + one, to + one, min(PIECE, stop - one)) for one in places])
+                self._engine.read(owner.name, [CopyRange(at + one, to + one, min(PIECE, stop - one)) for one in places])
             except LinkBroken:
                 self._at_once = 1
                 raise

@@ -21,8 +21,8 @@ from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
-from unfuse.transfer.base import Pairs, PeerLink, Pull, TransferOptions
-from unfuse.transfer.tcp import ChannelLink, Connection, OwnerEngine, OwnerServer, read, write
+from unfuse.transfer.base import PeerLink, ProcessPairs, Pull, TransferOptions
+from unfuse.transfer.tcp import ChannelLink, OwnerClient, OwnerEngine, OwnerServer, read, write
 
 PIECE = 4 * 1024 * 1024  # bytes moved at a time: so many must come within the seconds after which a peer counts as gone
 
@@ -31,7 +31,7 @@ class PairsEngine(OwnerEngine):
     """Each connection's pair is made for its first pull, and ends with it."""
 
     enforces_refs = False
-    _pairs: Pairs
+    _pairs: ProcessPairs
     _memory: NDArray[np.uint8]
 
     def __init__(self, options: TransferOptions) -> None:
@@ -39,7 +39,7 @@ class PairsEngine(OwnerEngine):
         self._of = WeakKeyDictionary[object, str]()
 
     @override
-    def use(self, pairs: Pairs, device: str) -> None:
+    def use(self, pairs: ProcessPairs, device: str) -> None:
         self._pairs = pairs
 
     @override
@@ -55,7 +55,7 @@ class PairsEngine(OwnerEngine):
     def connect(self, address: str) -> PeerLink:
         return _PairsLink(address, self)
 
-    def receive(self, connection: Connection, address: str, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def receive(self, connection: OwnerClient, address: str, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         """Fill `into`, a part of the registered memory, over a connection to an owner; yields how many bytes came."""
         pair = self._of.get(connection)
         if not pair:
@@ -105,7 +105,7 @@ class NcclEngine(PairsEngine):
     name = "nccl"
 
     @override
-    def use(self, pairs: Pairs, device: str) -> None:
+    def use(self, pairs: ProcessPairs, device: str) -> None:
         if device == "cpu":
             raise ConfigError("the transfer engine nccl needs a GPU, and this worker computes on a CPU: use tcp")
         super().use(pairs, device)
@@ -119,7 +119,7 @@ class _PairsLink(ChannelLink):
         self._engine = engine
 
     @override
-    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         if into.nbytes:
             for done in self._engine.receive(connection, self._address, into):
                 yield done

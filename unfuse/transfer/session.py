@@ -26,10 +26,10 @@ from unfuse.core.messages import TransferStats
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
 from unfuse.transfer.base import LinkBroken, PeerLink, TransferEngine, TransferOptions
-from unfuse.transfer.movers import Movers
+from unfuse.transfer.movers import SessionThreads
 
 
-class Sink(Protocol):
+class TransferSink(Protocol):
     """The target of a session. One thread at a time calls it; `finish` or `fail` is the last call."""
 
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
@@ -49,7 +49,7 @@ class Sink(Protocol):
         ...
 
 
-class ArenaSink(Sink):
+class ArenaSink(TransferSink):
     """Copies the object into an arena and seals it there; `extent` is its place.
 
     `create` allocates the room (default: `arena.create`). One that `stays` keeps it when the session fails, for the
@@ -90,7 +90,7 @@ class ArenaSink(Sink):
             self.extent = None
 
 
-class Window(Sink):
+class RingBuffer(TransferSink):
     """A ring buffer for an object of any length. Iterating gives its bytes in pieces, each valid until the next one.
 
     `buffer` must have room for one chunk, because only verified bytes are given out; the caller may use it again when
@@ -189,7 +189,7 @@ Peers = Callable[[str], Mapping[str, str]]
 log = structlog.get_logger(__name__)
 
 
-class Session:
+class TransferSession:
     """One transfer. The first `good` bytes are here and verified: whole chunks, or everything.
     `cancelled` says whether `cancel` was called.
 
@@ -200,7 +200,7 @@ class Session:
     def __init__(
         self,
         ref: ObjectRef,
-        sink: Sink,
+        sink: TransferSink,
         links: PeerLinks,
         options: TransferOptions,
         kept: tuple[int, ...] = (),
@@ -479,14 +479,14 @@ class Transfers:
         self._options = options
         self._links = PeerLinks(engines, peers, options)
         self.counters = self._links.counters  # how much each engine has brought
-        self._movers = Movers(options.threads)
+        self._movers = SessionThreads(options.threads)
 
-    def fetch(self, ref: ObjectRef, sink: Sink, kept: tuple[int, ...] = ()) -> Session:
+    def fetch(self, ref: ObjectRef, sink: TransferSink, kept: tuple[int, ...] = ()) -> TransferSession:
         """Begin to fetch an object into `sink`.
 
         The sink has chunks with the checksums `kept` already; those that the object has too are not fetched again.
         """
-        session = Session(ref, sink, self._links, self._options, kept)
+        session = TransferSession(ref, sink, self._links, self._options, kept)
         self._movers.add(ref.owner, session)
         return session
 

@@ -260,7 +260,7 @@ class OwnerEngine(TransferEngine):
             self.owner.close()
 
 
-class Connection(OwnerConnection):
+class OwnerClient(OwnerConnection):
     """A reader's end. Raises OSError or ProtocolError if there is no owner at the address, or not one of ours."""
 
     def __init__(self, address: str, options: TransferOptions) -> None:
@@ -315,14 +315,14 @@ class Connection(OwnerConnection):
         return read(self.socket)
 
 
-class ChannelLink(PooledLink[Connection]):
+class ChannelLink(PooledLink[OwnerClient]):
     """A link that agrees on each pull over a connection; `bring` moves the bytes."""
 
     def __init__(self, address: str, options: TransferOptions) -> None:
-        super().__init__(lambda: Connection(address, options), address, options)
+        super().__init__(lambda: OwnerClient(address, options), address, options)
 
     @abstractmethod
-    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         """Fill `into` with the bytes at an offset of the owner's arena, which are held; yields how many are there."""
 
     @override
@@ -396,7 +396,7 @@ class TcpLink(ChannelLink):
     """Receives the bytes on the connection itself."""
 
     @override
-    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+    def bring(self, connection: OwnerClient, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         view, done = into.data, 0
         while done < len(view):
             got = connection.socket.recv_into(view[done : done + PIECE], 0, socket.MSG_WAITALL)

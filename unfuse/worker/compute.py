@@ -32,7 +32,7 @@ from unfuse.models.base import RuntimeOptions
 from unfuse.stages.base import Stage
 from unfuse.stores.results import copies_here, open_results
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.transfer.base import Pairs
+from unfuse.transfer.base import ProcessPairs
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.quantised import library
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 class PairServer:
     """The end in the compute process: does what messages ask of pairs, which `open` makes at the first."""
 
-    def __init__(self, open: Callable[[], Pairs], send: Callable[[messages.FromCompute], None]) -> None:
+    def __init__(self, open: Callable[[], ProcessPairs], send: Callable[[messages.FromCompute], None]) -> None:
         self._open, self._send, self._lock = open, send, Lock()
-        self._pairs: Pairs | None = None
+        self._pairs: ProcessPairs | None = None
 
     def take(self, call: messages.PairCall) -> None:
         """Do it in a thread, and answer. Nothing that fails there ends the process."""
@@ -147,7 +147,7 @@ def _listen(channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.
             inbox.put(message)
 
 
-def _pairs(load: messages.Load) -> Pairs:
+def _pairs(load: messages.Load) -> ProcessPairs:
     """What moves bytes between the worker's arena and other workers'."""
     from unfuse.parallel.pairs import TorchPairs
 

@@ -32,7 +32,7 @@ from unfuse.core.messages import (
 )
 from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
-from unfuse.transfer.base import Pairs
+from unfuse.transfer.base import ProcessPairs
 from unfuse.worker.compute_messages import (
     Arrived,
     Cancel,
@@ -67,7 +67,7 @@ TRIED = 3  # so many restarts in turn may fail before ranks are lost, or the set
 WATCH_S = 0.5  # seconds between two checks of compute processes that have tasks
 
 
-class ComputePairs(Pairs):
+class ComputePairs(ProcessPairs):
     """The parent's end: asks the compute process, through `send`, and waits for its answers.
 
     Made on the event loop that `send` needs; threads call the methods of Pairs, and the loop the other ones. A call

@@ -20,7 +20,7 @@ from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.session import ArenaSink, Session, TransferCounters, Transfers, Window
+from unfuse.transfer.session import ArenaSink, RingBuffer, TransferCounters, Transfers, TransferSession
 from unfuse.worker.compute_messages import Arrived, Cancel, Taken
 
 log = structlog.get_logger(__name__)
@@ -82,7 +82,7 @@ class Passing:
         arena = store.arena
         assert arena
         extent = await self._room(store, self.window(lease.task, ref), lease.task.request, wait)
-        window = Window(arena.writable(extent), ref)
+        window = RingBuffer(arena.writable(extent), ref)
         session = transfers.fetch(ref, window)
         draining = self._loop.run_in_executor(self._drains, self._drain, lease, ref, extent, window, session)
         freeing = self._loop.create_task(self._free_window(arena, extent, draining, session))
@@ -135,7 +135,7 @@ class Passing:
                 answers.over.set_result(None)
 
     async def _free_window(
-        self, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: Session
+        self, arena: Arena, extent: Extent, draining: asyncio.Future[None], session: TransferSession
     ) -> None:
         """Free a window when nothing reads or writes there any more."""
         await asyncio.wait({draining})
@@ -153,7 +153,9 @@ class Passing:
                     raise
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _drain(self, lease: Lease, ref: ObjectRef, extent: Extent, window: Window, session: Session) -> None:
+    def _drain(
+        self, lease: Lease, ref: ObjectRef, extent: Extent, window: RingBuffer, session: TransferSession
+    ) -> None:
         """In a thread: pass on what the window gives until all is taken."""
         start = 0
         for piece in window:
@@ -162,7 +164,7 @@ class Passing:
             asyncio.run_coroutine_threadsafe(self._pass(arrived, session), self._loop).result()
             start += piece.nbytes
 
-    async def _pass(self, arrived: Arrived, session: Session) -> None:
+    async def _pass(self, arrived: Arrived, session: TransferSession) -> None:
         key = arrived.lease.claim, arrived.ref.id
         if session.cancelled:
             raise TransientError(UNWANTED)
@@ -238,7 +240,7 @@ class _Copy:
     """An object of another node that is being fetched, or is here. `over` is done when the transfer has ended."""
 
     ref: ObjectRef
-    session: Session
+    session: TransferSession
     sink: ArenaSink
     over: asyncio.Future[None]
     users: set[Claim] = field(default_factory=set)
