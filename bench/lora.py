@@ -27,7 +27,7 @@ from unfuse.core.plan import Params
 from unfuse.models import resolve_source
 from unfuse.stages.base import StageInput
 from unfuse.stages.denoise import Denoise, DenoiseState
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import AdapterFolder
 
 RANKS = (4, 16, 64)
 SIZES = {"128²": (128, 128, 1), "128² × 9 frames": (128, 128, 9)}
@@ -41,7 +41,7 @@ def asked(name: str) -> Params:
     return {"lora": name, "lora_scale": 1.0} if name else {}
 
 
-def id_of(loras: Loras, name: str) -> str:
+def id_of(loras: AdapterFolder, name: str) -> str:
     """The hash of an adapter's content; "" without a name."""
     return loras.id_of(name) if name else ""
 
@@ -65,7 +65,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def forward(bare: Case, adapted: Case, loras: Loras, names: list[str], rounds: int) -> dict[str, Any]:
+def forward(bare: Case, adapted: Case, loras: AdapterFolder, names: list[str], rounds: int) -> dict[str, Any]:
     """Seconds of a step, over those of a model that never saw an adapter; the first step of each is not counted."""
     sides = {"none was ever loaded": (bare, "")} | {
         name or "none, beside loaded ones": (adapted, name) for name in names
@@ -83,7 +83,7 @@ def forward(bare: Case, adapted: Case, loras: Loras, names: list[str], rounds: i
     }
 
 
-def changes(adapted: Model, single: Model, loras: Loras, names: list[str], rounds: int) -> dict[str, Any]:
+def changes(adapted: Model, single: Model, loras: AdapterFolder, names: list[str], rounds: int) -> dict[str, Any]:
     """Milliseconds of going from one adapter to another."""
     first, second = names[:2]
     ways = {
@@ -107,7 +107,7 @@ def measure(source: Path, folder: Path, rounds: int, ranks: tuple[int, ...] = RA
     """Everything, for the model in a folder; its adapters are written into another one."""
     for rank in ranks:
         adapter(source, folder, f"rank-{rank}", rank, rank)
-    loras, names = Loras(str(folder)), [f"rank-{rank}" for rank in ranks]
+    loras, names = AdapterFolder(str(folder)), [f"rank-{rank}" for rank in ranks]
     bare = Model(source)
     adapted, single = (Model(source, ComputeOptions(max_loras=most), loras=str(folder)) for most in (len(ranks), 1))
     made = [bare.encode(bare.params(seed)) for seed in range(len(PROMPTS))]
@@ -115,7 +115,7 @@ def measure(source: Path, folder: Path, rounds: int, ranks: tuple[int, ...] = RA
     for title, shape in SIZES.items():
         cases = [Case(model, made, shape, SPARE) for model in (bare, adapted)]
         steps[title] = forward(*cases, loras, [*names, ""], rounds)
-    ids = [seconds(lambda: Loras(str(folder)).id_of(names[-1])) for _ in range(rounds)]
+    ids = [seconds(lambda: AdapterFolder(str(folder)).id_of(names[-1])) for _ in range(rounds)]
     return {
         "steps": steps,
         "change_ms": changes(adapted, single, loras, names, rounds),

@@ -27,7 +27,7 @@ from unfuse.models import find
 from unfuse.models.base import DiffusersFamily, RuntimeOptions
 from unfuse.models.modular import Modular
 from unfuse.stages.base import StageInput, SteppedStage, next_states
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import AdapterFolder
 
 JOBS = {job.name: job for job in [*c.LORA_JOBS, c.FILES[-1]]}
 ONE = ComputeOptions(max_loras=1)
@@ -45,12 +45,14 @@ SEQUENCE = [
 
 
 @pytest.fixture(scope="session")
-def loras(undivided: c.Undivided) -> Loras:
-    return Loras(str(undivided.folder("loras")))
+def loras(undivided: c.Undivided) -> AdapterFolder:
+    return AdapterFolder(str(undivided.folder("loras")))
 
 
 @pytest.fixture
-def prepared(undivided: c.Undivided, stages: c.Load, loras: Loras) -> Callable[..., tuple[SteppedStage[Any], Any]]:
+def prepared(
+    undivided: c.Undivided, stages: c.Load, loras: AdapterFolder
+) -> Callable[..., tuple[SteppedStage[Any], Any]]:
     """The denoise stage for a job, and the job as its task."""
 
     def prepare(job: c.Job, options: ComputeOptions = c.EXACT) -> tuple[SteppedStage[Any], StageInput]:
@@ -68,7 +70,7 @@ def prepared(undivided: c.Undivided, stages: c.Load, loras: Loras) -> Callable[.
 Prepare = Callable[..., tuple[SteppedStage[Any], StageInput]]
 
 
-def known(params: Params, loras: Loras, tensors: Any = None) -> StageInput:
+def known(params: Params, loras: AdapterFolder, tensors: Any = None) -> StageInput:
     """A request's task, with what the gateway knows of its adapters."""
     id = loras.ids_of(str(params["lora"])) if "lora" in params else ""
     return StageInput(params, tensors or {}, derived=DerivedFacts(lora_id=id))
@@ -142,7 +144,7 @@ def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepare
     assert made is not None and np.array_equal(made.numpy(), undivided.result("lora-alpha")["latents"])
 
 
-def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: Loras, prepared: Prepare) -> None:
+def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: AdapterFolder, prepared: Prepare) -> None:
     stage, _ = prepared(JOBS["lora-none"])
     names = ("lora-plain", "lora-alpha", "lora-scaled", "lora-two", "lora-none")
     keys = [stage.batch_key(known(JOBS[name].params, loras)) for name in names]
@@ -202,7 +204,7 @@ class TestRefusals:
     def run(self, folder: Path, undivided: c.Undivided, stages: c.Load) -> Iterator[Callable[[str], np.ndarray]]:
         """Makes lora-none's request with an adapter of that folder."""
         loaded = stages(undivided.folder("wan"), "float32", c.EXACT, str(folder))
-        stage, params, loras = loaded["denoise"], JOBS["lora-none"].params, Loras(str(folder))
+        stage, params, loras = loaded["denoise"], JOBS["lora-none"].params, AdapterFolder(str(folder))
         assert isinstance(stage, SteppedStage)
 
         def make(name: str) -> np.ndarray:
@@ -229,7 +231,7 @@ class TestRefusals:
     ) -> None:
         file, source = tmp_path / "mine.safetensors", undivided.folder("loras")
         file.write_bytes((source / "wan-plain.safetensors").read_bytes())
-        loaded, asked = stages(undivided.folder("wan"), "float32", c.EXACT, str(tmp_path)), Loras(str(tmp_path))
+        loaded, asked = stages(undivided.folder("wan"), "float32", c.EXACT, str(tmp_path)), AdapterFolder(str(tmp_path))
         stage, base = loaded["denoise"], JOBS["lora-plain"].params
         assert isinstance(stage, SteppedStage)
         task = known({**base, "lora": "mine"}, asked, c.encode(loaded, base, {}))
@@ -263,7 +265,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=says):
             find(folder).load(spec, folder, runtime)
 
-    def test_a_worker_without_a_folder(self, undivided: c.Undivided, stages: c.Load, loras: Loras) -> None:
+    def test_a_worker_without_a_folder(self, undivided: c.Undivided, stages: c.Load, loras: AdapterFolder) -> None:
         loaded, params = stages(undivided.folder("wan")), JOBS["lora-plain"].params
         with pytest.raises(PermanentError, match="--loras"):
             loaded["denoise"].verify(known(params, loras, c.encode(loaded, params, {})))
@@ -280,7 +282,7 @@ class TestFolder:
         (folder / "has space.safetensors").write_bytes(b"weights")
         os.symlink(outside, folder / "link.safetensors")
         os.symlink(folder / "a.b-C_1.safetensors", folder / "alias.safetensors")
-        loras = Loras(str(folder))
+        loras = AdapterFolder(str(folder))
 
         assert [*loras.files()] == ["a.b-C_1", "alias"]
         assert loras.id_of("alias") == loras.id_of("a.b-C_1")
@@ -294,7 +296,7 @@ class TestFolder:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (file := tmp_path / "a.safetensors").write_bytes(b"one")
-        loras = Loras(str(tmp_path))
+        loras = AdapterFolder(str(tmp_path))
         first = loras.id_of("a")
         assert loras.id_of("a") == first
         file.write_bytes(b"two")
@@ -307,7 +309,7 @@ class TestFolder:
         for number in range(30):
             (tmp_path / f"a{number:02}.safetensors").write_bytes(b"")
         with pytest.raises(NotFound, match="a19 and 10 more$"):
-            Loras(str(tmp_path)).id_of("b")
+            AdapterFolder(str(tmp_path)).id_of("b")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,7 +27,7 @@ from unfuse.models.base import Loader, RuntimeOptions
 from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
 from unfuse.stages.base import Stage, StageInput
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import AdapterFolder
 from unfuse.weights.shared import held
 
 LIMIT_S = 60.0
@@ -97,7 +97,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
     for spread, name in json.load(sys.stdin):
         job = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS, *c.TILED]}[name]
         params, loras = dict(job.params), str(root / "loras") if "lora" in job.params else ""
-        lora_id = Loras(loras).ids_of(params["lora"]) if loras else ""
+        lora_id = AdapterFolder(loras).ids_of(params["lora"]) if loras else ""
         by_role = dict(each.split("=") for each in spread.split(",")) if "=" in spread else {"denoiser": spread}
         encoders = stage(job.model, job.dtype, "encode", by_role.get("encoder", ""), "")
         encoded, uploads = {}, tiny.uploads(job.params)

@@ -14,7 +14,7 @@ import pytest
 from tests.server.served import Served, serve
 from tools.cards import PICTURES, STILL
 from unfuse.core.plan import Params
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import AdapterFolder
 
 ADAPTED = msgspec.structs.replace(PICTURES, takes_lora=True)
 ASYNC = {"prefer": "respond-async"}
@@ -56,7 +56,7 @@ def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http
     scaled = params_of(served, ask(http, lora="oil", lora_scale=-0.5))
     none = params_of(served, ask(http, lora=None))
 
-    loras = Loras(str(folder))
+    loras = AdapterFolder(str(folder))
     assert [plain[name] for name in ("lora", "lora_id", "lora_scale")] == ["ink", loras.id_of("ink"), 1.0]
     assert [scaled[name] for name in ("lora", "lora_id", "lora_scale")] == ["oil", loras.id_of("oil"), -0.5]
     assert not {"lora", "lora_id", "lora_scale"} & none.keys()
@@ -64,7 +64,7 @@ def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http
 
 @pytest.mark.row("K1")
 def test_an_adapter_with_other_bytes_is_another_whatever_its_times_say(tmp_path: Path) -> None:
-    file, loras = tmp_path / "ink.safetensors", Loras(str(tmp_path))
+    file, loras = tmp_path / "ink.safetensors", AdapterFolder(str(tmp_path))
     file.write_bytes(b"one")
     before, times = loras.id_of("ink"), file.stat()
 
@@ -81,7 +81,7 @@ def test_an_adapter_with_other_bytes_is_another_whatever_its_times_say(tmp_path:
 def test_several_are_kept_in_their_order_each_with_its_scale(
     asked: object, served: Served, http: httpx2.Client, folder: Path
 ) -> None:
-    loras = Loras(str(folder))
+    loras = AdapterFolder(str(folder))
     kept = params_of(served, ask(http, lora=asked, lora_scale=2))
     assert kept["lora"] == "ink,oil:-0.5"
     assert kept["lora_id"] == f"{loras.id_of('ink')},{loras.id_of('oil')}"

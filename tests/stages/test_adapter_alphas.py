@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import save_file
 
-from unfuse.weights.adapters import Adapters, Loras
+from unfuse.weights.adapters import AdapterFolder, LoadedAdapters
 
 RANK = 2
 
@@ -49,9 +49,9 @@ def test_layers_have_their_own_alphas(
             file[f"{named}.alpha"] = torch.tensor(alpha)
         wanted[name] = 0.5 * (1.0 if alpha is None else alpha / RANK)
     save_file(file, tmp_path / "tuned.safetensors")
-    loras = Loras(str(tmp_path))
+    loras = AdapterFolder(str(tmp_path))
     id, reader = loras.id_of("tuned"), SimpleNamespace(lora_state_dict=StableDiffusionLoraLoaderMixin.lora_state_dict)
-    adapters = Adapters(loras, unet, lambda: reader, torch.device("cpu"), 1, "unet")
+    adapters = LoadedAdapters(loras, unet, lambda: reader, torch.device("cpu"), 1, "unet")
 
     adapters.use({"lora": "tuned", "lora_scale": 0.5}, id)
 

@@ -10,7 +10,16 @@ import torch
 from safetensors.numpy import save_file
 
 from unfuse.core.errors import Unsuitable
-from unfuse.weights.adapters import Loras, TensorEntry, entries, fitted, left_out, not_finite, other_half, refusal
+from unfuse.weights.adapters import (
+    AdapterFolder,
+    TensorEntry,
+    entries,
+    fitted,
+    left_out,
+    not_finite,
+    other_half,
+    refusal,
+)
 from unfuse.weights.traced import sources_of, traced
 
 PAIR = {"a.lora_A.weight": TensorEntry("F32", (2, 8)), "a.lora_B.weight": TensorEntry("BF16", (8, 2))}
@@ -52,7 +61,7 @@ def test_a_header_shows_what_no_model_can_use(more: dict[str, TensorEntry], says
 def test_a_request_for_such_a_file_is_refused_before_it_is_queued(tmp_path: Path) -> None:
     save_file({"a.lora_A.weight": np.ones((2, 8), np.float32)}, tmp_path / "half.safetensors")
     (tmp_path / "odd.safetensors").write_bytes(b"no safetensors file: its worker says so")
-    loras = Loras(str(tmp_path))
+    loras = AdapterFolder(str(tmp_path))
 
     assert entries(tmp_path / "half.safetensors") == {"a.lora_A.weight": TensorEntry("F32", (2, 8))}
     for _ in range(2):

@@ -17,7 +17,7 @@ from tests.disks import small_disk
 from tests.models.hub import Hub, serve
 from tools.server import until
 from unfuse.models import resolve_source
-from unfuse.weights.hub import Brought
+from unfuse.weights.hub import DownloadProgress
 
 NAME = "owner/model"
 KIB = 1 << 10
@@ -246,7 +246,7 @@ def test_progress_is_told_in_bytes_with_rate_and_rest(machine: Machine, hub: Hub
     [(0, 0.0, "0 B of 1.0 GiB"), (1 << 29, float(1 << 22), "512.0 MiB of 1.0 GiB, 4.0 MiB/s, 2:08 left")],
 )
 def test_how_far_it_is_in_words(done: int, rate: float, words: str) -> None:
-    assert str(Brought("m", done, 1 << 30, rate)) == words
+    assert str(DownloadProgress("m", done, 1 << 30, rate)) == words
 
 
 def test_what_is_here_needs_no_hub(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:

@@ -18,7 +18,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source
 from unfuse.models.base import Loader, RuntimeOptions
-from unfuse.weights.adapters import Adapters, Loras
+from unfuse.weights.adapters import AdapterFolder, LoadedAdapters
 from unfuse.weights.folder import ModelFolder
 from unfuse.weights.offload import rest
 
@@ -104,9 +104,9 @@ def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> No
     """Given adapters that come, change and go on a transformer that another model drives from its place."""
     for name, rank in (("one", 2), ("two", 3)):
         adapter(SHAPES, tmp_path, name, rank, rank)
-    loras, one, other = Loras(str(tmp_path)), transformer(), vae()
+    loras, one, other = AdapterFolder(str(tmp_path)), transformer(), vae()
     resting, busy = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
-    sides = [Adapters(loras, model, lambda: WanPipeline, HOST, 1) for model in (one, resting)]
+    sides = [LoadedAdapters(loras, model, lambda: WanPipeline, HOST, 1) for model in (one, resting)]
     for name in ("", "one", "two", "", "one"):
         own: Params = {"lora": name, "lora_scale": 0.5} if name else {}
         for side in sides:

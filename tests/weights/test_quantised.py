@@ -21,7 +21,7 @@ from unfuse.planning.placement import CPU, Device, WorkerPlan
 from unfuse.service.plan import look_into
 from unfuse.stages.base import Stage
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.quantised import check, library
+from unfuse.weights.quantized import check, library
 
 JOBS = {job.name: job for job in c.QUANTISED}
 Copied = Callable[[str], Path]

@@ -17,7 +17,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.models import find
 from unfuse.models.base import RuntimeOptions
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.quantised import codes
+from unfuse.weights.quantized import codes
 from unfuse.weights.single import unplaced
 
 Copied = Callable[[str], Path]

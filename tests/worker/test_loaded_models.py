@@ -29,7 +29,7 @@ from unfuse.models import card_of
 from unfuse.service.service import AdapterServer
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
-from unfuse.weights.adapters import CHUNK, Loras
+from unfuse.weights.adapters import CHUNK, AdapterFolder
 from unfuse.worker import loaded_models
 from unfuse.worker.loaded_models import Borrowing, Swapping, WeightFiles, states_of
 from unfuse.worker.registration import Served, sets_of
@@ -444,7 +444,7 @@ def test_it_comes_in_parts_once_and_is_found_by_its_content(places: tuple[Path, 
     bring(link, places, adapted(lora="renamed"))
     assert [message.offset for message in link.asked] == [0, CHUNK, 2 * CHUNK]
     assert kept(places) == [f"{ID}.safetensors"]
-    assert Loras(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
+    assert AdapterFolder(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
 
 
 def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[Path, Path, Path]) -> None:
@@ -459,7 +459,7 @@ def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[P
 def test_another_file_of_that_name_here_is_not_taken_for_it(places: tuple[Path, Path, Path]) -> None:
     (places[1] / "ink.safetensors").write_bytes(b"other")
     bring(Lender(places[0]), places)
-    assert Loras(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
+    assert AdapterFolder(str(places[1]), str(places[2])).file("ink", ID).read_bytes() == DATA
 
 
 def test_what_was_kept_and_is_damaged_comes_again(places: tuple[Path, Path, Path]) -> None:
@@ -491,7 +491,7 @@ def test_what_cannot_be_it_is_not_kept(
 
 def test_an_id_is_no_path(places: tuple[Path, Path, Path]) -> None:
     with pytest.raises(PermanentError, match="is no id of an adapter"):
-        Loras(str(places[0]), str(places[2])).file("ink", "../../there/ink")
+        AdapterFolder(str(places[0]), str(places[2])).file("ink", "../../there/ink")
 
 
 def test_a_name_is_no_path_and_the_lender_says_what_it_lacks(places: tuple[Path, Path, Path]) -> None:

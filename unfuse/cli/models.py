@@ -22,7 +22,7 @@ from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, ByteSize, load
 
 if TYPE_CHECKING:
-    from unfuse.weights.hub import Brought
+    from unfuse.weights.hub import DownloadProgress
 
 
 app = CommandRegistry("The models of a server, and those that could be served from here.")
@@ -173,7 +173,7 @@ def pull(
     choice = StageSelector(roles_of(settings.worker.role), settings.worker.component)
     terminal.open_log()
     rows: list[dict[str, Any]] = []
-    heard: list[Brought] = []
+    heard: list[DownloadProgress] = []
 
     def status() -> str:
         return f"{heard[-1].model}: {heard[-1]}" if heard else f"looking into {', '.join(models)}"

@@ -31,8 +31,8 @@ from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, VAE_DECODE
 from unfuse.weights.folder import INDEX, ModelFolder, choose_dtypes
 from unfuse.weights.gguf_model import GgufModel
-from unfuse.weights.quantised import check, is_whole_number, packed_bytes
-from unfuse.weights.shared import Mapped, held, load_together, moved
+from unfuse.weights.quantized import check, is_whole_number, packed_bytes
+from unfuse.weights.shared import MappedTensors, held, load_together, moved
 from unfuse.weights.single import load_single, unplaced
 from unfuse.weights.source import source_of
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from unfuse.stages.image_encode import ImageEncoder, Redraw
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
-    from unfuse.weights.adapters import Adapters
+    from unfuse.weights.adapters import LoadedAdapters
 
 EXTRAS = ("scipy", "torchsde")  # packages that a few noise schedulers need; unfuse does not install them
 
@@ -285,9 +285,9 @@ class DiffusersFamily(Family):
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
-    def _adapters(self, loader: Loader, denoiser: Denoiser) -> Adapters | None:
+    def _adapters(self, loader: Loader, denoiser: Denoiser) -> LoadedAdapters | None:
         """Those of the transformer that the denoiser has loaded; where it has two, of the first, as in diffusers."""
-        from unfuse.weights.adapters import Adapters, Loras
+        from unfuse.weights.adapters import AdapterFolder, LoadedAdapters
 
         runtime = loader.runtime
         if not runtime.loras or not self.takes_lora or loader.folder.quantisation(self.adapts):
@@ -296,7 +296,9 @@ class DiffusersFamily(Family):
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
-        return Adapters(Loras(runtime.loras, runtime.kept), transformer, pipeline, loader.device, most, self.adapts)
+        return LoadedAdapters(
+            AdapterFolder(runtime.loras, runtime.kept), transformer, pipeline, loader.device, most, self.adapts
+        )
 
 
 def weights_ids(
@@ -348,9 +350,9 @@ class Loader:
         made = not isinstance(self.folder, GgufModel) and not quantised and not self.folder.has(component, dtype)
         if group and (offload or made):
             model = load_together(group, self.folder, component, library, load, offload)
-            mapped = Mapped(held(model))
+            mapped = MappedTensors(held(model))
         else:
-            model, mapped = load(), Mapped(())
+            model, mapped = load(), MappedTensors(())
         if runtime.mesh and (cut := cut_of(component, name, self._cut)):
             from unfuse.parallel.spreading import spread
 

@@ -112,7 +112,7 @@ class UndividedFamily(Family):
     def load(self, spec: StageSpec, folder: Path, runtime: RuntimeOptions, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
         from unfuse.stages.undivided import UndividedStage
-        from unfuse.weights.adapters import Loras, PipelineAdapters
+        from unfuse.weights.adapters import AdapterFolder, LoadedPipelineAdapters
 
         model = ModelFolder(folder)
         found = _declared(model)
@@ -125,8 +125,8 @@ class UndividedFamily(Family):
         pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device != "cpu"
         if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
-            loras = PipelineAdapters(
-                Loras(runtime.loras, runtime.kept), pipeline, lambda: pipeline, loader.device, most
+            loras = LoadedPipelineAdapters(
+                AdapterFolder(runtime.loras, runtime.kept), pipeline, lambda: pipeline, loader.device, most
             )
         uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
         return UndividedStage(pipeline, takes, loader.device, draws_there, loras, _picture_scale(found), uploads)

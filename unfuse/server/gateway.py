@@ -45,7 +45,7 @@ from unfuse.server.result_cache import ResultCache
 from unfuse.server.served_models import AddModel, ModelNames
 from unfuse.server.webhooks import Webhooks
 from unfuse.stores.results import PART, ResultStore
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import AdapterFolder
 
 #: The HTTP status for a failed request by its error code; 500 for any other code.
 STATUSES = {"invalid_parameter": 400, MODERATION_BLOCKED: 400, WEIGHTS_CHANGED: 503, MODEL_FAILED: 503}
@@ -103,7 +103,7 @@ class Gateway(Observer):
         self.time_limits = time_limits or {}
         self.cancels, self.open_metrics = cancels, open_metrics
         self.result_cache = ResultCache(scheduler, results) if reuses else None
-        self.loras = Loras(loras) if loras else None
+        self.loras = AdapterFolder(loras) if loras else None
         self.joining, self._no_room = joining or AddModel(), ""
         self.parsers = parsers or OutputParsers()
         self.awaited = Counter[str]()  # how many callers wait here for each request

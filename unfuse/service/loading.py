@@ -38,8 +38,6 @@ class RankProgress(NamedTuple):
 
     def __str__(self) -> str:
         if self.phase == "fetching":
-            from unfuse.weights.hub import Brought
-
             return f"fetches {Brought('', self.done, self.total, self.rate)}"
         return f"{readable_bytes(self.done)} of {readable_bytes(self.total)}" if self.phase == "loading" else self.phase
 

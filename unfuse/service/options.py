@@ -39,10 +39,10 @@ from unfuse.service.plan import (
 )
 from unfuse.service.settings import LoadedSettings
 from unfuse.stages import specs
-from unfuse.weights.adapters import Loras, require_peft
+from unfuse.weights.adapters import AdapterFolder, require_peft
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import files_of
-from unfuse.weights.quantised import library
+from unfuse.weights.quantized import library
 from unfuse.weights.source import parse_component_sources
 from unfuse.wire.address import Trust
 from unfuse.worker.checkpoints import Policy
@@ -209,7 +209,7 @@ def check_request(plan: ServingPlan, asked: Mapping[str, Any], loras: str) -> No
             "--lora names a file in a folder of adapters: give that folder by --loras FOLDER", "lora"
         )
     try:
-        Loras(loras).check(str(params["lora"]))
+        AdapterFolder(loras).check(str(params["lora"]))
     except (NotFound, Unsuitable) as error:
         raise InvalidParameter(str(error), "lora") from error
 

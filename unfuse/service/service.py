@@ -55,7 +55,7 @@ from unfuse.service.stopping import Stoppable
 from unfuse.service.worker_groups import WorkerGroups
 from unfuse.stores.keyed import StoredObjects, remains_at
 from unfuse.stores.results import ResultStore, mark_of, open_results
-from unfuse.weights.adapters import Loras
+from unfuse.weights.adapters import AdapterFolder
 from unfuse.wire.address import UNIX, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
@@ -153,7 +153,7 @@ class AdapterServer:
     """Answers workers: of adapters in the folder `loras` itself, of all else by the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher, loras: str) -> None:
-        self._dispatcher, self._loras = dispatcher, Loras(loras) if loras else None
+        self._dispatcher, self._loras = dispatcher, AdapterFolder(loras) if loras else None
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         """The reply to one message."""

@@ -32,7 +32,7 @@ from unfuse.stages.batch_invariant_ops import one_by_one
 from unfuse.stages.image_encode import MOMENTS, DenoiseStart, KeptLatents, Redraw, layout, scaled
 from unfuse.stages.media import remedy
 from unfuse.stages.vae_decode import PreviewDecoder
-from unfuse.weights.adapters import Adapters
+from unfuse.weights.adapters import LoadedAdapters
 
 Inputs = Mapping[str, Tensor]
 
@@ -188,7 +188,7 @@ class Denoise(SteppedStage[DenoiseState]):
 
     def __init__(
         self, denoiser: Denoiser, options: ComputeOptions, preview: PreviewDecoder | None = None,
-        loras: Adapters | None = None, mesh: Mesh | None = None, redraw: Redraw | None = None,
+        loras: LoadedAdapters | None = None, mesh: Mesh | None = None, redraw: Redraw | None = None,
     ) -> None:  # fmt: skip
         self._denoiser, self._preview, self._adapters, self._is_spread = denoiser, preview, loras, mesh is not None
         self._features, self._redraw = FeatureCache(denoiser.transformers), redraw

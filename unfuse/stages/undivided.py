@@ -30,7 +30,7 @@ from unfuse.core.request import FLAGGED_TYPE
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format, remedy, to_bytes
-from unfuse.weights.adapters import Adapters
+from unfuse.weights.adapters import LoadedAdapters
 
 FLAGS = ("nsfw_content_detected", "nsfw_detected", "watermark_detected")
 """Fields of pipeline outputs with the pictures that the safety checker replaced by black ones."""
@@ -155,7 +155,7 @@ class UndividedStage(SteppedStage[RunningCall]):
 
     def __init__(
         self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
-        loras: Adapters | None = None, picture_scale: int = 0, uploads: tuple[str, ...] = (),
+        loras: LoadedAdapters | None = None, picture_scale: int = 0, uploads: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self._pipeline, self._takes, self._loras, self._picture_scale = pipeline, takes, loras, picture_scale
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)

@@ -51,7 +51,7 @@ def require_peft() -> None:
         raise ConfigError("--loras needs the library peft: pip install 'unfuse[lora]'")
 
 
-class Loras:
+class AdapterFolder:
     """The adapters in a folder: NAME.safetensors is NAME. Its content is known by an id, the file's xxh3-128 hash.
 
     The folder `kept`, if any, has files of another machine, each by its id.
@@ -155,7 +155,7 @@ def _refusal(file: Path) -> str:
     return ""
 
 
-class Adapters:
+class LoadedAdapters:
     """The adapters of one transformer, the `part` of its model: at most `most` are loaded, or as many as a request
     names, which are active.
 
@@ -164,7 +164,7 @@ class Adapters:
     """
 
     def __init__(
-        self, loras: Loras, transformer: Any, pipeline: Callable[[], Any], device: Any, most: int,
+        self, loras: AdapterFolder, transformer: Any, pipeline: Callable[[], Any], device: Any, most: int,
         part: str = "transformer",
     ) -> None:  # fmt: skip
         require_peft()
@@ -335,7 +335,7 @@ class Adapters:
         model.load_lora_adapter(tensors, adapter_name=id, prefix=self._part, **how)
 
 
-class PipelineAdapters(Adapters):
+class LoadedPipelineAdapters(LoadedAdapters):
     """Those of a whole pipeline, put where its own loader puts them, text encoders too."""
 
     @override

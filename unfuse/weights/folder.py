@@ -23,7 +23,7 @@ import xxhash
 from unfuse.core.errors import ConfigError
 from unfuse.weights.fingerprints import FINGERPRINTS, Algorithm
 from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, contents
-from unfuse.weights.quantised import SETTING, codes, is_whole_number, refusal
+from unfuse.weights.quantized import SETTING, codes, is_whole_number, refusal
 from unfuse.weights.single import is_of, own_names, single_of, singles_of
 
 SERVING = "serving.json"

@@ -39,7 +39,7 @@ class StoredTensor(NamedTuple):
     size: int
 
 
-class Contents(NamedTuple):
+class GgufContents(NamedTuple):
     """What a file says, its tensors by name, and at which byte the first of them may begin."""
 
     said: dict[str, Any]
@@ -47,7 +47,7 @@ class Contents(NamedTuple):
     data: int
 
 
-def contents(file: Path) -> Contents:
+def contents(file: Path) -> GgufContents:
     """All values by key, and a table of the tensors: each is whole, lies in the file, and shares no byte with others.
 
     Values are numbers, strings, and lists of either. Raises ConfigError, naming the file, for any other table, and for
@@ -74,7 +74,7 @@ class _Reader:
         self._at = 16  # behind magic, version and the number of tensors
         return {self._text(): self._value(self._number("I")) for _ in range(self._number("Q"))}
 
-    def contents(self) -> Contents:
+    def contents(self) -> GgufContents:
         said, (count,) = self._values(), struct.unpack_from("<Q", self._data, 8)
         if count > MAX_TENSORS:
             raise ValueError(f"it is said to have {count} tensors")
@@ -92,7 +92,7 @@ class _Reader:
                 raise ValueError(f"its tensors {one} and {other} overlap")
         if placed and (end := placed[-1][1].start + placed[-1][1].size) > len(self._data):
             raise ValueError(f"it has {len(self._data)} bytes, and its tensors end at byte {end}")
-        return Contents(said, tensors, data)
+        return GgufContents(said, tensors, data)
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
         """Shape, type and offset of the next one."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.folder import ModelFolder
-from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, Contents, StoredTensor, contents
+from unfuse.weights.gguf import GGUF, QUANTISED, REPAIR, GgufContents, StoredTensor, contents
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ class GgufModel(ModelFolder):
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
     @cached_property
-    def _contents(self) -> Contents:
+    def _contents(self) -> GgufContents:
         return contents(self.path)
 
     @cached_property
@@ -185,7 +185,7 @@ def files_of(path: Path) -> ModelFolder:
     return GgufModel(path) if path.suffix == GGUF and path.is_file() else ModelFolder(path)
 
 
-def config_of(found: Contents) -> dict[str, Any]:
+def config_of(found: GgufContents) -> dict[str, Any]:
     """What transformers would save. Raises ConfigError if not served, ValueError or TypeError for wrong values."""
     said, stored = found.said, found.tensors
     architecture = said.get("general.architecture")

@@ -38,7 +38,7 @@ PART = ".unfuse-part"  # what is behind the name of a file's content while it is
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Brought(msgspec.Struct, frozen=True):
+class DownloadProgress(msgspec.Struct, frozen=True):
     """How far weights have come: bytes that are here, of all that were missing, and bytes a second of late."""
 
     model: str
@@ -60,7 +60,7 @@ class Brought(msgspec.Struct, frozen=True):
         return f"{text}, {readable_bytes(round(self.rate))}/s, {minutes}:{seconds:02} left"
 
 
-Tell = Callable[[Brought], object]
+Tell = Callable[[DownloadProgress], object]
 
 
 class DownloadStopped(Exception):
@@ -107,14 +107,14 @@ class _Download:
     def _part(self, file: HubFile) -> Path:
         return self._blobs / f"{file.digest}{PART}"
 
-    def _state(self) -> Brought:
+    def _state(self) -> DownloadProgress:
         now, done = time.monotonic(), sum(self._here.values())
         self._recent.append((now, done))
         while now - self._recent[0][0] > RATE_S:
             self._recent.popleft()
         since, before = self._recent[0]
         rate = max(0, done - before) / (now - since) if now > since else 0.0
-        return Brought(self._name, done, sum(file.size for file in self._files.values()), rate)
+        return DownloadProgress(self._name, done, sum(file.size for file in self._files.values()), rate)
 
     def _need_room(self) -> None:
         state, free = self._state(), shutil.disk_usage(self._blobs).free

@@ -115,7 +115,7 @@ def keep_in(model: torch.nn.Module, file: Path) -> None:
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
 
 
-class Mapped:
+class MappedTensors:
     """Where the memory of these tensors is, which lie in a file of all ranks."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

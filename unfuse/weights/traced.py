@@ -19,7 +19,7 @@ SHAPED_ONLY = frozenset({"zeros_like", "ones_like", "empty_like", "full_like"})
 """Functions that use only the shape of a tensor, not its values."""
 
 
-class Traced(torch.Tensor):
+class TracedTensor(torch.Tensor):
     """A tensor with the names of all entries from which it was computed."""
 
     sources: frozenset[str] = frozenset()
@@ -31,18 +31,18 @@ class Traced(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         name = getattr(func, "__name__", "")
-        inputs = [one for one in _flat((args, (kwargs or {}).values())) if isinstance(one, Traced)]
+        inputs = [one for one in _flat((args, (kwargs or {}).values())) if isinstance(one, TracedTensor)]
         sources = frozenset[str]().union(*(one.sources for one in inputs))
 
         if name in READING:
             for one in inputs:
                 if one.read is not None:
                     one.read.update(one.sources)
-        if name == "__setitem__" and isinstance(args[0], Traced):
+        if name == "__setitem__" and isinstance(args[0], TracedTensor):
             args[0].sources = sources
         if name not in SHAPED_ONLY:
             for made in _flat(result):
-                if isinstance(made, Traced):
+                if isinstance(made, TracedTensor):
                     made.sources = made.sources | sources
                     made.read = next((one.read for one in inputs if one.read is not None), None)
         return result
@@ -53,7 +53,7 @@ def traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
     found: dict[str, torch.Tensor] = {}
     read = set[str]()
     for name, tensor in tensors.items():
-        one = tensor.as_subclass(Traced)
+        one = tensor.as_subclass(TracedTensor)
         one.sources, one.read = frozenset({name}), read
         found[name] = one
     return found, read
@@ -61,7 +61,7 @@ def traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor]
 
 def sources_of(values: object) -> set[str]:
     """Return the names of all entries from which the tensors among these values were computed."""
-    return {name for one in _flat(values) if isinstance(one, Traced) for name in one.sources}
+    return {name for one in _flat(values) if isinstance(one, TracedTensor) for name in one.sources}
 
 
 def _flat(values: object) -> Iterator[object]:

@@ -35,7 +35,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import ProcessPairs
 from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import files_of
-from unfuse.weights.quantised import library
+from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Exactness
 from unfuse.worker.checkpoints import Policy

@@ -26,7 +26,7 @@ from unfuse.core.plan import StageSelector, declared, manned
 from unfuse.core.task import Lease
 from unfuse.models import card_of
 from unfuse.stages.specs import ADAPTED
-from unfuse.weights.adapters import MAX_BYTES, Loras
+from unfuse.weights.adapters import MAX_BYTES, AdapterFolder
 from unfuse.weights.fingerprints import COARSE_S, FileState
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.source import resolve_source
@@ -282,7 +282,7 @@ class Borrowing:
     """
 
     def __init__(self, link: Link, folder: str, kept: Path) -> None:
-        self._link, self._loras, self._kept = link, Loras(folder, str(kept)), kept
+        self._link, self._loras, self._kept = link, AdapterFolder(folder, str(kept)), kept
         self._has_adapters = bool(folder)
         self._lock = asyncio.Lock()
 

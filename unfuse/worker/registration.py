@@ -27,7 +27,7 @@ from unfuse.models import fetch
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
-from unfuse.weights.hub import Brought
+from unfuse.weights.hub import DownloadProgress
 from unfuse.weights.source import is_local, resolve_source, split_name, with_components
 from unfuse.wire.address import Trust
 from unfuse.worker.compute_messages import Load
@@ -204,7 +204,7 @@ def loads_of(
     ]
 
 
-def _tell(brought: Brought) -> None:
+def _tell(brought: DownloadProgress) -> None:
     """Log how far a download is; who shows that in one place need not show each line."""
     log.info("fetching", passing=True, **msgspec.structs.asdict(brought))
 
