@@ -34,7 +34,7 @@ from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import QueueLimits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
-from unfuse.worker.batches import Exactness
+from unfuse.worker.batches import InvarianceResults
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]
@@ -412,7 +412,7 @@ def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, m
     arguments = "unfuse/shapes", "--device", "cpu"
     assert "EXACT TO" not in unfuse("doctor", *arguments)[1]
     (pool,) = {one for one in find(SHAPES).card("unfuse/shapes", SHAPES).pools().values() if one.startswith("denoise")}
-    Exactness(tmp_path / "exactness.json").learn((pool, (64, 64)), 4, "torch.silu")
+    InvarianceResults(tmp_path / "exactness.json").learn((pool, (64, 64)), 4, "torch.silu")
     assert re.search(rf"{pool} +1 +4 +torch.silu\n", unfuse("doctor", *arguments)[1])
     (row,) = json.loads(unfuse("doctor", *arguments, "--json")[1])["batches"]
     assert row == {"pool": pool, "exact_to": 1, "not_from": 4, "because_of": "torch.silu"}

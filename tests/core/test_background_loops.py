@@ -44,8 +44,8 @@ from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.executor import Executor
-from unfuse.worker.link import Holding
-from unfuse.worker.loaded_models import Swapping
+from unfuse.worker.link import TaskSlots
+from unfuse.worker.loaded_models import ModelSwapper
 from unfuse.worker.worker import Worker
 
 CLAIM = Claim("a", "s", 1, b"t")
@@ -189,8 +189,8 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     usage = once(lambda: MemoryUsage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
     worker._objects = SimpleNamespace(copies=SimpleNamespace(counters=TransferCounters()), usage=usage, holding=list)
     worker._executor = SimpleNamespace(status=WorkerStatus(), ready=False, retracted=0)
-    worker._swapping = Swapping({}, ())
-    worker._holding, worker._active, worker._beat_s = Holding(1, {}), {}, 1.0
+    worker._swapping = ModelSwapper({}, ())
+    worker._holding, worker._active, worker._beat_s = TaskSlots(1, {}), {}, 1.0
     with capture_logs() as logs:
         worker._background.forever("beating", worker._beat)
         worker._background.forever("asking", worker._pull)

@@ -23,8 +23,8 @@ from unfuse.core.task import Lease, OutputDeltas
 from unfuse.core.text import CHUNK, AnswerParsing, ReasoningFormat, TokenDelta, beginnings, unpacked
 from unfuse.stages.base import StageInput, Tensors, next_states
 from unfuse.stages.language import Decode, DecodeState, Prefill
-from unfuse.worker.batches import Exactness
-from unfuse.worker.compute_messages import Cancel
+from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.compute_messages import CancelTask
 from unfuse.worker.step_loop import StepLoop
 
 NO_END = {"0": -100, "1": -100, "2": -100}
@@ -240,7 +240,7 @@ def looped(model: Model, folder: Path, overlapped: bool, given: Sequence[StageIn
     _, decode = model.stages(4096, "exact")
     bench = Bench(folder, {"talk": decode}, 4, overlapped)
     own = bench.store, bench.results, bench.inbox, bench.sent.append
-    bench.loop = StepLoop({"talk": decode}, *own, 4, exactness=Exactness(None), overlapped=overlapped)
+    bench.loop = StepLoop({"talk": decode}, *own, 4, exactness=InvarianceResults(None), overlapped=overlapped)
     leases = []
     for one in given:
         leases.append(bench.run("talk", extends="space" if one.extends else "", derived=one.derived, **one.params))
@@ -293,7 +293,7 @@ def test_a_text_that_is_cancelled_leaves_whole_chunks_or_nothing(
         bench.turn()
     assert not any(isinstance(message, CachePrefix) for message in bench.sent)
     bench.turn()
-    bench.inbox.put(Cancel(lease.claim))
+    bench.inbox.put(CancelTask(lease.claim))
     assert isinstance(bench.outcome(lease), TaskStopped)
     assert sum(isinstance(message, CachePrefix) for message in bench.sent) == 1
     assert job.stage._sequences.usage().used == 0  # type: ignore[attr-defined]

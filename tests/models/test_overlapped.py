@@ -20,7 +20,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease, OutputDeltas
 from unfuse.core.text import CHUNK, TokenDelta
 from unfuse.stages.language import Prefill
-from unfuse.worker.batches import Exactness
+from unfuse.worker.batches import InvarianceResults
 from unfuse.worker.step_loop import StepLoop
 
 WAIT_S = 20.0
@@ -47,7 +47,7 @@ def made(model: Model, folder: Path, batching: str, overlapped: bool) -> list[tu
     bench = Bench(folder, {"talk": stage}, 4, overlapped)
     if batching == "exact":
         own = bench.store, bench.results, bench.inbox, bench.sent.append
-        bench.loop = StepLoop({"talk": stage}, *own, 4, exactness=Exactness(None), overlapped=overlapped)
+        bench.loop = StepLoop({"talk": stage}, *own, 4, exactness=InvarianceResults(None), overlapped=overlapped)
     else:
         bench.loop._batches.sizes = Large(4)
     leases = []
@@ -90,7 +90,7 @@ def prompts_in(
     bench = Bench(folder, {"fill": prefill}, 4, overlapped)
     own = bench.store, bench.results, bench.inbox, bench.sent.append
     if batching == "exact":
-        bench.loop = StepLoop({"fill": prefill}, *own, 4, exactness=Exactness(None), overlapped=overlapped)
+        bench.loop = StepLoop({"fill": prefill}, *own, 4, exactness=InvarianceResults(None), overlapped=overlapped)
     else:
         bench.loop._batches.sizes = Large(4)
     leases = []

@@ -10,7 +10,7 @@ from unfuse.core.compute_options import ComputeOptions
 from unfuse.planning.placement import ComponentMemory, Device, WorkerPlan, place
 from unfuse.service.plan import ServingPlan, plan_for
 from unfuse.service.report import batches_of, gains, verdict
-from unfuse.worker.batches import TRUSTED, Exactness
+from unfuse.worker.batches import TRUSTED, InvarianceResults
 from unfuse.worker.compute_messages import EXACTNESS
 
 ROLES = ("encoder", "denoiser", "decoder")
@@ -52,7 +52,7 @@ def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: WorkerP
 def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None:
     found = plan_for(["unfuse/shapes"], "", WorkerPlan(), (Device("cpu", 1 << 40),))
     pools = found.models[0].card.pools()
-    denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], Exactness(tmp_path / EXACTNESS)
+    denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], InvarianceResults(tmp_path / EXACTNESS)
     for size in (2, 4) * TRUSTED:
         seen.learn((denoise, (64, 64)), size, "")
     seen.learn((denoise, (32, 32)), 8, "")

@@ -10,13 +10,13 @@ import torch
 
 from unfuse.core.errors import PermanentError
 from unfuse.stages.base import EncodedMedia, StageOutput
-from unfuse.worker.batches import CHECKED_AGAIN, MAX_ENTRIES, TRUSTED, Exactness, _equal
+from unfuse.worker.batches import CHECKED_AGAIN, MAX_ENTRIES, TRUSTED, InvarianceResults, _equal
 
 KEY = ("pool", (64, 64), ())
 
 
-def trusted(file: Path | None, scope: str = "", size: int = 2) -> Exactness:
-    found = Exactness(file, scope, lambda: 1.0)
+def trusted(file: Path | None, scope: str = "", size: int = 2) -> InvarianceResults:
+    found = InvarianceResults(file, scope, lambda: 1.0)
     for _ in range(TRUSTED):
         assert found.must_compare(KEY, size)
         found.learn(KEY, size, "")
@@ -30,7 +30,7 @@ def test_a_size_is_trusted_after_some_comparisons_and_no_other_is(tmp_path: Path
 
 
 def test_clients_that_ask_for_ever_other_sizes_do_not_fill_the_memory() -> None:
-    found = Exactness(None)
+    found = InvarianceResults(None)
     for width in range(MAX_ENTRIES + 10):
         found.learn(("pool", (width, 64), ()), 2, "")
     assert len(found._verdicts) == MAX_ENTRIES
@@ -42,7 +42,7 @@ def test_one_difference_ends_it_even_after_trust(tmp_path: Path) -> None:
     found.learn(KEY, 2, "torch.silu")
     assert (found.largest(KEY, 2), found.of(KEY, 2).blame) == (1, "torch.silu")
     assert not found.must_compare(KEY, 2)
-    assert Exactness(tmp_path / "e.json").of(KEY, 2).blame == "torch.silu", "also for the next process"
+    assert InvarianceResults(tmp_path / "e.json").of(KEY, 2).blame == "torch.silu", "also for the next process"
 
 
 def test_now_and_then_a_trusted_size_is_compared_again() -> None:
@@ -55,19 +55,19 @@ def test_now_and_then_a_trusted_size_is_compared_again() -> None:
 def test_verdicts_are_kept_for_the_same_device_and_settings_only(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "e.json"
     trusted(file, "this device")
-    assert Exactness(file, "this device").of(KEY, 2).is_trusted
-    assert not Exactness(file, "another").of(KEY, 2).is_trusted
+    assert InvarianceResults(file, "this device").of(KEY, 2).is_trusted
+    assert not InvarianceResults(file, "another").of(KEY, 2).is_trusted
 
 
 def test_processes_that_learn_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     file = tmp_path / "e.json"
-    own = [Exactness(file, str(n)) for n in range(8)]
+    own = [InvarianceResults(file, str(n)) for n in range(8)]
     threads = [Thread(target=lambda one=one: one.learn(KEY, 2, "torch.sin")) for one in own]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(Exactness(file, str(n)).of(KEY, 2).blame for n in range(8))
+    assert all(InvarianceResults(file, str(n)).of(KEY, 2).blame for n in range(8))
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\x00", b"[]", b'{"a": 1}', b'{"a": {"equal": "many"}}'])
@@ -76,7 +76,7 @@ def test_a_file_of_garbage_costs_comparisons_and_is_replaced(tmp_path: Path, gar
     file.write_bytes(garbage)
     trusted(file)
     assert len(json.loads(file.read_bytes())) == 1
-    assert not Exactness(file, "", lambda: 1.0).must_compare(KEY, 2)
+    assert not InvarianceResults(file, "", lambda: 1.0).must_compare(KEY, 2)
 
 
 def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Checkpoint, StageInput
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.checkpoints import FAILS_S, Policy, SavedStates, pack, unpack
-from unfuse.worker.compute_messages import Cancel, Run
-from unfuse.worker.link import Holding
+from unfuse.worker.checkpoints import FAILS_S, CheckpointPolicy, CheckpointWriter, pack, unpack
+from unfuse.worker.compute_messages import CancelTask, RunTask
+from unfuse.worker.link import TaskSlots
 from unfuse.worker.step_loop import StepLoop
 from unfuse.worker.worker import Worker
 
@@ -46,7 +46,7 @@ from unfuse.worker.worker import Worker
     ("none", (0, 0.0, False)),
 ])  # fmt: skip
 def test_a_policy_is_spoken(text: str, expected: tuple[int, float, bool]) -> None:
-    policy = Policy.parse(text)
+    policy = CheckpointPolicy.parse(text)
     assert (policy.steps, policy.seconds, policy.auto) == expected
     assert policy.never == (text == "none")
 
@@ -54,14 +54,14 @@ def test_a_policy_is_spoken(text: str, expected: tuple[int, float, bool]) -> Non
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1", "ten", "10 s", "1e3", "nones", "5m"])
 def test_what_is_no_policy_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="say auto, none"):
-        Policy.parse(text)
+        CheckpointPolicy.parse(text)
 
 
 @given(st.integers(0, 100), st.floats(0, 1e6), st.floats(0, 1e6), st.floats(1e-6, 100))
 def test_auto_saves_no_more_often_than_pays(steps: int, unsaved_s: float, left_s: float, cost_s: float) -> None:
     """Whenever it is due, what a failure would cost on average, over the interval or what is left, is at least half of
     what saving costs; and it is due whenever both are far longer than that."""
-    policy = Policy(auto=True)
+    policy = CheckpointPolicy(auto=True)
     policy.cost_s = cost_s
     interval = (2 * cost_s * FAILS_S) ** 0.5
     due = policy.due(steps, unsaved_s, left_s)
@@ -70,7 +70,7 @@ def test_auto_saves_no_more_often_than_pays(steps: int, unsaved_s: float, left_s
 
 
 def test_a_costly_save_is_made_less_often() -> None:
-    policy = Policy(auto=True)
+    policy = CheckpointPolicy(auto=True)
     for _ in range(20):
         policy.took(0.001)
     assert policy.due(1, 10.0, 100.0)
@@ -118,7 +118,12 @@ def loop(folder: Path, policy: str, stage: Count | None = None) -> tuple[Bench, 
     count = stage or Saving()
     bench = Bench(folder, {"count": count}, 1)
     bench.loop = StepLoop(
-        {"count": count}, bench.store, bench.results, bench.inbox, bench.sent.append, policy=Policy.parse(policy)
+        {"count": count},
+        bench.store,
+        bench.results,
+        bench.inbox,
+        bench.sent.append,
+        policy=CheckpointPolicy.parse(policy),
     )
     return bench, count
 
@@ -132,7 +137,7 @@ def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
     task = msgspec.structs.replace(lease.task, attempt=2)
     bench.sent.clear()
     second = msgspec.structs.replace(lease, task=task, checkpoint=checkpoint)
-    bench.inbox.put(Run(second, {}))
+    bench.inbox.put(RunTask(second, {}))
     return second
 
 
@@ -209,7 +214,7 @@ def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> No
     lease = bench.run(steps=5)
     bench.turn()
     bench.turn()
-    bench.inbox.put(Cancel(lease.claim, save=True))
+    bench.inbox.put(CancelTask(lease.claim, save=True))
     assert isinstance(stopped := bench.outcome(lease), TaskStopped)
     assert stopped.timings.steps == 2
     assert [type(message) for message in bench.sent[-2:]] == [CheckpointSaved, TaskStopped]
@@ -222,7 +227,7 @@ def test_what_is_cancelled_is_not_saved(tmp_path: Path, policy: str) -> None:
     bench, _ = loop(tmp_path, policy)
     lease = bench.run(steps=5)
     bench.turn()
-    bench.inbox.put(Cancel(lease.claim, save=policy == "none"))
+    bench.inbox.put(CancelTask(lease.claim, save=policy == "none"))
     bench.outcome(lease)
     assert kept(bench) == []
 
@@ -270,7 +275,7 @@ def test_what_can_be_saved_is_dropped_at_its_next_step(tmp_path: Path) -> None:
     bench.turn()
     waits = bench.run(steps=5, tag=1)
     for lease in (runs, waits):
-        bench.inbox.put(Cancel(lease.claim, save=True, if_saved=True))
+        bench.inbox.put(CancelTask(lease.claim, save=True, if_saved=True))
     assert all(isinstance(bench.outcome(lease), TaskStopped) for lease in (runs, waits))
     assert (kept(bench), len(count.batches)) == ([1], 1)
     assert counted(bench, bench.outcome(again(bench, runs, last_kept(bench)))) == 5.0
@@ -288,9 +293,9 @@ def test_what_cannot_be_saved_goes_on(tmp_path: Path, lacks: str) -> None:
     bench.turn()
     bench.turn()
     for one in (lease, other):
-        bench.inbox.put(Cancel(one.claim, save=True, if_saved=True))
+        bench.inbox.put(CancelTask(one.claim, save=True, if_saved=True))
     bench.turn()
-    bench.inbox.put(Cancel(other.claim, save=True))
+    bench.inbox.put(CancelTask(other.claim, save=True))
     assert isinstance(bench.outcome(other), TaskStopped)
     assert counted(bench, bench.outcome(lease)) == 5.0
 
@@ -301,7 +306,7 @@ def test_a_task_that_is_unknown_is_not_waited_for(tmp_path: Path) -> None:
     ended = bench.run(steps=1)
     bench.outcome(ended)
     lease = bench.run(steps=3)
-    bench.inbox.put(Cancel(ended.claim, save=True, if_saved=True))
+    bench.inbox.put(CancelTask(ended.claim, save=True, if_saved=True))
     assert isinstance(bench.outcome(lease), TaskCompleted)
 
 
@@ -355,10 +360,10 @@ class Scheduler:
         return self.answer
 
 
-def saving(before: str = "") -> tuple[SavedStates, Place, Scheduler]:
+def saving(before: str = "") -> tuple[CheckpointWriter, Place, Scheduler]:
     """One whose task runs, perhaps from a checkpoint."""
     place, scheduler = Place(), Scheduler()
-    made: Any = SavedStates(place, scheduler)  # type: ignore[arg-type]
+    made: Any = CheckpointWriter(place, scheduler)  # type: ignore[arg-type]
     checkpoint = object_for(CLAIM, before) if before else None
     made.begin(Lease(task_of("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
     return made, place, scheduler
@@ -418,14 +423,14 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     assert (scheduler.saved, place.gone) == ([10], [])
 
 
-def join(worker: Any, saved_states: SavedStates, link: Scheduler) -> None:
+def join(worker: Any, saved_states: CheckpointWriter, link: Scheduler) -> None:
     """Have a worker serve, with a compute process that runs, and objects that stay."""
     worker._saved_states, worker._link = saved_states, link
     worker._executor = SimpleNamespace(ready=True)
     worker._objects = SimpleNamespace(end_task=lambda lease, message, read_here: message)
     worker._weights = SimpleNamespace(overwritten=lambda pool: None, changed=set())
     worker._served, worker._swapping = SimpleNamespace(read_here=()), SimpleNamespace(going="")
-    worker._holding = Holding(1, {})
+    worker._holding = TaskSlots(1, {})
     worker._active = worker._holding.leases
     worker._wanted = lambda ended: None
 

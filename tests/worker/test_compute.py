@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unfuse.core.plan import StageSpec
 from unfuse.worker.compute import LoadProgress
-from unfuse.worker.compute_messages import Loaded, Loading
+from unfuse.worker.compute_messages import ComponentLoaded, LoadingStage
 
 
 def test_bytes_of_files_are_counted_once_and_end_at_their_sum(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_bytes_of_files_are_counted_once_and_end_at_their_sum(tmp_path: Path) ->
         (tmp_path / name / "file").write_bytes(b"x" * size)
     encode = StageSpec("encode", "text_encode", ("text_encoder", "tokenizer"))
     decode = StageSpec("decode", "vae_decode", ("vae", "tokenizer", "absent"))
-    told: list[Loading | Loaded] = []
+    told: list[LoadingStage | ComponentLoaded] = []
     progress = LoadProgress([(encode, tmp_path), (decode, tmp_path)], told.append)
 
     progress.begin("m", encode, tmp_path)
@@ -28,4 +28,4 @@ def test_bytes_of_files_are_counted_once_and_end_at_their_sum(tmp_path: Path) ->
 
     assert [message.done for message in told] == [0, 10, 110, 110, 110, 1110, 1110]
     assert {message.total for message in told} == {1110}
-    assert told[2] == Loaded("text_encoder", 1.0, 200, 110, 1110)
+    assert told[2] == ComponentLoaded("text_encoder", 1.0, 200, 110, 1110)

@@ -19,7 +19,7 @@ from tests.worker.forking import forking
 from tools.server import until
 from unfuse.core.codec import encode
 from unfuse.worker import compute_process
-from unfuse.worker.compute_process import Begun, begin
+from unfuse.worker.compute_process import StartedProcess, begin
 from unfuse.worker.fork_server import Fork, ForkServer, import_for
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def server() -> Iterator[Forking]:
         yield found
 
 
-async def end(begun: Begun) -> int | None:
+async def end(begun: StartedProcess) -> int | None:
     """How it ends now that its channel is closed."""
     begun.channel.close()
     async with asyncio.timeout(60):

@@ -26,19 +26,19 @@ from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import executor as executor_module
-from unfuse.worker.compute_messages import Load, Ready
+from unfuse.worker.compute_messages import LoadModels, ModelsLoaded
 from unfuse.worker.executor import Executor
 
 SHAPES = "unfuse/shapes"
 
 
-def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder", threads: int = 1) -> Load:
+def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder", threads: int = 1) -> LoadModels:
     models, choice, compute = (
         ((model, model, "auto"),),
         StageSelector(roles_of(role)),
         ComputeOptions("cpu", threads=threads),
     )
-    return Load(
+    return LoadModels(
         models,
         choice,
         compute,
@@ -111,7 +111,7 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
         assert isinstance(failed, TaskFailed)
         assert (failed.claim, failed.kind) == (waiting.claim, "hand_back")
         assert "SIGKILL" in failed.message
-        assert isinstance(await outcome(heard), Ready)
+        assert isinstance(await outcome(heard), ModelsLoaded)
         assert executor.pids != [process.pid]
         assert done.output is not None
         with store.get(done.output, as_torch=True, verify=True) as held:
@@ -207,7 +207,7 @@ async def test_weights_of_pools_that_the_worker_has_not_registered_are_not_loade
 
 
 async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.socket | None) -> None:
-    async def ignore(_: Ready | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
+    async def ignore(_: ModelsLoaded | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
         """Nothing is expected."""
 
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
@@ -224,8 +224,8 @@ async def test_other_weights_take_the_place_of_those_that_are_loaded_and_give_wa
     async with executing(tmp_path, fork_server) as (executor, store, heard):
         executor.swap([replace(load(store, tmp_path, role="denoiser"), holds="denoiser")])
         assert not executor.ready
-        assert isinstance(await outcome(heard), Ready)
+        assert isinstance(await outcome(heard), ModelsLoaded)
         assert (executor.loaded[0], executor.ready, executor.loaded[1] > 0) == ("denoiser", True, True)
         executor.swap([replace(load(store, tmp_path, str(tmp_path)), holds="nothing")])
-        assert isinstance(await outcome(heard), Ready)
+        assert isinstance(await outcome(heard), ModelsLoaded)
         assert executor.loaded[0] == "denoiser"

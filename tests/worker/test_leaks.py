@@ -21,7 +21,7 @@ from unfuse.stages.base import StageInput
 from unfuse.stages.sequence_pool import SequencePool
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Leak, LeaksFound
-from unfuse.worker.objects import MOST_LINES, Objects, WorkerLeakCheck
+from unfuse.worker.objects import MOST_LINES, WorkerLeakCheck, WorkerObjects
 from unfuse.worker.step_loop import ComputeLeakCheck
 
 __all__ = ["far", "folders", "near"]
@@ -155,7 +155,9 @@ def test_a_state_is_given_up_where_its_stage_fails_behind_it(tmp_path: Path) -> 
     assert len(given_up) == 1
 
 
-def looked(leaks: WorkerLeakCheck, objects: Objects, times: int = 2, *, idle: bool = True) -> list[tuple[Any, ...]]:
+def looked(
+    leaks: WorkerLeakCheck, objects: WorkerObjects, times: int = 2, *, idle: bool = True
+) -> list[tuple[Any, ...]]:
     """What is logged by so many looks: name, bytes, and whether it was freed."""
     with capture_logs() as logs:
         for _ in range(times):
@@ -163,7 +165,7 @@ def looked(leaks: WorkerLeakCheck, objects: Objects, times: int = 2, *, idle: bo
     return [(line["what"], line["bytes"], line["freed"]) for line in logs if line["event"].startswith("memory leak")]
 
 
-async def test_an_unfinished_object_is_reported_once_and_stays(near: Objects) -> None:
+async def test_an_unfinished_object_is_reported_once_and_stays(near: WorkerObjects) -> None:
     """Also when its request is over: whoever forgot it may still write there. While there is a task, it may be that
     task's."""
     leaks = WorkerLeakCheck()
@@ -180,14 +182,14 @@ async def test_an_unfinished_object_is_reported_once_and_stays(near: Objects) ->
     assert leaks.take() == {}
 
 
-async def test_room_of_no_object_is_reported(near: Objects) -> None:
+async def test_room_of_no_object_is_reported(near: WorkerObjects) -> None:
     leaks = WorkerLeakCheck()
     assert near._arena
     near._arena._space.allocate(PIECE)
     assert looked(leaks, near) == [(f"{PIECE} bytes of no object", PIECE, False)]
 
 
-async def test_what_requests_and_caches_own_is_no_leak(near: Objects) -> None:
+async def test_what_requests_and_caches_own_is_no_leak(near: WorkerObjects) -> None:
     """Whatever is held, deleted, cached or spilled."""
     leaks = WorkerLeakCheck()
     for nbytes in (0, 1, 5000):
@@ -202,11 +204,11 @@ async def test_what_requests_and_caches_own_is_no_leak(near: Objects) -> None:
     assert cached.id
 
 
-async def brought(near: Objects, far: Objects, lease: Lease) -> None:
+async def brought(near: WorkerObjects, far: WorkerObjects, lease: Lease) -> None:
     assert await near.copies.bring(lease, granted(far))
 
 
-async def test_a_copy_of_a_task_that_is_over_is_freed(near: Objects, far: Objects) -> None:
+async def test_a_copy_of_a_task_that_is_over_is_freed(near: WorkerObjects, far: WorkerObjects) -> None:
     """Given a copy that nobody let go of when its task ended, then it is reported, and its room is free."""
     leaks, ref = WorkerLeakCheck(), made(far)
     await brought(near, far, reading(ref))
@@ -215,7 +217,7 @@ async def test_a_copy_of_a_task_that_is_over_is_freed(near: Objects, far: Object
     assert not looked(leaks, near)
 
 
-async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: Objects, far: Objects) -> None:
+async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: WorkerObjects, far: WorkerObjects) -> None:
     leaks, lease = WorkerLeakCheck(), reading(made(far))
     await brought(near, far, lease)
     near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), read_here=False)
@@ -228,7 +230,7 @@ async def test_a_copy_that_is_kept_for_the_next_attempt_is_no_leak(near: Objects
     assert not looked(leaks, near)
 
 
-async def test_what_could_not_be_told_is_counted_again(near: Objects) -> None:
+async def test_what_could_not_be_told_is_counted_again(near: WorkerObjects) -> None:
     leaks = WorkerLeakCheck()
     leaks.found([Leak("kv", "one", 5, True), Leak("kv", "another", 6), Leak("arena", "a third", 7)])
     leaks.put_back(leaks.take())

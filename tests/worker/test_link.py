@@ -19,8 +19,8 @@ from unfuse.core.task import Claim, Lease
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.transfer.base import TransferOptions
-from unfuse.worker.link import WITHDRAW, Holding, free_when_orphaned
-from unfuse.worker.objects import Objects
+from unfuse.worker.link import WITHDRAW, TaskSlots, free_when_orphaned
+from unfuse.worker.objects import WorkerObjects
 
 WHOLE = ref(CHUNK_BYTES * 2, 1, 2)
 
@@ -32,8 +32,8 @@ def lease(name: str, **more: Any) -> Lease:
     return Lease(task_of("req_a", name, 1, "pool", "decode", "m", {}, **more), "w", name.encode(), 0.0)
 
 
-def holding(*leases: Lease, slots: int = 2, **resources: int) -> Holding:
-    held = Holding(slots, resources)
+def holding(*leases: Lease, slots: int = 2, **resources: int) -> TaskSlots:
+    held = TaskSlots(slots, resources)
     for one in leases:
         held.take(one)
     return held
@@ -145,7 +145,7 @@ async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -
     """Given an object with a durable copy that somebody reads, when all is given up, then nobody new gets it from
     here, the reader reads on, its room is free after, and the copy is there."""
     places = StorageLocations("", durable=f"disk:{tmp_path}")
-    objects = Objects(opened("w", places), places, {}, TransferOptions())
+    objects = WorkerObjects(opened("w", places), places, {}, TransferOptions())
     ref = objects.store.put({"x": np.arange(9.0)}, request="req_1", stage="denoise", attempt=1)
     objects.made(TaskCompleted(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
     await objects.wait_until_copied()

@@ -31,8 +31,8 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.weights.adapters import CHUNK, AdapterFolder
 from unfuse.worker import loaded_models
-from unfuse.worker.loaded_models import Borrowing, Swapping, WeightFiles, states_of
-from unfuse.worker.registration import Served, sets_of
+from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles, states_of
+from unfuse.worker.registration import ServedStages, sets_of
 from unfuse.worker.worker import unfetched
 
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -257,7 +257,7 @@ class Options:
 
 
 def sets(role: str = "all", loaded: str = "all", *cards: Any) -> Any:
-    served = Served((), cards or (CARD, OTHER), (), 1, ("cpu",))
+    served = ServedStages((), cards or (CARD, OTHER), (), 1, ("cpu",))
     return sets_of(served, Options(role, loaded))  # type: ignore[arg-type]
 
 
@@ -299,19 +299,19 @@ def lease(pool: str) -> Lease:
     return Lease(task_of("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
 
 
-def shapes(*roles: str, folder: Path = SHAPES) -> Swapping:
+def shapes(*roles: str, folder: Path = SHAPES) -> ModelSwapper:
     """A worker of the built-in model that has one of these roles at a time."""
     card = card_of("shapes", SHAPES, "auto")
     found = {role: frozenset(card.pools(StageSelector(roles_of(role))).values()) for role in roles}
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         loads = [replace(load(store, "/results"), models=(("shapes", str(folder), "auto"),))]  # type: ignore[arg-type]
-    return Swapping(found, loads, [card])
+    return ModelSwapper(found, loads, [card])
 
 
 async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_meets_it() -> None:
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         loads = [load(store, "/results")]  # type: ignore[arg-type]
-        swapping = Swapping({"first": frozenset({ENCODE}), "second": frozenset({DENOISE})}, loads)
+        swapping = ModelSwapper({"first": frozenset({ENCODE}), "second": frozenset({DENOISE})}, loads)
         executor, idle, withdrawn = Executed(), asyncio.Event(), asyncio.Event()
 
         async def withdraw() -> None:
@@ -428,7 +428,7 @@ def places(tmp_path: Path) -> tuple[Path, Path, Path]:
 
 def bring(link: Lender, places: tuple[Path, Path, Path], *leases: Lease) -> None:
     async def all_of_them() -> None:
-        made = Borrowing(link, str(places[1]), places[2])  # type: ignore[arg-type]
+        made = AdapterFetcher(link, str(places[1]), places[2])  # type: ignore[arg-type]
         await asyncio.gather(*(made.bring(one) for one in leases or [adapted()]))
 
     asyncio.run(all_of_them())
@@ -450,7 +450,7 @@ def test_it_comes_in_parts_once_and_is_found_by_its_content(places: tuple[Path, 
 def test_nothing_is_asked_for_that_is_here_or_that_no_stage_uses(places: tuple[Path, Path, Path]) -> None:
     link = Lender(places[0])
     bring(link, places, adapted("text_encode"), adapted(lora=""))
-    asyncio.run(Borrowing(link, "", places[2]).bring(adapted()))  # type: ignore[arg-type]  # no adapters are served
+    asyncio.run(AdapterFetcher(link, "", places[2]).bring(adapted()))  # type: ignore[arg-type]  # no adapters are served
     (places[1] / "ink.safetensors").write_bytes(DATA)
     bring(link, places)
     assert not link.asked and not kept(places)

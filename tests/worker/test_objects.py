@@ -37,7 +37,7 @@ from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
 from unfuse.worker import remote_inputs
-from unfuse.worker.objects import Objects
+from unfuse.worker.objects import WorkerObjects
 
 PIECE = 64 * 1024
 CAPACITY = 8 * PIECE
@@ -60,11 +60,11 @@ def opened(name: str, places: StorageLocations, **own: str) -> TensorStore:
 @asynccontextmanager
 async def node(
     name: str, run_dir: str, places: StorageLocations | None = None, called: str = "", keys: bool = True
-) -> AsyncIterator[Objects]:
+) -> AsyncIterator[WorkerObjects]:
     engines = {"tcp": open_engine("tcp", OPTIONS)} if keys else {}
     places = places or StorageLocations("")
     store = opened(name, places, run_dir=run_dir, node=called or name)
-    objects = Objects(store, places, engines, OPTIONS)
+    objects = WorkerObjects(store, places, engines, OPTIONS)
     try:
         yield objects
     finally:
@@ -72,19 +72,19 @@ async def node(
 
 
 @pytest.fixture
-async def far(folders: Callable[[], str]) -> AsyncIterator[Objects]:
+async def far(folders: Callable[[], str]) -> AsyncIterator[WorkerObjects]:
     """A worker of a machine with the same name."""
     async with node("far", folders(), called="name") as objects:
         yield objects
 
 
 @pytest.fixture
-async def near(folders: Callable[[], str]) -> AsyncIterator[Objects]:
+async def near(folders: Callable[[], str]) -> AsyncIterator[WorkerObjects]:
     async with node("near", folders(), called="name") as objects:
         yield objects
 
 
-def made(objects: Objects, value: int = 7, nbytes: int = PIECE, request: str = "req_a") -> ObjectRef:
+def made(objects: WorkerObjects, value: int = 7, nbytes: int = PIECE, request: str = "req_a") -> ObjectRef:
     return objects.store.put({"x": np.full(nbytes, value, np.uint8)}, request=request, stage="s", attempt=1)
 
 
@@ -92,7 +92,7 @@ def reading(*refs: ObjectRef, request: str = "req_a", stage: str = "next") -> Le
     return Lease(task_of(request, stage, 1, "pool", "kind", "model", {}, refs), "near", stage.encode(), 0.0)
 
 
-def granted(*owners: Objects) -> LeasesGranted:
+def granted(*owners: WorkerObjects) -> LeasesGranted:
     names = [owner.store.owner for owner in owners]
     peers = {owner.store.owner: (owner.store.node, owner.store.address) for owner in owners}
     return LeasesGranted(
@@ -100,12 +100,12 @@ def granted(*owners: Objects) -> LeasesGranted:
     )
 
 
-def read(objects: Objects, ref: ObjectRef) -> set[int]:
+def read(objects: WorkerObjects, ref: ObjectRef) -> set[int]:
     with objects.store.get(ref) as held:
         return set(held["x"].tolist())
 
 
-async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Objects, near: Objects) -> None:
+async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: WorkerObjects, near: WorkerObjects) -> None:
     ref = made(far)
     first, second = reading(ref, stage="one"), reading(ref, stage="two")
 
@@ -121,13 +121,13 @@ async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Objec
     await freed(near)
 
 
-async def freed(objects: Objects) -> None:
+async def freed(objects: WorkerObjects) -> None:
     async with asyncio.timeout(600):
         while objects.usage().used:
             await asyncio.sleep(0.01)
 
 
-async def test_what_is_known_to_be_read_by_nobody_any_more_gives_its_room_back(near: Objects) -> None:
+async def test_what_is_known_to_be_read_by_nobody_any_more_gives_its_room_back(near: WorkerObjects) -> None:
     kept, lost = made(near), made(near)
     with near.store.get(lost):
         assert not near.drop([lost.id])  # somebody reads it
@@ -138,7 +138,7 @@ async def test_what_is_known_to_be_read_by_nobody_any_more_gives_its_room_back(n
     assert (near.usage().used, near.drop([again.id]), read(near, kept)) == (PIECE, False, {7})
 
 
-async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: Objects, near: Objects) -> None:
+async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: WorkerObjects, near: WorkerObjects) -> None:
     """Given an object that an earlier request made, then it is not dropped here with that one, and the scheduler hears
     of the object that it knows."""
     ref = made(far, request="req_earlier")
@@ -152,7 +152,7 @@ async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: Objects
 
 
 async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_called(
-    folders: Callable[[], str], far: Objects
+    folders: Callable[[], str], far: WorkerObjects
 ) -> None:
     here = folders()
     async with node("one", here) as one, node("two", here) as two:
@@ -163,7 +163,7 @@ async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_calle
         assert await two.copies.bring(reading(own), granted(two)) == reading(own)
 
 
-async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], near: Objects) -> None:
+async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], near: WorkerObjects) -> None:
     """Given an owner whose memory was mapped, when it is gone, then what it had cannot be had, and is not waited for;
     and another one at its address is not taken for it."""
     here = folders()
@@ -180,7 +180,7 @@ async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], nea
 
 
 async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_here(
-    folders: Callable[[], str], far: Objects
+    folders: Callable[[], str], far: WorkerObjects
 ) -> None:
     """Given a path that is used here, too, by somebody else, then the object comes from its owner."""
     here = folders()
@@ -223,7 +223,7 @@ async def test_without_keys_what_cannot_be_mapped_is_left_to_its_stage(folders: 
             two.store.get(lease.task.inputs[0])
 
 
-async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near: Objects) -> None:
+async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: WorkerObjects, near: WorkerObjects) -> None:
     ref = made(far)
     await far.release(["req_a"])
     lease = reading(ref)
@@ -232,9 +232,9 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near
     assert near.usage().used == 0
 
 
-async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanwhile(far: Objects) -> None:
+async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanwhile(far: WorkerObjects) -> None:
     patient = msgspec.structs.replace(OPTIONS, heartbeat_s=15.0, max_missed=4)
-    near = Objects(
+    near = WorkerObjects(
         opened("near", StorageLocations("")), StorageLocations(""), {"tcp": open_engine("tcp", patient)}, patient
     )
     with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
@@ -256,7 +256,7 @@ async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanw
     await near.close()
 
 
-async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Objects, near: Objects) -> None:
+async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: WorkerObjects, near: WorkerObjects) -> None:
     """Given an arena without room, so that an input is waited for, when its task is cancelled, then it ends."""
     full, ref = made(near, nbytes=CAPACITY), made(far)
     lease = reading(ref)
@@ -272,7 +272,7 @@ async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Object
 
 @pytest.mark.parametrize("kind, reason", [("crash", ""), ("hand_back", "compute")])
 async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_again(
-    kind: FailureKind, reason: str, far: Objects, near: Objects, monkeypatch: pytest.MonkeyPatch
+    kind: FailureKind, reason: str, far: WorkerObjects, near: WorkerObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given inputs that were brought, when compute dies, then they are kept, for a while, and do not come twice."""
     monkeypatch.setattr(remote_inputs, "KEPT_S", 600.0)
@@ -294,7 +294,7 @@ async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_
 
 
 async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_to_nothing(
-    far: Objects, near: Objects, monkeypatch: pytest.MonkeyPatch
+    far: WorkerObjects, near: WorkerObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given an input that was brought, when its task is done, and others here read what it made, or when the task is
     withdrawn since another input will not come, then the input does not come twice; nor is its owner needed any more.
@@ -317,7 +317,7 @@ async def test_what_came_stays_for_the_next_stage_and_where_another_input_came_t
     await freed(near)
 
 
-async def test_what_is_kept_for_a_task_goes_with_its_request(far: Objects, near: Objects) -> None:
+async def test_what_is_kept_for_a_task_goes_with_its_request(far: WorkerObjects, near: WorkerObjects) -> None:
     lease = reading(made(far))
     assert await near.copies.bring(lease, granted(far))
     near.end_task(lease, TaskFailed(lease.claim, "crash", "it died"), False)
@@ -325,7 +325,7 @@ async def test_what_is_kept_for_a_task_goes_with_its_request(far: Objects, near:
     assert near.usage().used == 0
 
 
-async def test_without_room_for_long_the_task_is_told(far: Objects, near: Objects) -> None:
+async def test_without_room_for_long_the_task_is_told(far: WorkerObjects, near: WorkerObjects) -> None:
     made(near, nbytes=CAPACITY)
     lease = reading(made(far))
     with pytest.raises(ArenaFull):
@@ -352,7 +352,7 @@ def files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-async def stopped(objects: Objects, *inputs: tuple[str, ObjectRef]) -> None:
+async def stopped(objects: WorkerObjects, *inputs: tuple[str, ObjectRef]) -> None:
     """Copy what a worker has, and end it."""
     await objects.copy_all(inputs)
     await objects.close()
@@ -368,7 +368,7 @@ async def test_what_a_stopped_worker_made_is_read_from_where_results_are(
     """Given results on a disk and nothing else that lasts, when a worker stops, then the outputs and checkpoints of
     requests that are not over can be read, and of a request that reads another one's object that, too."""
     places = StorageLocations(f"disk:{tmp_path}")
-    objects = Objects(opened("w", places, run_dir=folders()), places, {}, OPTIONS)
+    objects = WorkerObjects(opened("w", places, run_dir=folders()), places, {}, OPTIONS)
     output, checkpoint = made(objects, 1), made(objects, 2)
     over, cached = made(objects, 3, request="req_b"), made(objects, 4, request="req_c")
     for ref in (output, over, cached):

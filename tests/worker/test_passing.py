@@ -18,22 +18,22 @@ from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease
 from unfuse.testing.queue_samples import task_of
 from unfuse.transfer.session import RingBuffer
-from unfuse.worker.compute_messages import Arrived, Cancel, Taken
-from unfuse.worker.remote_inputs import Passing
+from unfuse.worker.compute_messages import CancelTask, InputArrived, InputTaken
+from unfuse.worker.remote_inputs import InputStreams
 
 KV = replace(ref(8 * CHUNK_BYTES), stage="prefill")
 TASK = task_of(
     "req_a", "decode.0", 1, "decode:abc:float32@12", "decode", "m", {}, (KV,), derived=DerivedFacts(prompt_tokens=100)
 )
 WANTED: Any = SimpleNamespace(cancelled=False)  # the session of a transfer that goes on
-ARRIVED = Arrived(Lease(TASK, "w", b"t", 0.0), KV, 0, 0, 10)
+ARRIVED = InputArrived(Lease(TASK, "w", b"t", 0.0), KV, 0, 0, 10)
 
 
 class Process:
     def __init__(self, there: bool = True) -> None:
-        self.there, self.sent = there, list[Arrived | Cancel]()
+        self.there, self.sent = there, list[InputArrived | CancelTask]()
 
-    async def send(self, message: Arrived | Cancel) -> bool:
+    async def send(self, message: InputArrived | CancelTask) -> bool:
         self.sent.append(message)
         return self.there
 
@@ -42,13 +42,13 @@ async def test_what_a_prompt_reads_that_is_longer_than_the_buffer_comes_in_piece
     """Given a buffer of fifty tokens, then each input of a prompt of a hundred has a window of a half of its bytes, or
     a chunk if that is more, or all of what is less; a shorter prompt, what has none, and a buffer of any length have no
     window."""
-    passing = Passing(50, Process().send)
+    passing = InputStreams(50, Process().send)
     assert passing.window(TASK, KV) == 4 * CHUNK_BYTES
     assert passing.window(replace(TASK, derived=DerivedFacts(prompt_tokens=5000)), KV) == CHUNK_BYTES
     assert passing.window(replace(TASK, derived=DerivedFacts(prompt_tokens=50)), KV) == 0
     assert passing.window(TASK, replace(ref(1000), stage="vision_encode.0")) == 1000
     assert passing.window(replace(TASK, derived=DerivedFacts()), KV) == 0
-    endless = Passing(0, Process().send)
+    endless = InputStreams(0, Process().send)
     assert endless.window(TASK, KV) == 0
     for one in (passing, endless):
         one.close()
@@ -57,12 +57,12 @@ async def test_what_a_prompt_reads_that_is_longer_than_the_buffer_comes_in_piece
 async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> None:
     """Given a process that is not there, one that cannot take it, and one that dies, then each is an error that passes;
     what is dropped is told to the process."""
-    gone, process = Passing(50, Process(there=False).send), Process()
+    gone, process = InputStreams(50, Process(there=False).send), Process()
     with pytest.raises(TransientError, match="no compute process runs"):
         await gone._pass(ARRIVED, WANTED)
-    passing = Passing(50, process.send)
+    passing = InputStreams(50, process.send)
     answers = (
-        ("no room", lambda: passing.heard(Taken(ARRIVED.lease.claim, KV.id, "no room"))),
+        ("no room", lambda: passing.heard(InputTaken(ARRIVED.lease.claim, KV.id, "no room"))),
         ("ended", passing.lost),
     )
     for says, happens in answers:
@@ -70,11 +70,11 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         with pytest.raises(TransientError, match=says):
             await passing._pass(ARRIVED, WANTED)
     assert not passing.begins(ARRIVED.lease.claim)
-    passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim, KV.id))
-    passing._loop.call_later(0.005, passing.heard, Taken(ARRIVED.lease.claim, "another", "of no matter"))
+    passing._loop.call_later(0.01, passing.heard, InputTaken(ARRIVED.lease.claim, KV.id))
+    passing._loop.call_later(0.005, passing.heard, InputTaken(ARRIVED.lease.claim, "another", "of no matter"))
     await passing._pass(ARRIVED, WANTED)
     await passing.drop(ARRIVED.lease.claim)
-    assert process.sent == [ARRIVED] * 3 + [Cancel(ARRIVED.lease.claim)]
+    assert process.sent == [ARRIVED] * 3 + [CancelTask(ARRIVED.lease.claim)]
     for one in (gone, passing):
         one.close()
 
@@ -82,7 +82,7 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
 async def test_a_piece_is_over_when_all_processes_have_answered() -> None:
     """Also where one of them cannot take it, since the others may still read it; and where they are gone."""
     process = Process()
-    passing, taken = Passing(50, process.send, 3), Taken(ARRIVED.lease.claim, KV.id)
+    passing, taken = InputStreams(50, process.send, 3), InputTaken(ARRIVED.lease.claim, KV.id)
     for error in ("", "no memory"):
         piece = asyncio.create_task(passing._pass(ARRIVED, WANTED))
         for answer in (replace(taken, error=error), taken):
@@ -109,12 +109,12 @@ async def test_what_processes_had_taken_that_are_gone_no_task_begins_with() -> N
     """Given a task of whose input a piece was taken when the process died, then the next process gets no later piece of
     it, and the task does not begin; its next attempt, and others, do."""
     process = Process()
-    passing, claim = Passing(50, process.send), ARRIVED.lease.claim
+    passing, claim = InputStreams(50, process.send), ARRIVED.lease.claim
     other = replace(ARRIVED, lease=replace(ARRIVED.lease, token=b"another"))
     for arrived in (ARRIVED, other):
         piece = asyncio.create_task(passing._pass(arrived, WANTED))
         await asyncio.sleep(0)
-        passing.heard(Taken(arrived.lease.claim, KV.id))
+        passing.heard(InputTaken(arrived.lease.claim, KV.id))
         await piece
     assert passing.begins(other.lease.claim)
     passing.lost()
@@ -152,7 +152,7 @@ async def test_a_window_is_freed_also_where_a_task_is_cancelled_twice() -> None:
     """Given an input on its way, when its task is cancelled, and again while the transfer still ends, then its room is
     free when that has ended, and nothing more is passed on."""
     slow, process = Slow(), Process()
-    passing, store = Passing(50, process.send), cast(Any, slow)
+    passing, store = InputStreams(50, process.send), cast(Any, slow)
     task = asyncio.create_task(passing.through(ARRIVED.lease, KV, store, store, 1.0))
     try:
         while not passing.extents:

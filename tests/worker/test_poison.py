@@ -26,7 +26,7 @@ from unfuse.core.task import Claim, Lease
 from unfuse.models import find
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
-from unfuse.worker.compute_messages import Load, Ready
+from unfuse.worker.compute_messages import LoadModels, ModelsLoaded
 from unfuse.worker.executor import Executor
 
 MEMORY_LIMIT = 512 << 20
@@ -48,7 +48,7 @@ class Compute:
         self.heard: list[object] = []
         self.news = asyncio.Condition()
 
-    async def hear(self, message: Ready | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
+    async def hear(self, message: ModelsLoaded | StepProgress | TaskStopped | TaskCompleted | TaskFailed) -> None:
         async with self.news:
             self.heard.append(message)
             self.news.notify_all()
@@ -76,8 +76,8 @@ class Compute:
         return failed
 
     async def ready_again(self) -> None:
-        await self.until(Ready)
-        self.heard = [message for message in self.heard if not isinstance(message, Ready)]
+        await self.until(ModelsLoaded)
+        self.heard = [message for message in self.heard if not isinstance(message, ModelsLoaded)]
 
     def ended(self, claim: Claim) -> bool:
         return any(isinstance(m, TaskCompleted | TaskFailed | TaskStopped) and m.claim == claim for m in self.heard)
@@ -87,7 +87,7 @@ class Compute:
 async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) -> AsyncIterator[Compute]:
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         options = ComputeOptions(threads=1)
-        load = Load(
+        load = LoadModels(
             (("outside", str(folder), "auto"),), StageSelector(), options, "w", "n", store.address, store.write_token,
             StorageLocations(f"disk:{folder}/results"),
         )  # fmt: skip

@@ -22,7 +22,7 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import PIECE_BYTES, PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.testing.queue_samples import task_of
 from unfuse.testing.virtual_time import in_virtual_time
-from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
+from unfuse.worker.compute_messages import CancelTask, ComputeChannel, ParentChannel, RunTask
 from unfuse.worker.link import APPEND_S, OutputRecorder
 
 
@@ -161,7 +161,12 @@ async def test_more_recorded_pieces_than_a_message_takes_reach_compute_with_thei
     here, there = socket.socketpair()
     parent, compute = await ParentChannel.open(here), ComputeChannel(there)
     many = tuple(b"%d" % number + bytes(PIECE_BYTES - 9) for number in range(3 * PIECES_AT_ONCE + 1))
-    sent = [Run(lease(0), {}, many), Cancel(claim("b")), Run(lease(0), {}), Run(lease(0), {}, (b"one",))]
+    sent = [
+        RunTask(lease(0), {}, many),
+        CancelTask(claim("b")),
+        RunTask(lease(0), {}),
+        RunTask(lease(0), {}, (b"one",)),
+    ]
     for message in sent:
         await parent.send(message)
     assert [await asyncio.to_thread(compute.receive) for _ in sent] == sent

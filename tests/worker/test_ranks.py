@@ -21,9 +21,18 @@ from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import Claim
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
-from unfuse.worker.batches import TRUSTED, Exactness
+from unfuse.worker.batches import TRUSTED, InvarianceResults
 from unfuse.worker.compute import _agree
-from unfuse.worker.compute_messages import Arrived, Cancel, FromCompute, RankStatus, Run, Taken, Turn, Waits
+from unfuse.worker.compute_messages import (
+    CancelTask,
+    FromCompute,
+    InputArrived,
+    InputTaken,
+    RankStatus,
+    RunTask,
+    StepPlan,
+    TaskWaits,
+)
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.step_loop import StepLoop
 
@@ -87,7 +96,7 @@ class Group:
 
     def _loop(self, rank: Rank, stage: SteppedStage[Any], folder: Path, exact: bool) -> StepLoop:
         def send(message: FromCompute) -> None:
-            if isinstance(message, Turn):
+            if isinstance(message, StepPlan):
                 assert rank.rank == 0
                 for inbox in self.inboxes[1:]:
                     inbox.put(message)
@@ -96,7 +105,7 @@ class Group:
                 self.sent[rank.rank].append(message)
                 self.changed.notify_all()
 
-        sure = Exactness(folder / f"{rank.rank}.json", chance=lambda: 1.0) if exact else None
+        sure = InvarianceResults(folder / f"{rank.rank}.json", chance=lambda: 1.0) if exact else None
         loop = StepLoop(
             {"count": stage}, self.bench.store, self.bench.results, self.inboxes[rank.rank], send, 4, exactness=sure,
             ranks=Ranks(rank, send), overlapped=self.overlapped,
@@ -114,14 +123,14 @@ class Group:
         except threading.BrokenBarrierError:
             return
 
-    def begin(self, **params: Any) -> Run:
+    def begin(self, **params: Any) -> RunTask:
         self.bench.run(**params)
         run = self.bench.inbox.get()
-        assert isinstance(run, Run)
+        assert isinstance(run, RunTask)
         self.give(run)
         return run
 
-    def give(self, message: Run | Arrived) -> None:
+    def give(self, message: RunTask | InputArrived) -> None:
         """As the executor does: the task, or a piece of its input, to all."""
         for inbox in reversed(self.inboxes):
             inbox.put(message)
@@ -131,7 +140,7 @@ class Group:
             assert self.changed.wait_for(condition, WAIT_S), what
         return condition()
 
-    def outcome(self, run: Run) -> TaskCompleted | TaskFailed | TaskStopped:
+    def outcome(self, run: RunTask) -> TaskCompleted | TaskFailed | TaskStopped:
         def ends() -> list[Any]:
             return [
                 m
@@ -155,7 +164,7 @@ def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
     for one in made:
         one.ended = True
         for inbox in one.inboxes:
-            inbox.put(Turn())  # wakes the loop
+            inbox.put(StepPlan())  # wakes the loop
         for thread in one.threads:
             thread.join(WAIT_S)
 
@@ -212,7 +221,7 @@ def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
     ranks = group(*stages)
     long = ranks.begin(tag=0, steps=10**9)
     ranks.until(lambda: len(stages[0].batches) > 3, "it to run")
-    ranks.inboxes[0].put(Cancel(long.lease.claim))
+    ranks.inboxes[0].put(CancelTask(long.lease.claim))
     assert isinstance(ranks.outcome(long), TaskStopped)
     assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), TaskCompleted)
     assert stages[0].batches == stages[1].batches
@@ -232,7 +241,7 @@ def test_a_cancel_amid_a_step_ends_a_task_behind_that_step_on_all(group: Make) -
     ranks = group(*stages)
     long = ranks.begin(tag=0, steps=10**9)
     amid.wait(WAIT_S)
-    ranks.inboxes[0].put(Cancel(long.lease.claim))
+    ranks.inboxes[0].put(CancelTask(long.lease.claim))
     go_on.set()
     assert isinstance(ranks.outcome(long), TaskStopped)
     assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), TaskCompleted)
@@ -253,7 +262,7 @@ def test_a_saved_state_that_one_rank_cannot_read_is_made_anew_by_all(group: Make
     ranks.bench.run(tag=0, steps=9)
     lease = ranks.bench.inbox.get().lease  # type: ignore[union-attr]
     saved = ranks.bench.store.put({"x": np.zeros(1)}, request=lease.task.request, stage="stage", attempt=0)
-    run = Run(replace(lease, checkpoint=saved), {})
+    run = RunTask(replace(lease, checkpoint=saved), {})
     ranks.give(run)
     assert isinstance(ranks.outcome(run), TaskCompleted)
     assert len(stages[0].batches) == len(stages[1].batches) == 9
@@ -278,7 +287,7 @@ def test_a_task_waits_on_all_ranks_while_one_cannot_have_its_upload(
     monkeypatch.setattr(ranks.bench.results, "attached", attached)
     run = ranks.begin(tag=0, steps=3)
     assert isinstance(ranks.outcome(run), TaskCompleted)
-    assert any(isinstance(message, Waits) for message in ranks.sent[0])
+    assert any(isinstance(message, TaskWaits) for message in ranks.sent[0])
     assert len(asked) == 4
     assert stages[0].batches == stages[1].batches
 
@@ -297,7 +306,7 @@ def test_where_a_batch_differs_on_one_rank_no_rank_shares_it(group: Make, sloppy
 
 claims = st.builds(Claim, st.sampled_from("ab"), st.just("denoise.0"), st.just(1), st.just(b""))
 failed = st.builds(TaskFailed, claims, st.sampled_from(("transient", "permanent")), st.text(max_size=3))
-verdicts = st.one_of(st.integers(0, 3), st.builds(Waits, claims), failed)
+verdicts = st.one_of(st.integers(0, 3), st.builds(TaskWaits, claims), failed)
 
 
 @given(st.lists(st.lists(verdicts, min_size=2, max_size=2), min_size=2, max_size=4))
@@ -389,18 +398,18 @@ class Pieces:
         monkeypatch.setattr(ranks.bench.store, "at", lambda offset, nbytes: np.full(nbytes, offset))
         ranks.bench.run(steps=2)
         run = ranks.bench.inbox.get()
-        assert isinstance(run, Run)
+        assert isinstance(run, RunTask)
         task = run.lease.task
         (self.ref,) = task.inputs
         self.ranks, self.claim = ranks, run.lease.claim
         self.run = replace(run, lease=replace(run.lease, task=replace(task, inputs=())))
 
     def answers(self, rank: int) -> list[str]:
-        return [message.error for message in self.ranks.sent[rank] if isinstance(message, Taken)]
+        return [message.error for message in self.ranks.sent[rank] if isinstance(message, InputTaken)]
 
     def arrive(self, start: int) -> None:
         before = len(self.answers(0))
-        self.ranks.give(Arrived(self.run.lease, self.ref, start, start, start + 10))
+        self.ranks.give(InputArrived(self.run.lease, self.ref, start, start, start + 10))
         for rank in range(2):
             self.ranks.until(lambda rank=rank: len(self.answers(rank)) > before, "each rank to answer")
 
@@ -415,7 +424,7 @@ def test_all_ranks_take_pieces_of_an_input_between_the_same_steps(group: Make, m
         pieces.arrive(start)
     ranks.give(pieces.run)
     assert isinstance(ranks.outcome(pieces.run), TaskCompleted)
-    ranks.inboxes[0].put(Cancel(long.lease.claim))
+    ranks.inboxes[0].put(CancelTask(long.lease.claim))
     assert isinstance(ranks.outcome(long), TaskStopped)
     until(lambda: stages[0].log == stages[1].log, "both to have done the same")
     told = [line for line in stages[0].log if "step" not in line]
@@ -433,7 +442,7 @@ def test_what_one_rank_cannot_take_all_drop_in_the_same_turn(group: Make, monkey
         pieces.arrive(start)
     assert (pieces.answers(0), pieces.answers(1)) == (["", ""], ["", "no memory"])
     assert "drop" not in stages[0].log + stages[1].log
-    ranks.inboxes[0].put(Cancel(pieces.claim))
+    ranks.inboxes[0].put(CancelTask(pieces.claim))
     until(lambda: all("drop" in stage.log for stage in stages), "both to have dropped it")
     assert isinstance(ranks.outcome(ranks.begin(steps=1)), TaskCompleted)
     until(lambda: stages[0].log == stages[1].log, "both to have done the same")

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.worker.refs import ref
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
-from unfuse.worker.remote_inputs import Unwritten
+from unfuse.worker.remote_inputs import PendingInputs
 
 WRITTEN = ref(2 * CHUNK_BYTES, 1)
 
@@ -35,7 +35,7 @@ async def test_each_waits_for_its_own_object_until_it_is_whole_or_lost() -> None
     its object is whole or lost, and nobody looks any more; what is whole by its ref is not looked at."""
     store: Any = Store()
     with ThreadPoolExecutor(2) as lookers:
-        unwritten = Unwritten(store, lookers)
+        unwritten = PendingInputs(store, lookers)
         await unwritten.until_whole(ref(2 * CHUNK_BYTES, 1, 2))
         assert store.looks == 0
         named = [replace(WRITTEN, id=id, owner=owner) for id, owner in (("a", "x"), ("a", "x"), ("b", "x"), ("c", "y"))]

@@ -44,8 +44,8 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.chat_stream import output_stream
 from unfuse.transfer.session import TransferCounters
 from unfuse.wire.router import Router
-from unfuse.worker.link import Link
-from unfuse.worker.remote_inputs import Copies
+from unfuse.worker.link import SchedulerLink
+from unfuse.worker.remote_inputs import RemoteInputs
 from unfuse.worker.worker import Worker
 
 STEPS = 75  # one and a half seconds
@@ -195,9 +195,9 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
     model: Path, monkeypatch: pytest.MonkeyPatch, missing: type[OSError], times: int
 ) -> None:
     """Given a heartbeat without an answer, then what it brought is told again if the connection broke: else it came."""
-    once, told = Link.once, list[dict[str, TransferStats]]()
+    once, told = SchedulerLink.once, list[dict[str, TransferStats]]()
 
-    async def first_is_lost(self: Link, message: ToScheduler, *timeout: float) -> ToWorker:
+    async def first_is_lost(self: SchedulerLink, message: ToScheduler, *timeout: float) -> ToWorker:
         answer = await once(self, message, *timeout)
         if isinstance(message, Heartbeat) and (message.moved or told):
             told.append(message.moved)
@@ -207,8 +207,8 @@ async def test_what_a_late_scheduler_was_told_to_count_is_not_told_again(
 
     counters = TransferCounters()
     counters.add("tcp", TransferStats(7))
-    monkeypatch.setattr(Copies, "counters", counters)
-    monkeypatch.setattr(Link, "once", first_is_lost)
+    monkeypatch.setattr(RemoteInputs, "counters", counters)
+    monkeypatch.setattr(SchedulerLink, "once", first_is_lost)
     async with town(model, 1) as found:
         found.work()
         while len(told) < 3:
@@ -458,7 +458,9 @@ class Here:
 
 
 @asynccontextmanager
-async def linked(ahead: int) -> AsyncIterator[tuple[Link, list[asyncio.subprocess.Process], Here, asyncio.Event]]:
+async def linked(
+    ahead: int,
+) -> AsyncIterator[tuple[SchedulerLink, list[asyncio.subprocess.Process], Here, asyncio.Event]]:
     """A link to so many processes, and then to `Here`."""
     async with AsyncExitStack() as stack:
         others = [await stack.enter_async_context(process()) for _ in range(ahead)]
@@ -466,12 +468,12 @@ async def linked(ahead: int) -> AsyncIterator[tuple[Link, list[asyncio.subproces
         router = Router(unix_address(), here.answer, here.undelivered)
         stack.push_async_callback(router.close)
         renewed = asyncio.Event()
-        link = Link([*(address for _, address in others), router.address], None, renewed.set)
+        link = SchedulerLink([*(address for _, address in others), router.address], None, renewed.set)
         stack.push_async_callback(link.close)
         yield link, [child for child, _ in others], here, renewed
 
 
-async def beat(link: Link) -> HeartbeatReply:
+async def beat(link: SchedulerLink) -> HeartbeatReply:
     """A heartbeat as a worker has it: said anew until it is answered."""
     while True:
         with suppress(OSError):

@@ -32,8 +32,8 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing.queue_samples import task_of
 from unfuse.worker import step_loop
-from unfuse.worker.batches import TRUSTED, BatchSizes, Exactness
-from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Turn, Waits
+from unfuse.worker.batches import TRUSTED, BatchSizes, InvarianceResults
+from unfuse.worker.compute_messages import CancelTask, FromCompute, RunTask, StepPlan, TaskWaits
 from unfuse.worker.step_loop import StepLoop
 
 
@@ -170,7 +170,7 @@ class Bench:
     def __init__(self, folder: Path, stages: Mapping[str, Stage], batch: int, overlapped: bool = False) -> None:
         self.store = TensorStore.create("memory", owner="w", node="n")
         self.results = open_results(f"disk:{folder}")
-        self.inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[RunTask | CancelTask] = queue.SimpleQueue()
         self.sent: list[FromCompute] = []
         own = self.store, self.results, self.inbox, self.sent.append
         self.loop = StepLoop(stages, *own, batch, overlapped=overlapped)
@@ -197,7 +197,7 @@ class Bench:
             derived=derived,
         )
         lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
-        self.inbox.put(Run(lease, {}))
+        self.inbox.put(RunTask(lease, {}))
         return lease
 
     def turn(self) -> None:
@@ -303,7 +303,7 @@ class Shared(SteppedStage[Tagged]):
 def exact(folder: Path, stage: Shared, batch: int = 4) -> Bench:
     """A loop of an exact pool, for which a larger batch always pays off."""
     loop = Bench(folder, {"count": stage}, batch)
-    sure = Exactness(folder / "exactness.json", chance=lambda: 1.0)
+    sure = InvarianceResults(folder / "exactness.json", chance=lambda: 1.0)
     own = loop.store, loop.results, loop.inbox, loop.sent.append
     loop.loop = StepLoop({"count": stage}, *own, batch, exactness=sure)
     loop.loop._batches.sizes = Large(batch)
@@ -401,7 +401,7 @@ def test_an_exact_loop_uses_few_sizes_whatever_the_setting_so_that_they_are_soon
     stage = Shared()
     loop = exact(tmp_path, stage, batch=7)
     own = loop.store, loop.results, loop.inbox, loop.sent.append
-    loop.loop = StepLoop({"count": stage}, *own, batch=7, exactness=Exactness(tmp_path / "exactness.json"))
+    loop.loop = StepLoop({"count": stage}, *own, batch=7, exactness=InvarianceResults(tmp_path / "exactness.json"))
     for lease in [loop.run(tag=tag, steps=40 + tag) for tag in range(7)]:
         loop.outcome(lease)
     assert {1, 2, 4} >= {len(batch) for batch in stage.batches} > {1}
@@ -492,7 +492,7 @@ def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: P
     loop, count = bench(tmp_path)
     first, second = loop.run(steps=900, tag=1), loop.run(steps=2, tag=2)
     loop.turn()
-    loop.inbox.put(Cancel(first.claim))
+    loop.inbox.put(CancelTask(first.claim))
     stopped = loop.outcome(first)
     assert isinstance(stopped, TaskStopped)
     assert isinstance(loop.outcome(second), TaskCompleted)
@@ -504,7 +504,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
     loop, _ = bench(tmp_path)
     lease = loop.run()
     loop.outcome(lease)
-    loop.inbox.put(Cancel(lease.claim))
+    loop.inbox.put(CancelTask(lease.claim))
     assert isinstance(loop.outcome(loop.run()), TaskCompleted)
     assert not any(isinstance(message, TaskStopped) for message in loop.sent)
 
@@ -558,7 +558,7 @@ def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> N
     loop, _ = bench(tmp_path, raises=lambda _: PermanentError("no"), fail_at=1 if ending == "failed" else -1)
     lease = loop.run()
     if ending == "stopped":
-        loop.inbox.put(Cancel(lease.claim))
+        loop.inbox.put(CancelTask(lease.claim))
     loop.outcome(lease)
     for request in loop.store.holding():
         loop.store.release(request)
@@ -853,7 +853,7 @@ def test_a_task_that_is_dropped_takes_its_parts_along_and_no_other_s(tmp_path: P
     loop.turn()
     assert {"attached-part-1-1", "attached-part-1-2"} <= names(tmp_path)
 
-    loop.inbox.put(Cancel(lease.claim))
+    loop.inbox.put(CancelTask(lease.claim))
 
     assert isinstance(loop.outcome(lease), TaskStopped)
     assert names(tmp_path) == {"attached-part-11-1"}
@@ -870,7 +870,7 @@ def test_a_task_is_dropped_also_when_its_parts_cannot_be_deleted(
         raise ResultsUnavailable("cannot be reached")
 
     monkeypatch.setattr(loop.results, "detach", away)
-    loop.inbox.put(Cancel(lease.claim))
+    loop.inbox.put(CancelTask(lease.claim))
     assert isinstance(loop.outcome(lease), TaskStopped)
 
 
@@ -926,7 +926,7 @@ class Full:
 def waits(loop: Bench, lease: Lease, tries: int = 1) -> None:
     """Turn until a task has been told of as one that waits, so many times."""
     for _ in range(1000):
-        if loop.sent.count(Waits(lease.claim)) >= tries:
+        if loop.sent.count(TaskWaits(lease.claim)) >= tries:
             return
         loop.turn()
     raise AssertionError("it does not wait")
@@ -953,7 +953,7 @@ class TestAResultStoreWithoutRoom:
         place = Full(loop, monkeypatch)
         lease = loop.run("print")
         waits(loop, lease)
-        loop.inbox.put(Cancel(lease.claim))
+        loop.inbox.put(CancelTask(lease.claim))
         stopped = loop.outcome(lease)
         assert isinstance(stopped, TaskStopped) and stopped.timings.share_s > 0
         place.room = True
@@ -982,12 +982,12 @@ def test_what_one_loop_decides_another_one_carries_out_alike(tmp_path: Path) -> 
     one, other = (Bench(tmp_path / str(n), {"count": stage}, 2) for n, stage in enumerate(stages))
     leases = [one.run(tag=tag, steps=3 + tag, priority=tag // 3) for tag in range(4)]
     for lease in leases:
-        other.inbox.put(Run(replace(lease, task=replace(lease.task, inputs=(other.input,))), {}))
-    one.inbox.put(Cancel(leases[1].claim))
+        other.inbox.put(RunTask(replace(lease, task=replace(lease.task, inputs=(other.input,))), {}))
+    one.inbox.put(CancelTask(leases[1].claim))
     other.loop._hear()
 
     while sum(isinstance(message, TaskCompleted) for message in one.sent) < 3:
-        turn = decode(encode(one.loop.decide()), Turn)
+        turn = decode(encode(one.loop.decide()), StepPlan)
         for loop in (one.loop, other.loop):
             loop.carry_out(turn)
 

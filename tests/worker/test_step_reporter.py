@@ -21,8 +21,8 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.messages import StepProgress, TaskCompleted, TaskFailed, TaskStopped
 from unfuse.core.task import OutputDeltas
 from unfuse.stages.base import EncodedMedia, StageInput, StageOutput, SteppedStage
-from unfuse.worker.batches import Exactness
-from unfuse.worker.compute_messages import Cancel, FromCompute
+from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.compute_messages import CancelTask, FromCompute
 from unfuse.worker.step_loop import StepLoop
 
 __all__ = ["group"]
@@ -173,7 +173,7 @@ def test_whatever_comes_and_goes_each_text_has_its_tokens(
         bench = Bench(Path(folder), {"talk": talk}, 4, overlapped)
         if exact:
             own = bench.store, bench.results, bench.inbox, bench.sent.append
-            sure = Exactness(None, chance=lambda: 1.0)
+            sure = InvarianceResults(None, chance=lambda: 1.0)
             bench.loop = StepLoop({"talk": talk}, *own, 4, exactness=sure, overlapped=overlapped)
         bench.loop._batches.sizes = Large(4)
         leases: dict[int, Any] = {}
@@ -182,7 +182,7 @@ def test_whatever_comes_and_goes_each_text_has_its_tokens(
                 if at == turn:
                     leases[number] = bench.run("talk", **asked)
                 elif number in leases and cancel == turn:
-                    bench.inbox.put(Cancel(leases[number].claim))
+                    bench.inbox.put(CancelTask(leases[number].claim))
             if bench.loop._jobs or not bench.inbox.empty():
                 bench.loop.carry_out(bench.loop.decide())
         assert not bench.loop._jobs

@@ -45,7 +45,7 @@ from unfuse.weights.gguf_model import files_of
 from unfuse.weights.quantized import library
 from unfuse.weights.source import parse_component_sources
 from unfuse.wire.address import Trust
-from unfuse.worker.checkpoints import Policy
+from unfuse.worker.checkpoints import CheckpointPolicy
 from unfuse.worker.registration import pools_of
 
 log = structlog.get_logger(__name__)
@@ -155,7 +155,7 @@ def standard(settings: Settings) -> Params:
 def places(settings: Settings) -> StorageLocations:
     """Where these settings have workers keep things; DATA_DIR stands for the data folder. Raises ConfigError."""
     serve = settings.serve
-    Policy.parse(serve.checkpoint)
+    CheckpointPolicy.parse(serve.checkpoint)
     if serve.store == "memory":
         raise UsageError("the store memory lies within one process, and workers are several: use shared_memory")
     results, store, durable = (

@@ -18,7 +18,7 @@ from unfuse.core.text_parameters import TEXT
 from unfuse.planning.placement import CONTEXT, CPU, PROCESS
 from unfuse.server.served_models import ModelNames
 from unfuse.service.plan import ServingPlan
-from unfuse.worker.batches import Exactness, Verdict
+from unfuse.worker.batches import InvarianceResult, InvarianceResults
 from unfuse.worker.compute_messages import EXACTNESS
 
 PROMPT = "a red circle on white"
@@ -131,13 +131,13 @@ def batches_of(plan: ServingPlan, data_dir: str) -> list[dict[str, Any]]:
     batch that changes no byte, the smallest that does, and the function that is to blame for it.
     """
     pools = {pool for model in plan.models for pool in model.card.pools().values()}
-    found: defaultdict[str, list[Verdict]] = defaultdict(list)
-    for one in Exactness(Path(data_dir, EXACTNESS)).all():
+    found: defaultdict[str, list[InvarianceResult]] = defaultdict(list)
+    for one in InvarianceResults(Path(data_dir, EXACTNESS)).all():
         if declared(one.pool) in pools:
             found[one.pool].append(one)
     rows = []
     for pool, seen in sorted(found.items()):
-        worst = min((one for one in seen if one.blame), key=lambda one: one.size, default=Verdict())
+        worst = min((one for one in seen if one.blame), key=lambda one: one.size, default=InvarianceResult())
         largest = max((one.size for one in seen if one.is_trusted), default=1)
         rows.append({"pool": pool, "exact_to": largest, "not_from": worst.size or None, "because_of": worst.blame})
     return rows

@@ -51,7 +51,7 @@ from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
 from unfuse.worker.health import answering
-from unfuse.worker.link import Link
+from unfuse.worker.link import SchedulerLink
 from unfuse.worker.registration import WorkerOptions
 from unfuse.worker.worker import Worker
 
@@ -204,7 +204,7 @@ class MachineWorkers(Stoppable):
     async def _plan(self) -> ServingPlan:
         """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""
         addresses = schedulers(self._settings)
-        link = Link(addresses, worker_trust(self._settings, addresses), lambda: None)
+        link = SchedulerLink(addresses, worker_trust(self._settings, addresses), lambda: None)
         try:
             welcome = await link.hello(STRANGER)
         finally:

@@ -53,7 +53,7 @@ is level needs no haste.
 MAX_KEYS = 256
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class InvarianceResult(msgspec.Struct, frozen=True):
     """What comparisons of a size found: so many times no difference, or a function that is to `blame` for one."""
 
     equal: int = 0
@@ -67,10 +67,10 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.equal >= TRUSTED and not self.blame
 
 
-UNSEEN = Verdict()
+UNSEEN = InvarianceResult()
 
 
-class Exactness:
+class InvarianceResults:
     """The verdicts of one process, kept in a file that those of other processes and of earlier ones are in too.
 
     A key begins with a pool and has whatever else tasks must have in common. Verdicts are of one `scope`: the device,
@@ -82,11 +82,11 @@ class Exactness:
         self._file, self._scope, self._chance = file, scope, chance
         self._verdicts = self._read()
 
-    def all(self) -> Sequence[Verdict]:
+    def all(self) -> Sequence[InvarianceResult]:
         """Every verdict, of whatever scope."""
         return [*self._verdicts.values()]
 
-    def of(self, key: Key, size: int) -> Verdict:
+    def of(self, key: Key, size: int) -> InvarianceResult:
         """What is known of batches of this size."""
         return self._verdicts.get(self._name(key, size), UNSEEN)
 
@@ -104,7 +104,7 @@ class Exactness:
     def learn(self, key: Key, size: int, blame: str) -> None:
         """Remember a comparison: what is to blame for a difference, "" if there was none."""
         before = self.of(key, size)
-        after = Verdict(before.equal + (not blame), blame, str(key[0]), size)
+        after = InvarianceResult(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
         if len(self._verdicts) > MAX_ENTRIES:  # clients choose sizes, and so keys
@@ -117,16 +117,16 @@ class Exactness:
     def _name(self, key: Key, size: int) -> str:
         return f"{self._scope} {key!r} {size}".strip()
 
-    def _read(self) -> dict[str, Verdict]:
+    def _read(self) -> dict[str, InvarianceResult]:
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, Verdict]) if self._file else {}
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, InvarianceResult]) if self._file else {}
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("what was compared before cannot be read", file=str(self._file), reason=str(error))
             return {}
 
-    def _write(self, name: str, verdict: Verdict) -> None:
+    def _write(self, name: str, verdict: InvarianceResult) -> None:
         """Add a verdict to the file, beside those that other processes have added meanwhile."""
         if self._file is None:
             return
@@ -273,7 +273,7 @@ class Batches:
     `sharing` says by pool how requests share forwards then, as far as that is known.
     """
 
-    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks) -> None:
+    def __init__(self, most: int, exactness: InvarianceResults | None, ranks: Ranks) -> None:
         usual = most or USUAL_BATCH
         few = 1 << (usual.bit_length() - 1)  # of few sizes, comparisons are soon done
         self.sizes, self._most = BatchSizes(few if exactness else usual), most

@@ -20,8 +20,8 @@ from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Checkpoint, Tensors
 
 if TYPE_CHECKING:
-    from unfuse.worker.link import Link
-    from unfuse.worker.objects import Objects
+    from unfuse.worker.link import SchedulerLink
+    from unfuse.worker.objects import WorkerObjects
 
 FAILS_S = 4 * 3600.0  # the mean seconds between two failures of a worker that `auto` assumes: it may be taken away
 
@@ -33,7 +33,7 @@ SPOKEN = re.compile(r"(?P<steps>[1-9]\d*)|(?P<seconds>\d+(\.\d+)?)s|auto|none")
 
 
 @dataclass
-class Policy:
+class CheckpointPolicy:
     """Save every so many `steps`, or `seconds`, or by what saving costs (`auto`); never if none of them is set.
 
     `auto` uses the interval that loses least time, sqrt(2 × cost × time between failures) (Young, "A first order
@@ -47,7 +47,7 @@ class Policy:
     cost_s: float = field(default=UNKNOWN_S, init=False)  # the measured seconds that saving takes, smoothed
 
     @classmethod
-    def parse(cls, text: str) -> Policy:
+    def parse(cls, text: str) -> CheckpointPolicy:
         """Parse `10` (every ten steps), `30s` (every thirty seconds), `auto` or `none`. Raises ConfigError."""
         found = SPOKEN.fullmatch(text)
         if found is None or float(found["seconds"] or 1) == 0:
@@ -87,10 +87,10 @@ def unpack(tensors: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(saved, decode(np.asarray(values).tobytes(), dict[str, Any]))
 
 
-class SavedStates:
+class CheckpointWriter:
     """Makes checkpoints durable, has them recorded, and deletes the ones before. For one event loop."""
 
-    def __init__(self, objects: Objects, link: Link) -> None:
+    def __init__(self, objects: WorkerObjects, link: SchedulerLink) -> None:
         self._objects, self._link = objects, link
         self.stops = False  # whether the worker stops, so that checkpoints have to outlast it
         self._known: dict[Claim, ObjectRef | None] = {}

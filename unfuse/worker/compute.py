@@ -37,8 +37,8 @@ from unfuse.weights.fingerprints import FINGERPRINTS
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.quantized import library
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.batches import Exactness
-from unfuse.worker.checkpoints import Policy
+from unfuse.worker.batches import InvarianceResults
+from unfuse.worker.checkpoints import CheckpointPolicy
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.records import mute_libraries, write_records
 from unfuse.worker.step_loop import StepLoop
@@ -81,7 +81,7 @@ def compute(descriptor: int) -> None:
         load = channel.receive()
     except EOFError:
         return
-    if not isinstance(load, messages.Load):
+    if not isinstance(load, messages.LoadModels):
         raise SystemExit("the first message must be Load")
     inbox = queue.SimpleQueue[messages.ForLoop]()
     Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
@@ -104,10 +104,10 @@ def compute(descriptor: int) -> None:
         stage.warm_up()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     left_out = (load.pools or load.registered) - stages.keys()
-    channel.send(messages.Ready(_name(device), outcome, brought, left_out))
+    channel.send(messages.ModelsLoaded(_name(device), outcome, brought, left_out))
     StepLoop(
         stages, store, open_results(places.results, places.mark), inbox, channel.send, load.compute.max_batch, plain,
-        places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), Ranks(group, channel.send),
+        places.encodings, CheckpointPolicy.parse(places.checkpoint), _exactness(load, outcome), Ranks(group, channel.send),
         load.compute.loop == "overlapped", device_memory(device),
     ).run()  # fmt: skip
 
@@ -121,17 +121,19 @@ def device_memory(device: str) -> Callable[[], int]:
     return partial(held, device)
 
 
-def _exactness(load: messages.Load, outcome: Mapping[str, str]) -> Exactness | None:
+def _exactness(load: messages.LoadModels, outcome: Mapping[str, str]) -> InvarianceResults | None:
     """What is known of batches here, where every request has to get the bytes that it has alone."""
     if load.compute.batching != "exact":
         return None
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     processor = next((line for line in lines if line.startswith("model name")), "")  # libraries choose kernels by it
     scope = xxhash.xxh3_64_hexdigest(encode((sorted(outcome.items()), processor)))
-    return Exactness(Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None, scope)
+    return InvarianceResults(Path(load.data_dir, messages.EXACTNESS) if load.data_dir else None, scope)
 
 
-def _listen(channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.ForLoop], load: messages.Load) -> None:
+def _listen(
+    channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.ForLoop], load: messages.LoadModels
+) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
@@ -139,7 +141,7 @@ def _listen(channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.
             message = channel.receive()
         except (EOFError, OSError):
             os._exit(0)
-        if isinstance(message, messages.Load):
+        if isinstance(message, messages.LoadModels):
             raise PermanentError("a compute process can load only once")
         if isinstance(message, messages.PairCall):
             pairs.take(message)
@@ -147,7 +149,7 @@ def _listen(channel: messages.ComputeChannel, inbox: queue.SimpleQueue[messages.
             inbox.put(message)
 
 
-def _pairs(load: messages.Load) -> ProcessPairs:
+def _pairs(load: messages.LoadModels) -> ProcessPairs:
     """What moves bytes between the worker's arena and other workers'."""
     from unfuse.parallel.pairs import TorchPairs
 
@@ -155,7 +157,7 @@ def _pairs(load: messages.Load) -> ProcessPairs:
     return TorchPairs(arena.memory, _device(load, with_torch=True))
 
 
-def _meet(load: messages.Load) -> Group | None:
+def _meet(load: messages.LoadModels) -> Group | None:
     """The ranks of the worker, if there are several."""
     if load.ranks == 1:
         return None
@@ -173,7 +175,7 @@ def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[st
         )
 
 
-def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
+def _wanted(load: messages.LoadModels) -> dict[str, tuple[StageSpec, ModelSpec, Path]]:
     """Return the stages to load, by declared pool. Raises ConfigError if there are none, or a model cannot be read.
 
     If the worker has registered, models whose files have changed since then are left out.
@@ -202,7 +204,7 @@ def _wanted(load: messages.Load) -> dict[str, tuple[StageSpec, ModelSpec, Path]]
 
 
 def _load(
-    load: messages.Load, channel: messages.ComputeChannel, group: Group | None
+    load: messages.LoadModels, channel: messages.ComputeChannel, group: Group | None
 ) -> tuple[str, dict[str, str], dict[str, Stage], set[str]]:
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     if load.data_dir:
@@ -234,7 +236,9 @@ class LoadProgress:
     """Reports what is being loaded, and how many bytes of all that these stages need are loaded."""
 
     def __init__(
-        self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[messages.Loading | messages.Loaded], None]
+        self,
+        stages: Iterable[tuple[StageSpec, Path]],
+        tell: Callable[[messages.LoadingStage | messages.ComponentLoaded], None],
     ) -> None:
         places = {(folder, name): files_of(folder).at(name) for spec, folder in stages for name in spec.components}
         self._left = {key: _size(key[0] / at) for key, at in places.items()}
@@ -244,12 +248,14 @@ class LoadProgress:
     def begin(self, model: str, stage: StageSpec, folder: Path) -> None:
         """Report that this stage is loaded next."""
         self._folder = folder
-        self._tell(messages.Loading(model, stage.name, self._total - sum(self._left.values()), self._total))
+        self._tell(messages.LoadingStage(model, stage.name, self._total - sum(self._left.values()), self._total))
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
         """Report that a component of that stage is loaded, in these seconds, with `size` bytes of memory."""
         self._left.pop((self._folder, component), None)
-        self._tell(messages.Loaded(component, seconds, size, self._total - sum(self._left.values()), self._total))
+        self._tell(
+            messages.ComponentLoaded(component, seconds, size, self._total - sum(self._left.values()), self._total)
+        )
 
 
 def _size(folder: Path) -> int:
@@ -259,7 +265,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 
-def _device(load: messages.Load, with_torch: bool) -> str:
+def _device(load: messages.LoadModels, with_torch: bool) -> str:
     """Where it computes. Raises ConfigError for what is not there: a device, or one for each rank."""
     named = load.compute.device
     if not with_torch:
@@ -277,7 +283,7 @@ def _device(load: messages.Load, with_torch: bool) -> str:
     return best[0].partition(":")[0] if load.ranks == 1 else best[0]
 
 
-def outcome_of(load: messages.Load, device: str, libraries: Collection[str]) -> dict[str, str]:
+def outcome_of(load: messages.LoadModels, device: str, libraries: Collection[str]) -> dict[str, str]:
     """What the bytes of results depend on: settings, versions of libraries, and the device."""
     spreads = own_spreads(load.compute.parallel, load.choice.roles)
     settings = load.compute.outcome | {f"parallel-{role}": str(how) for role, how in spreads.items()}

@@ -43,7 +43,7 @@ EVIDENCE_CHARS = 4000
 ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadModels(msgspec.Struct, frozen=True, tag=True):
     """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
 
     `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
@@ -73,7 +73,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     registered: frozenset[str] = frozenset()
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class RunTask(msgspec.Struct, frozen=True, tag=True):
     """Run a leased task. `peers` gives (node, arena address) of the owners of its inputs.
 
     `recorded` are the pieces of its output that are recorded already. They may be more than a message takes, so that
@@ -85,7 +85,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     recorded: tuple[bytes, ...] = ()
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
+class InputArrived(msgspec.Struct, frozen=True, tag=True):
     """The next bytes, `start` to `stop`, of an input of a task that is to run here lie at this offset of the arena.
 
     Sent to every rank, and answered by each with Taken. The Run follows the last of them, without that input.
@@ -98,7 +98,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     stop: int
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelTask(msgspec.Struct, frozen=True, tag=True):
     """Drop a task at its next step, with `save` after Saved. The answer is Stopped, unless it has ended.
 
     With `if_saved`, a task goes on, unanswered, where dropping it would lose steps, since its state cannot be saved.
@@ -109,7 +109,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     if_saved: bool = False
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True):
+class StepPlan(msgspec.Struct, frozen=True, tag=True):
     """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
 
     It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
@@ -117,7 +117,7 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     takes what has come of inputs (`receive`: task and object), since that takes room which all ranks share alike.
     """
 
-    drop: tuple[Cancel, ...] = ()
+    drop: tuple[CancelTask, ...] = ()
     admit: tuple[Claim, ...] = ()
     again: tuple[Claim, ...] = ()
     save: tuple[Claim, ...] = ()
@@ -147,7 +147,7 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
+class InputTaken(msgspec.Struct, frozen=True, tag=True):
     """This rank has taken what has arrived of a task's input, that object: its place is free again. Or it cannot
     (`error`): then the task is dropped.
     """
@@ -157,7 +157,7 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True):
+class LoadingStage(msgspec.Struct, frozen=True, tag=True):
     """A stage will be loaded next; `done` of the `total` bytes of all stages' files are loaded."""
 
     model: str
@@ -166,7 +166,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class ComponentLoaded(msgspec.Struct, frozen=True, tag=True):
     """A component is loaded and takes `bytes` of memory; `done` of the `total` bytes of files are loaded now."""
 
     component: str
@@ -176,7 +176,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class ModelsLoaded(msgspec.Struct, frozen=True, tag=True):
     """Everything is loaded. `device` is cpu or the name of the GPU.
 
     `outcome` is what the bytes of results depend on beside weights, dtypes and parameters. `resources` are amounts that
@@ -230,31 +230,31 @@ class LeaksFound(msgspec.Struct, frozen=True, tag=True):
     leaks: tuple[Leak, ...]
 
 
-class Waits(msgspec.Struct, frozen=True, tag=True):
+class TaskWaits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
     claim: Claim
 
 
-ForLoop = Run | Arrived | Cancel | Turn  # what the step loop is sent
-ToCompute = Load | ForLoop | PairCall
+ForLoop = RunTask | InputArrived | CancelTask | StepPlan  # what the step loop is sent
+ToCompute = LoadModels | ForLoop | PairCall
 
 FromCompute = (
-    Loading
-    | Loaded
-    | Ready
+    LoadingStage
+    | ComponentLoaded
+    | ModelsLoaded
     | LoadFailed
-    | Turn
+    | StepPlan
     | RankStatus
     | PairDone
-    | Taken
+    | InputTaken
     | StepProgress
     | CheckpointSaved
     | OutputAnnounced
     | OutputDeltas
     | CachePrefix
     | LeaksFound
-    | Waits
+    | TaskWaits
     | TaskStopped
     | TaskCompleted
     | TaskFailed
@@ -279,7 +279,7 @@ class ComputeChannel:
         """The next message. Raises EOFError if the parent is gone."""
         while isinstance(message := self._next(), OutputDeltas):
             self._recorded.setdefault(message.claim, []).extend(message.pieces)
-        if isinstance(message, Run):
+        if isinstance(message, RunTask):
             return msgspec.structs.replace(message, recorded=tuple(self._recorded.pop(message.lease.claim, ())))
         return message
 
@@ -311,7 +311,7 @@ class ParentChannel:
 
     async def send(self, message: ToCompute) -> None:
         """Send to the compute process. Raises nothing if that is gone: `receive` notices it."""
-        if isinstance(message, Run):
+        if isinstance(message, RunTask):
             for at in range(0, len(message.recorded), PIECES_AT_ONCE):
                 some = message.recorded[at : at + PIECES_AT_ONCE]
                 self._writer.write(frame(encode(OutputDeltas(message.lease.claim, at, some))))

@@ -81,7 +81,7 @@ class ForkedProcess:
         return code
 
 
-class Begun(msgspec.Struct, frozen=True):
+class StartedProcess(msgspec.Struct, frozen=True):
     """A compute process that was started: our end of its socket pair, and the descriptor of what it writes."""
 
     child: asyncio.subprocess.Process | ForkedProcess
@@ -89,7 +89,7 @@ class Begun(msgspec.Struct, frozen=True):
     log: int
 
 
-async def begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> Begun:
+async def begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
     """Start a compute process with this environment: forked if there is a fork server that can, else on its own."""
     if fork_server is not None:
         try:
@@ -99,18 +99,18 @@ async def begin(environment: Mapping[str, str], fork_server: socket.socket | Non
     return await _begin(environment)
 
 
-async def _begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> Begun:
+async def _begin(environment: Mapping[str, str], fork_server: socket.socket | None = None) -> StartedProcess:
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     try:
         if fork_server is not None:
-            return Begun(await _forked(fork_server, theirs.fileno(), writing, environment), ours, reading)
+            return StartedProcess(await _forked(fork_server, theirs.fileno(), writing, environment), ours, reading)
         command = sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno())
         child = await asyncio.create_subprocess_exec(
             *command, pass_fds=[theirs.fileno()], env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=writing,
             stderr=writing, start_new_session=True,
         )  # fmt: skip
-        return Begun(child, ours, reading)
+        return StartedProcess(child, ours, reading)
     except BaseException:
         ours.close()
         os.close(reading)
@@ -154,7 +154,9 @@ async def _readable(descriptor: int) -> None:
 class ComputeProcess:
     """A compute process; `start` may be called again when it has died."""
 
-    def __init__(self, load: messages.Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
+    def __init__(
+        self, load: messages.LoadModels, background: Supervisor, fork_server: socket.socket | None = None
+    ) -> None:
         self.load, self._background, self._fork_server = load, background, fork_server
         self._child: asyncio.subprocess.Process | ForkedProcess | None = None
         self._halted_s = 0.0
@@ -167,7 +169,7 @@ class ComputeProcess:
         """Its process id; None before the first start."""
         return self._child.pid if self._child else None
 
-    async def start(self, rendezvous: str = "") -> messages.Ready:
+    async def start(self, rendezvous: str = "") -> messages.ModelsLoaded:
         """Start the process and have it load, in a task of its own; ranks meet in that file. Raises ConfigError."""
         if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
             structlog.contextvars.bind_contextvars(rank=self.load.rank)
@@ -185,14 +187,14 @@ class ComputeProcess:
             except EOFError:
                 raise ConfigError(f"the compute process ended while loading ({await self.last_words()})") from None
             match message:
-                case messages.Loading():
+                case messages.LoadingStage():
                     log.info("loading", **msgspec.structs.asdict(message))
-                case messages.Loaded():
+                case messages.ComponentLoaded():
                     log.info("loaded", **msgspec.structs.asdict(message))
                 case messages.LoadFailed():
                     await self._child.wait()
                     raise ConfigError(message.message)
-                case messages.Ready():
+                case messages.ModelsLoaded():
                     self.load_s = time.monotonic() - began
                     return message
 

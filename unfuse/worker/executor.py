@@ -34,23 +34,23 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.transfer.base import ProcessPairs
 from unfuse.worker.compute_messages import (
-    Arrived,
-    Cancel,
+    CancelTask,
     FromCompute,
+    InputArrived,
+    InputTaken,
     LeaksFound,
-    Load,
+    LoadModels,
+    ModelsLoaded,
     PairCall,
     PairDone,
     RankStatus,
-    Ready,
-    Run,
-    Taken,
+    RunTask,
+    StepPlan,
+    TaskWaits,
     ToCompute,
-    Turn,
-    Waits,
 )
 from unfuse.worker.compute_process import ComputeProcess
-from unfuse.worker.remote_inputs import ENDED, Passing
+from unfuse.worker.remote_inputs import ENDED, InputStreams
 
 log = structlog.get_logger(__name__)
 
@@ -150,7 +150,7 @@ def resident(pids: Iterable[int]) -> int:
 
 Report = Callable[
     [
-        Ready
+        ModelsLoaded
         | StepProgress
         | CheckpointSaved
         | OutputAnnounced
@@ -179,7 +179,7 @@ class Executor:
 
     def __init__(
         self,
-        loads: Sequence[Load],
+        loads: Sequence[LoadModels],
         report: Report,
         stall_s: float = 600.0,
         memory_limit: int = 0,
@@ -189,8 +189,8 @@ class Executor:
         self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
         self._background, self._run_dir = Supervisor(), next((load.run_dir for load in loads), "")
         self._processes = [ComputeProcess(load, self._background, fork_server) for load in loads]
-        self._waiting: dict[Claim, Run] = {}
-        self._given: dict[Claim, Run] = {}
+        self._waiting: dict[Claim, RunTask] = {}
+        self._given: dict[Claim, RunTask] = {}
         self._begun: set[Claim] = set()
         self._unwritten: set[Claim] = set()
         self._heard_at = 0.0
@@ -202,9 +202,9 @@ class Executor:
         self.retracted = 0  # texts whose KV was given up and that no heartbeat has reported yet
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
-        self._before: list[Load] = []
+        self._before: list[LoadModels] = []
         self.pairs = ComputePairs(self._send_if_ready)  # moves bytes of the arena, in the first process
-        self.passing = Passing(buffer, self._send_if_ready, len(loads))
+        self.passing = InputStreams(buffer, self._send_if_ready, len(loads))
         """Passes on inputs that are longer than the `buffer`."""
 
     @property
@@ -230,7 +230,7 @@ class Executor:
             batch_invariance=self._batch_invariance,
         )
 
-    async def start(self) -> Ready:
+    async def start(self) -> ModelsLoaded:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
         self._watching = self._watching or self._background.forever("watching compute", self._watch)
         meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
@@ -257,7 +257,7 @@ class Executor:
             log.info("starting compute again")
             await self._report(await self._start_again())
 
-    async def _start_again(self) -> Ready:
+    async def _start_again(self) -> ModelsLoaded:
         """Restart processes that have loaded before; try again until that succeeds, or ranks are `lost`."""
         failures = 0
         while True:
@@ -272,14 +272,14 @@ class Executor:
                     self.lost.set_exception(TransientError(f"its ranks cannot be started again: {error}"))
                 await asyncio.sleep(RESTART_S)
 
-    def swap(self, loads: Sequence[Load]) -> None:
+    def swap(self, loads: Sequence[LoadModels]) -> None:
         """Load other weights while nothing runs, or these again where they cannot be loaded; Ready is reported then."""
         self.ready, self._before = False, [process.load for process in self._processes]
         self._reload(loads)
         for process in self._processes:
             process.kill(SWAPPED)
 
-    def _reload(self, loads: Sequence[Load]) -> None:
+    def _reload(self, loads: Sequence[LoadModels]) -> None:
         for process, load in zip(self._processes, loads, strict=True):
             process.load = load
 
@@ -293,7 +293,7 @@ class Executor:
                 TaskFailed(lease.claim, "hand_back", f"{ENDED}, and its inputs with it", reason="compute")
             )
             return
-        self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
+        self._waiting[lease.claim] = RunTask(lease, dict(peers), recorded)
         await self._feed()
 
     async def cancel(self, claim: Claim, save: bool = False, *, if_saved: bool = False) -> None:
@@ -305,7 +305,7 @@ class Executor:
             await self._report(TaskStopped(claim))
             await self._feed()
         elif claim in self._given:
-            await self._processes[0].send(Cancel(claim, save, if_saved))
+            await self._processes[0].send(CancelTask(claim, save, if_saved))
 
     async def close(self) -> None:
         """End the processes at once."""
@@ -320,10 +320,10 @@ class Executor:
         self.pairs.lost()
         self.passing.lost()
 
-    async def _send_if_ready(self, message: Arrived | Cancel | PairCall) -> bool:
+    async def _send_if_ready(self, message: InputArrived | CancelTask | PairCall) -> bool:
         """Send all processes a piece of an input, or the first one anything else. Returns whether they answer."""
         if self.ready:
-            await self._send(message, self._processes if isinstance(message, Arrived) else self._processes[:1])
+            await self._send(message, self._processes if isinstance(message, InputArrived) else self._processes[:1])
         return self.ready
 
     async def _send(self, message: ToCompute, processes: Sequence[ComputeProcess]) -> None:
@@ -372,16 +372,16 @@ class Executor:
                     self._statuses[rank] = message
                 case LeaksFound():
                     await self._report(message)
-                case Taken():
+                case InputTaken():
                     self.passing.heard(message)
                 case _ if rank == 0:
                     await self._take(message)
 
     async def _take(self, message: FromCompute) -> None:
         match message:
-            case Turn():
+            case StepPlan():
                 await self._send(message, self._processes[1:])
-            case Waits():
+            case TaskWaits():
                 self._unwritten |= {message.claim} & self._given.keys()
             case StepProgress():
                 self._unwritten.discard(message.claim)

@@ -23,7 +23,7 @@ from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import HeldTensors, TensorStore, UnsealedObject
 from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.worker.checkpoints import unpack
-from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits, failure
+from unfuse.worker.compute_messages import InputArrived, InputTaken, RunTask, TaskWaits, failure
 from unfuse.worker.ranks import TaskStart
 
 log = structlog.get_logger(__name__)
@@ -107,7 +107,7 @@ class Job:
         return self.lease.task.priority
 
 
-class Collected:
+class CollectedInput:
     """Takes an object from its front to its end, for this one of `ranks`, each of which has it.
 
     Raises TransientError where there is no memory for all of them.
@@ -134,7 +134,7 @@ class Collected:
         return {meta.name: over(self._memory, meta) for meta in self._ref.tensors}
 
 
-class Intake:
+class TaskStart:
     """Makes jobs of tasks on the stages of one compute process; see StepLoop for what it is made with.
 
     `exact`: what else tasks must have in common to share a forward is asked. There are so many `ranks`.
@@ -153,7 +153,7 @@ class Intake:
         self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
         self._receiving: dict[Claim, dict[str, StreamedInput]] = {}
 
-    def receive(self, arrived: Arrived) -> Taken:
+    def receive(self, arrived: InputArrived) -> InputTaken:
         """Take what has come of an input, as its stage does, or else into memory; the answer says if that cannot be.
 
         Then what came stays until the task is forgotten, as it is on all ranks in the same turn.
@@ -163,11 +163,11 @@ class Intake:
             inputs = self._receiving.setdefault(claim, {})
             if ref.id not in inputs:
                 stage, names = self._stages[declared(task.planned.pool)], [meta.name for meta in ref.tensors]
-                inputs[ref.id] = stage.receive(task.derived, task.priority, names) or Collected(ref, self._ranks)
+                inputs[ref.id] = stage.receive(task.derived, task.priority, names) or CollectedInput(ref, self._ranks)
             inputs[ref.id].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
-            return Taken(claim, ref.id, str(error) or type(error).__name__)
-        return Taken(claim, ref.id)
+            return InputTaken(claim, ref.id, str(error) or type(error).__name__)
+        return InputTaken(claim, ref.id)
 
     @property
     def receives(self) -> bool:
@@ -181,7 +181,7 @@ class Intake:
     def drop_taken(self, claim: Claim) -> None:
         """Drop what the stage of a task has taken itself, which it makes again; what came into memory stays."""
         inputs = self._receiving.get(claim, {})
-        for id in [id for id, one in inputs.items() if not isinstance(one, Collected)]:
+        for id in [id for id, one in inputs.items() if not isinstance(one, CollectedInput)]:
             inputs.pop(id).drop()
 
     def forget(self, claim: Claim) -> None:
@@ -189,7 +189,7 @@ class Intake:
         for receiving in self._receiving.pop(claim, {}).values():
             receiving.drop()
 
-    def begin(self, run: Run) -> Job:
+    def begin(self, run: RunTask) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
         task, opened, prefix = run.lease.task, ExitStack(), list[HeldTensors]()
         try:
@@ -219,7 +219,7 @@ class Intake:
             for held in prefix:
                 held.close()
 
-    def _job(self, run: Run, stage: Stage, given: StageInput, opened: ExitStack, get_s: float) -> Job:
+    def _job(self, run: RunTask, stage: Stage, given: StageInput, opened: ExitStack, get_s: float) -> Job:
         """Make the state of a task, and a job of it; gives the state up if the stage fails behind that."""
         began = time.monotonic()
         stage.verify(given)
@@ -240,9 +240,9 @@ class Intake:
     def _came(self, lease: Lease) -> tuple[dict[str, Any], StreamedInput | None]:
         """What has come in pieces: tensors that were put together, and what the stage has taken itself."""
         came = self._receiving.get(lease.claim, {}).values()
-        whole = [one.tensors(as_torch=self._as_torch(lease)) for one in came if isinstance(one, Collected)]
+        whole = [one.tensors(as_torch=self._as_torch(lease)) for one in came if isinstance(one, CollectedInput)]
         tensors = {name: tensor for one in whole for name, tensor in one.items()}
-        return tensors, next((one for one in came if not isinstance(one, Collected)), None)
+        return tensors, next((one for one in came if not isinstance(one, CollectedInput)), None)
 
     def _prefix(self, lease: Lease) -> Iterator[HeldTensors]:
         """What others have made of the same beginning, as far as it can be read."""
@@ -278,12 +278,12 @@ def _is_narrowed(lease: Lease) -> bool:
     return any(meta.wide for ref in lease.task.inputs for meta in ref.tensors)
 
 
-def start_of(run: Run, begun: Job | Exception) -> TaskStart:
+def start_of(run: RunTask, begun: Job | Exception) -> TaskStart:
     """Whether this process can begin a task."""
     if isinstance(begun, Job):
         return begun.resumed
     claim = run.lease.claim
-    return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
+    return TaskWaits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
 
 
 def announce(

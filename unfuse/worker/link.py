@@ -31,7 +31,7 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
-from unfuse.worker.objects import Objects
+from unfuse.worker.objects import WorkerObjects
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +41,7 @@ GATHER_S = 0.01  # seconds that a step waits for steps of other tasks, to be sen
 class ProgressReporter:
     """Sends the steps of tasks, many in one message. `ended` is called with a claim whose lease is lost."""
 
-    def __init__(self, link: Link, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
+    def __init__(self, link: SchedulerLink, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
         self._link, self._background, self._ended = link, background, ended
         self._steps: list[StepProgress] = []
 
@@ -86,7 +86,7 @@ class OutputRecorder:
     `ended` is called with a claim for which nothing is recorded any more.
     """
 
-    def __init__(self, link: Link, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
+    def __init__(self, link: SchedulerLink, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
         self._link, self._background, self._ended = link, background, ended
         self._unrecorded: dict[Claim, _Growth] = {}
         self._hurry = asyncio.Event()
@@ -173,7 +173,7 @@ RETRY_S, RETRY_MOST_S = 0.1, 2.0  # the pause, in seconds, after all schedulers 
 TICK_S = 1.0
 
 
-class Holding:
+class TaskSlots:
     """The leases of a worker with so many `slots`, and such `resources`, for all tasks together.
 
     A task whose input is still written elsewhere takes its share of a resource, and no slot until that is whole. One
@@ -233,7 +233,7 @@ class Holding:
         return RequestTasks(1 if after else max(1, slots), room, WAIT_S, above, affinity, amounts, holds, after)
 
 
-class Link:
+class SchedulerLink:
     """The connection to one of these schedulers, in turn. The worker calls `hello` once; the link repeats it.
 
     It never gives up: a message that gets no answer is sent to the next scheduler, or to the same one again, so any
@@ -337,8 +337,8 @@ class Link:
 
 
 async def free_when_orphaned(
-    link: Link,
-    objects: Objects,
+    link: SchedulerLink,
+    objects: WorkerObjects,
     busy: Callable[[], bool],
     orphan_s: float,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,

@@ -30,9 +30,9 @@ from unfuse.weights.adapters import MAX_BYTES, AdapterFolder
 from unfuse.weights.fingerprints import COARSE_S, FileState
 from unfuse.weights.gguf_model import files_of
 from unfuse.weights.source import resolve_source
-from unfuse.worker.compute_messages import Load
+from unfuse.worker.compute_messages import LoadModels
 from unfuse.worker.executor import Executor
-from unfuse.worker.link import Link
+from unfuse.worker.link import SchedulerLink
 
 log = structlog.get_logger(__name__)
 
@@ -208,10 +208,10 @@ def _pools_with_other_bytes(model: LoadedModel) -> frozenset[str]:
     return frozenset(pool for stage, pool in model.pools.items() if pools.get(stage) != pool)
 
 
-class Swapping:
+class ModelSwapper:
     """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
 
-    def __init__(self, sets: Sets, loads: Sequence[Load], cards: Sequence[ModelSpec] = ()) -> None:
+    def __init__(self, sets: Sets, loads: Sequence[LoadModels], cards: Sequence[ModelSpec] = ()) -> None:
         self.sets, self._loads, self._cards, self._read = sets, loads, cards, ""
         self.holds, self.load_s, self.going = next(iter(sets), ""), 0.0, ""
         """The set that is loaded ("" while another one is), the seconds that took, and the one that is due, if any."""
@@ -223,7 +223,7 @@ class Swapping:
             for name, pools in self.sets.items()
         }
 
-    def loads(self, name: str) -> list[Load]:
+    def loads(self, name: str) -> list[LoadModels]:
         """What each rank is to load for a set."""
         return [replace(load, pools=self.sets.get(name, frozenset()), holds=name) for load in self._loads]
 
@@ -275,13 +275,13 @@ def _read_ahead(models: Models, cards: Sequence[ModelSpec], pools: Collection[st
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-class Borrowing:
+class AdapterFetcher:
     """Brings what the adapters' `folder` of this machine lacks into the folder `kept`.
 
     Nothing is brought if `folder` is empty: then the scheduler serves no adapters.
     """
 
-    def __init__(self, link: Link, folder: str, kept: Path) -> None:
+    def __init__(self, link: SchedulerLink, folder: str, kept: Path) -> None:
         self._link, self._loras, self._kept = link, AdapterFolder(folder, str(kept)), kept
         self._has_adapters = bool(folder)
         self._lock = asyncio.Lock()

@@ -20,7 +20,7 @@ from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.worker.compute_messages import Leak
-from unfuse.worker.remote_inputs import Copies, Passing
+from unfuse.worker.remote_inputs import InputStreams, RemoteInputs
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,7 @@ MOST_COPIED = 256 << 20  # bytes of an object that a worker copies when it stops
 MOST_LINES = 32  # leaks that are logged by name at a time
 
 
-class Objects:
+class WorkerObjects:
     """A worker's tensor store, with the transfers to and from it. For one event loop; slow calls run in threads.
 
     `engines` serve the arena to other nodes, and fetch inputs from there; they are not used if the store is one that
@@ -46,7 +46,7 @@ class Objects:
         places: StorageLocations,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
-        passing: Passing | None = None,
+        passing: InputStreams | None = None,
     ) -> None:
         self.store, self._arena = store, store.arena
         self._copies_as_made = frozenset(places.saved) if places.durable != "none" else None
@@ -57,7 +57,7 @@ class Objects:
         self._elsewhere: set[str] = set()
         self._made: dict[str, dict[str, ObjectRef]] = {}
         """What was made here and may be read: by request, and by id."""
-        self.copies = Copies(store, engines, options, passing)
+        self.copies = RemoteInputs(store, engines, options, passing)
 
     @property
     def capacity(self) -> int:
@@ -268,7 +268,7 @@ class WorkerLeakCheck:
         self._suspects, self._reported = frozenset[str](), frozenset[str]()
         self._bytes = Counter[Memory]()
 
-    def look(self, objects: Objects, *, idle: bool) -> None:
+    def look(self, objects: WorkerObjects, *, idle: bool) -> None:
         """Look for leaks in the arena, if the worker is `idle`: it has no task, and none of which it still reports."""
         unowned = objects.unowned() if idle else {}
         confirmed = unowned.keys() & self._suspects - self._reported

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.messages import RankTimes, TaskFailed
-from unfuse.worker.compute_messages import Turn, Waits
+from unfuse.worker.compute_messages import StepPlan, TaskWaits
 
-TaskStart = TaskFailed | Waits | int  # whether a rank can begin a task: the step at which it did, or why it did not
+TaskStart = TaskFailed | TaskWaits | int  # whether a rank can begin a task: the step at which it did, or why it did not
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """All ranks, so many, of which this process is number `rank`. It has waited for them for so many seconds."""
 
     size: int
@@ -36,7 +36,7 @@ class Ranks:
     The first one leads: it decides the turns, which the others get through `send`, stores what is made, and reports.
     """
 
-    def __init__(self, others: Exchange | None = None, send: Callable[[Turn], object] = bool) -> None:
+    def __init__(self, others: RankExchange | None = None, send: Callable[[StepPlan], object] = bool) -> None:
         self._others, self._send, self._stepped_s = others, send, 0.0
         self.size, self.leads = others.size if others else 1, not (others and others.rank)
 
@@ -50,9 +50,9 @@ class Ranks:
         """Seconds of steps and exchanges so far; zeros if there is one rank."""
         return RankTimes(self._stepped_s, self.exchange_s)
 
-    def tell(self, turn: Turn) -> None:
+    def tell(self, turn: StepPlan) -> None:
         """Have the other ranks carry out a turn."""
-        if self._others and self.leads and turn != Turn():
+        if self._others and self.leads and turn != StepPlan():
             self._send(turn)
 
     def agree(self, starts: Sequence[TaskStart]) -> Sequence[TaskStart]:
@@ -90,7 +90,7 @@ class Ranks:
 
 def _common(starts: Sequence[TaskStart]) -> TaskStart:
     """The first failure, else a wait, else the step."""
-    for kind in (TaskFailed, Waits):
+    for kind in (TaskFailed, TaskWaits):
         if found := next((start for start in starts if isinstance(start, kind)), None):
             return found
     return starts[0] if len({*starts}) == 1 else -1

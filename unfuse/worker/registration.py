@@ -30,7 +30,7 @@ from unfuse.transfer.base import TransferOptions
 from unfuse.weights.hub import DownloadProgress
 from unfuse.weights.source import is_local, resolve_source, split_name, with_components
 from unfuse.wire.address import Trust
-from unfuse.worker.compute_messages import Load
+from unfuse.worker.compute_messages import LoadModels
 from unfuse.worker.loaded_models import Models, Sets, States, states_of
 
 log = structlog.get_logger(__name__)
@@ -78,7 +78,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     component_sources: Mapping[str, str]
 
 
-class Served(msgspec.Struct, frozen=True):
+class ServedStages(msgspec.Struct, frozen=True):
     """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
 
     What its tasks of the declared pools in `read_here` make is read by others of its own. `states` are the states of
@@ -95,7 +95,7 @@ class Served(msgspec.Struct, frozen=True):
     parallel: str = ""
 
 
-def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSelector) -> Served:
+def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSelector) -> ServedStages:
     """Decide what a worker of the chosen stages serves for this scheduler, and fetch its models.
 
     Raises ConfigError if their settings contradict, if there is nothing to serve, or a stage needs results that are not
@@ -135,7 +135,7 @@ def decide_served(welcome: Registered, options: WorkerOptions, choice: StageSele
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(device, spreads)
     pools = pools_of(cards, choice, options.resources)
-    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), states, parallel)
+    return ServedStages(models, cards, pools, slots, devices, _read_here(cards, choice), states, parallel)
 
 
 def choose_ranks(device: str, parallel: str, gpus: int, stages: Sequence[StageSpec]) -> tuple[str, str]:
@@ -191,12 +191,12 @@ def _read_here(cards: Sequence[ModelSpec], choice: StageSelector) -> frozenset[s
 
 
 def loads_of(
-    served: Served, choice: StageSelector, options: WorkerOptions, store: TensorStore, places: StorageLocations
-) -> list[Load]:
+    served: ServedStages, choice: StageSelector, options: WorkerOptions, store: TensorStore, places: StorageLocations
+) -> list[LoadModels]:
     """What each rank is to load."""
     replace = msgspec.structs.replace
     own = store.owner, store.node, store.address, store.write_token
-    load = Load(served.models, choice, options.compute, *own, places, options.run_dir, options.data_dir)
+    load = LoadModels(served.models, choice, options.compute, *own, places, options.run_dir, options.data_dir)
     load = replace(load, ranks=len(served.devices), kv=options.kv, registered=frozenset(served.pools))
     return [
         replace(load, rank=rank, compute=replace(options.compute, device=device, parallel=served.parallel))
@@ -231,7 +231,7 @@ def pools_of(cards: Sequence[ModelSpec], choice: StageSelector, resources: Colle
     return pools
 
 
-def sets_of(served: Served, options: WorkerOptions) -> Sets:
+def sets_of(served: ServedStages, options: WorkerOptions) -> Sets:
     """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
     parts, cards = options.role.split(","), served.cards
     one_model = options.max_loaded_models == "1"

@@ -21,7 +21,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.transfer.session import ArenaSink, RingBuffer, TransferCounters, Transfers, TransferSession
-from unfuse.worker.compute_messages import Arrived, Cancel, Taken
+from unfuse.worker.compute_messages import CancelTask, InputArrived, InputTaken
 
 log = structlog.get_logger(__name__)
 
@@ -40,13 +40,15 @@ class _Answers:
     error: str = ""
 
 
-class Passing:
+class InputStreams:
     """Passes inputs on piece by piece, each when all processes have taken the one before. For one event loop.
 
     `send` gives each of so many `processes` a piece, and the first one a Cancel; it returns whether they run.
     """
 
-    def __init__(self, tokens: int, send: Callable[[Arrived | Cancel], Awaitable[bool]], processes: int = 1) -> None:
+    def __init__(
+        self, tokens: int, send: Callable[[InputArrived | CancelTask], Awaitable[bool]], processes: int = 1
+    ) -> None:
         self._tokens, self._send, self._processes = tokens, send, processes
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Input, _Answers] = {}
@@ -99,13 +101,13 @@ class Passing:
     async def drop(self, claim: Claim) -> None:
         """A task will not run, and nothing passes for it: what the processes have taken is of no use. Idempotent."""
         self.begins(claim)
-        await self._send(Cancel(claim))
+        await self._send(CancelTask(claim))
 
     def begins(self, claim: Claim) -> bool:
         """Nothing more passes for a task. Returns whether the processes have all that has passed."""
         return self._has_all.pop(claim, True)
 
-    def heard(self, taken: Taken) -> None:
+    def heard(self, taken: InputTaken) -> None:
         """A process has answered. Also after an error the place of a piece is not free before all have."""
         key = taken.claim, taken.object
         if answers := self._waiting.get(key):
@@ -160,11 +162,11 @@ class Passing:
         start = 0
         for piece in window:
             at = extent.offset + start % extent.nbytes
-            arrived = Arrived(lease, ref, at, start, start + piece.nbytes)
+            arrived = InputArrived(lease, ref, at, start, start + piece.nbytes)
             asyncio.run_coroutine_threadsafe(self._pass(arrived, session), self._loop).result()
             start += piece.nbytes
 
-    async def _pass(self, arrived: Arrived, session: TransferSession) -> None:
+    async def _pass(self, arrived: InputArrived, session: TransferSession) -> None:
         key = arrived.lease.claim, arrived.ref.id
         if session.cancelled:
             raise TransientError(UNWANTED)
@@ -188,7 +190,7 @@ came to nothing, and what there is of one for the next attempt at the object; an
 """
 
 
-class Unwritten:
+class PendingInputs:
     """Asks the owners, each in a thread of `lookers`, since a stopped one blocks it. For one event loop."""
 
     def __init__(self, store: TensorStore, lookers: ThreadPoolExecutor) -> None:
@@ -246,7 +248,7 @@ class _Copy:
     users: set[Claim] = field(default_factory=set)
 
 
-class Copies:
+class RemoteInputs:
     """Fetches objects of other nodes into the arena of `store`; its `engines` also serve that arena to other nodes.
 
     For one event loop. Inputs that are longer than the receive buffer go through `passing`, if there is one. If the
@@ -258,7 +260,7 @@ class Copies:
         store: TensorStore,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
-        passing: Passing | None = None,
+        passing: InputStreams | None = None,
     ) -> None:
         self._store, self._owner, self._options, self._arena = store, store.owner, options, store.arena
         self._passing = passing
@@ -273,7 +275,7 @@ class Copies:
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
         self._reaching: dict[str, asyncio.Future[bool]] = {}
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
-        self._unwritten = Unwritten(store, self._lookers)
+        self._unwritten = PendingInputs(store, self._lookers)
 
     @property
     def counters(self) -> TransferCounters:

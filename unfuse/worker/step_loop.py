@@ -34,9 +34,9 @@ from unfuse.stages.base import EncodedMedia, ReportsTextStats, Stage
 from unfuse.stores.results import ResultStore, part_name, parts_of
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
-from unfuse.worker.batches import Batches, Exactness
-from unfuse.worker.checkpoints import Policy, pack
-from unfuse.worker.job import Intake, Job, announce, put, read_prefix_blocks, start_of, store_prefix_blocks, write
+from unfuse.worker.batches import Batches, InvarianceResults
+from unfuse.worker.checkpoints import CheckpointPolicy, pack
+from unfuse.worker.job import Job, TaskStart, announce, put, read_prefix_blocks, start_of, store_prefix_blocks, write
 from unfuse.worker.ranks import Ranks
 
 log = structlog.get_logger(__name__)
@@ -290,15 +290,15 @@ class StepLoop:
         batch: int = 1,
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
-        policy: Policy | None = None,
-        exactness: Exactness | None = None,
+        policy: CheckpointPolicy | None = None,
+        exactness: InvarianceResults | None = None,
         ranks: Ranks | None = None,
         overlapped: bool = False,
         device_memory: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._intake = Intake(stages, store, results, plain, exactness is not None, self._ranks.size)
-        self._encodings, self._policy = encodings or {}, policy or Policy()
+        self._intake = TaskStart(stages, store, results, plain, exactness is not None, self._ranks.size)
+        self._encodings, self._policy = encodings or {}, policy or CheckpointPolicy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._leaks = ComputeLeakCheck(stages.values(), store, send, frees=self._ranks.size == 1)
@@ -306,8 +306,8 @@ class StepLoop:
         self._status = StatusReporter(stages.values(), self._batches.sharing, self._ranks, device_memory, send)
         self._reporter = StepReporter(store, results, self._send, self._ranks.leads, overlapped)
         self._answer = send  # also of a rank that does not report
-        self._arrived: dict[Claim, messages.Run] = {}
-        self._pieces: dict[tuple[Claim, str], messages.Arrived] = {}  # of inputs that come, to be taken in a turn
+        self._arrived: dict[Claim, messages.RunTask] = {}
+        self._pieces: dict[tuple[Claim, str], messages.InputArrived] = {}  # of inputs that come, to be taken in a turn
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
         self._to_save, self._saving = set[Claim](), set[Claim]()  # what is to be saved, then dropped, and what was just
@@ -322,36 +322,36 @@ class StepLoop:
             self._ranks.tell(turn)
             self.carry_out(turn)
 
-    def _told(self) -> messages.Turn:
+    def _told(self) -> messages.StepPlan:
         """The next turn that the first rank has decided."""
-        while not isinstance(message := self._inbox.get(), messages.Turn):
+        while not isinstance(message := self._inbox.get(), messages.StepPlan):
             self._take(message)
         return message
 
-    def decide(self) -> messages.Turn:
+    def decide(self) -> messages.StepPlan:
         """Decide the next turn; waits for a message if there is nothing to do.
 
         New messages get a turn of their own, before the next step, because a new task may be the most urgent one. Tasks
         that are to be dropped if they can be saved are saved in one turn, and dropped in the next one.
         """
-        safe = [messages.Cancel(claim) for claim in self._saving if self._is_safe(claim)]
+        safe = [messages.CancelTask(claim) for claim in self._saving if self._is_safe(claim)]
         self._saving = set()
         dropped = (*safe, *self._hear())
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
         pieces = tuple(self._pieces)
         if dropped or self._arrived or again:
-            return messages.Turn(dropped, tuple(self._arrived), again, receive=pieces)
+            return messages.StepPlan(dropped, tuple(self._arrived), again, receive=pieces)
         if self._to_save:
             self._saving, self._to_save = self._to_save, set()
-            return messages.Turn(save=tuple(self._saving), receive=pieces)
+            return messages.StepPlan(save=tuple(self._saving), receive=pieces)
         if not self._jobs:
-            return messages.Turn(receive=pieces)
+            return messages.StepPlan(receive=pieces)
         batch, how = self._batches.pick(self._jobs.values())
         saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         save, step = tuple(job.claim for job in saved), tuple(job.claim for job in batch)
-        return messages.Turn(save=save, step=step, how=how, receive=pieces)
+        return messages.StepPlan(save=save, step=step, how=how, receive=pieces)
 
-    def carry_out(self, turn: messages.Turn) -> None:
+    def carry_out(self, turn: messages.StepPlan) -> None:
         """Carry a turn out. Tasks that have ended since it was decided are skipped.
 
         Where the loop is overlapped, a step is made while it is told what the one before has made of tasks; all of that
@@ -374,7 +374,7 @@ class StepLoop:
             going = [job for job, made in computed if job.claim in self._jobs and self._goes_on(job, made)]
             self._end(self._reporter.report(going))
 
-    def _hear(self) -> tuple[messages.Cancel, ...]:
+    def _hear(self) -> tuple[messages.CancelTask, ...]:
         """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
         cancels = []
         if not self._jobs:
@@ -386,19 +386,19 @@ class StepLoop:
             cancels += self._take(self._inbox.get())
         return tuple(cancels)
 
-    def _take(self, message: messages.ForLoop) -> list[messages.Cancel]:
+    def _take(self, message: messages.ForLoop) -> list[messages.CancelTask]:
         match message:
-            case messages.Run():
+            case messages.RunTask():
                 self._arrived[message.lease.claim] = message
-            case messages.Arrived():
+            case messages.InputArrived():
                 self._pieces[message.lease.claim, message.ref.id] = message
-            case messages.Cancel(if_saved=True):
+            case messages.CancelTask(if_saved=True):
                 self._to_save.add(message.claim)
-            case messages.Cancel():
+            case messages.CancelTask():
                 return [message]
         return []
 
-    def _begin(self, runs: Sequence[messages.Run]) -> None:
+    def _begin(self, runs: Sequence[messages.RunTask]) -> None:
         """Begin tasks, as far as every rank can: what one of them cannot begin ends everywhere, or waits."""
         begun = [self._begun(run) for run in runs]
         starts = self._ranks.agree([start_of(run, own) for run, own in zip(runs, begun, strict=True)])
@@ -417,13 +417,13 @@ class StepLoop:
                 continue
             if self._ranks.size > 1:  # another rank may have given up what it had taken
                 self._intake.drop_taken(claim)
-            if isinstance(start, messages.Waits):
+            if isinstance(start, messages.TaskWaits):
                 self._park(claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
                 lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._begin([msgspec.structs.replace(run, lease=lease)])
 
-    def _begun(self, run: messages.Run) -> Job | Exception:
+    def _begun(self, run: messages.RunTask) -> Job | Exception:
         self._send(StepProgress(run.lease.claim, 0, 0, 0))
         try:
             return self._intake.begin(run)
@@ -441,7 +441,7 @@ class StepLoop:
             )
         pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause, timings)
-        self._send(messages.Waits(claim))
+        self._send(messages.TaskWaits(claim))
 
     def _try_again(self, claim: Claim) -> None:
         """Try a task again whose pause is over. If it must wait again, that parks it anew."""
@@ -544,7 +544,7 @@ class StepLoop:
         timings = msgspec.structs.replace(job.timings, put_s=time.monotonic() - finished)
         self._send(TaskCompleted(job.claim, ref, results, timings))
 
-    def _drop(self, message: messages.Cancel) -> None:
+    def _drop(self, message: messages.CancelTask) -> None:
         self._intake.forget(message.claim)
         if job := self._jobs.pop(message.claim, None):
             if message.save:

@@ -44,12 +44,20 @@ from unfuse.core.task import Claim, Lease, OutputDeltas
 from unfuse.stores.results import copies_here
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine
-from unfuse.worker.checkpoints import SavedStates
-from unfuse.worker.compute_messages import KEPT_LORAS, LeaksFound, Ready, about, failure, sendable
+from unfuse.worker.checkpoints import CheckpointWriter
+from unfuse.worker.compute_messages import KEPT_LORAS, LeaksFound, ModelsLoaded, about, failure, sendable
 from unfuse.worker.executor import Executor
-from unfuse.worker.link import BEAT_S, WITHDRAW, Holding, Link, OutputRecorder, ProgressReporter, free_when_orphaned
-from unfuse.worker.loaded_models import Borrowing, Swapping, WeightFiles
-from unfuse.worker.objects import Objects, WorkerLeakCheck
+from unfuse.worker.link import (
+    BEAT_S,
+    WITHDRAW,
+    OutputRecorder,
+    ProgressReporter,
+    SchedulerLink,
+    TaskSlots,
+    free_when_orphaned,
+)
+from unfuse.worker.loaded_models import AdapterFetcher, ModelSwapper, WeightFiles
+from unfuse.worker.objects import WorkerLeakCheck, WorkerObjects
 from unfuse.worker.registration import WorkerOptions, decide_served, loads_of, sets_of
 
 BEAT_PAUSE_S = 0.02  # the least seconds between two heartbeats
@@ -86,7 +94,7 @@ class Worker:
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._budget = StopBudget(options.drain_timeout)  # of the stop, from its begin on
-        self._link = Link(options.schedulers, options.trust, self._changed.set)
+        self._link = SchedulerLink(options.schedulers, options.trust, self._changed.set)
         self._background, self._opened = Supervisor(), AsyncExitStack()
         self._progress = ProgressReporter(self._link, self._background, self._cancel)
         self._outputs = OutputRecorder(self._link, self._background, self._cancel)
@@ -157,7 +165,7 @@ class Worker:
         self._beat_s, places = welcome.beat, welcome.places
         self._served = served = await asyncio.to_thread(decide_served, welcome, options, self._choice)
         sets = sets_of(served, options)
-        self._holding = Holding(served.slots, options.resources)
+        self._holding = TaskSlots(served.slots, options.resources)
         self._active = self._holding.leases
         self._weights = await asyncio.to_thread(
             WeightFiles, served.models, served.cards, self._choice, served.states, in_turns=bool(sets)
@@ -167,17 +175,17 @@ class Worker:
             threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
             copies=copies_here(places), run_dir=options.run_dir,
         )  # fmt: skip
-        self._swapping = Swapping(sets, loads_of(served, self._choice, options, store, places), served.cards)
+        self._swapping = ModelSwapper(sets, loads_of(served, self._choice, options, store, places), served.cards)
         loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
         fork_server = self._forks and self._forks([folder for _, folder, _ in served.models], len(sets) > 1)
         self._executor = Executor(loads, self._hear, *watch, fork_server, options.buffer)
         self._objects = await asyncio.to_thread(
-            Objects, store, places, self._engines, options.transfer, self._executor.passing
+            WorkerObjects, store, places, self._engines, options.transfer, self._executor.passing
         )
         self._opened.push_async_callback(self._objects.close)
         self._opened.push_async_callback(self._executor.close)
-        self._saved_states = SavedStates(self._objects, self._link)
-        self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
+        self._saved_states = CheckpointWriter(self._objects, self._link)
+        self._borrowing = AdapterFetcher(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
         self._started = await self._executor.start()
         self._has_loaded(self._started)
         for engine in self._engines.values():
@@ -234,7 +242,7 @@ class Worker:
         await self._withdraw_changed()
         self._changed.set()
 
-    def _has_loaded(self, started: Ready) -> None:
+    def _has_loaded(self, started: ModelsLoaded) -> None:
         self._swapping.loaded(self._executor)
         self._weights.left_out = started.left_out
         self._holding.resources = {**self._options.resources, **started.resources}
@@ -312,7 +320,7 @@ class Worker:
 
     async def _hear(
         self,
-        message: Ready
+        message: ModelsLoaded
         | StepProgress
         | CheckpointSaved
         | OutputAnnounced
@@ -325,7 +333,7 @@ class Worker:
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         match message:
-            case Ready():
+            case ModelsLoaded():
                 self._has_loaded(message)
                 self._background.once("asking for work", self._go_on)
             case StepProgress(step=0):
