@@ -20,15 +20,29 @@ def told(found: ObservedStatus, body: Object = BODY, now: str = "then") -> dict[
         (ObservedStatus(2, 2, 2), ("True", "AsWanted"), ("False", "AsWanted"), ("False", "AsWanted")),
         (ObservedStatus(2, 2, 1), ("False", "Starting"), ("True", "Starting"), ("False", "AsWanted")),
         (ObservedStatus(0, 1, 1), ("True", "Asleep"), ("False", "Asleep"), ("False", "AsWanted")),
-        (ObservedStatus(2, 2, 2, (InvalidSpec("Odd", "it is"),)), ("True", "AsWanted"), ("False", "AsWanted"), ("True", "Odd")),
-        (ObservedStatus(2, 2, 1, (InvalidSpec("Odd", "it is"),)), ("False", "Starting"), ("False", "Starting"), ("True", "Odd")),
+        (
+            ObservedStatus(2, 2, 2, (InvalidSpec("Odd", "it is"),)),
+            ("True", "AsWanted"),
+            ("False", "AsWanted"),
+            ("True", "Odd"),
+        ),
+        (
+            ObservedStatus(2, 2, 1, (InvalidSpec("Odd", "it is"),)),
+            ("False", "Starting"),
+            ("False", "Starting"),
+            ("True", "Odd"),
+        ),
         (ObservedStatus(2, 3, 3, waits="w-2"), ("True", "AsWanted"), ("True", "WorkersFinish"), ("False", "AsWanted")),
         (ObservedStatus(3, 3, 2, waits="w-2"), ("False", "Starting"), ("True", "WorkersFinish"), ("False", "AsWanted")),
-        (ObservedStatus(2, 3, 3, (InvalidSpec("Odd", "it is"),), waits="w-2"),
-         ("True", "AsWanted"), ("False", "WorkersFinish"), ("True", "Odd")),
+        (
+            ObservedStatus(2, 3, 3, (InvalidSpec("Odd", "it is"),), waits="w-2"),
+            ("True", "AsWanted"),
+            ("False", "WorkersFinish"),
+            ("True", "Odd"),
+        ),
         (ObservedStatus(refused=InvalidSpec("Bad", "it is")), ("False", "Bad"), ("False", "Starting"), ("True", "Bad")),
     ],
-)  # fmt: skip
+)
 def test_it_is_ready_on_its_way_or_not_as_it_should_be(
     found: ObservedStatus, ready: tuple[str, str], progressing: tuple[str, str], degraded: tuple[str, str]
 ) -> None:

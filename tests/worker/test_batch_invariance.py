@@ -84,18 +84,27 @@ def test_a_folder_that_cannot_be_written_costs_comparisons_only(tmp_path: Path) 
     assert not trusted(tmp_path / "file" / "e.json").must_compare(KEY, 2)
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [
-    (torch.tensor([1.0]), torch.tensor([1.0]), True),
-    (torch.tensor([0.0]), torch.tensor([-0.0]), False),
-    (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
-    (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16), False),
-    (torch.ones(2, 3), torch.ones(3, 2), False),
-    (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous(), True),
-    (np.zeros(2), np.zeros(2), True), (np.zeros(2), -np.zeros(2), False),
-    (StageOutput({"x": torch.ones(2)}), StageOutput({"x": torch.ones(2)}), True),
-    (StageOutput({"x": torch.ones(2), "y": None}), StageOutput({"x": torch.ones(2)}), False),
-    (StageOutput(media=(EncodedMedia("image/png", b"a"),)), StageOutput(media=(EncodedMedia("image/png", b"b"),)), False),
-    (PermanentError("not finite"), PermanentError("not finite"), True), (PermanentError("not finite"), None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([1.0]), torch.tensor([1.0]), True),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16), False),
+        (torch.ones(2, 3), torch.ones(3, 2), False),
+        (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous(), True),
+        (np.zeros(2), np.zeros(2), True),
+        (np.zeros(2), -np.zeros(2), False),
+        (StageOutput({"x": torch.ones(2)}), StageOutput({"x": torch.ones(2)}), True),
+        (StageOutput({"x": torch.ones(2), "y": None}), StageOutput({"x": torch.ones(2)}), False),
+        (
+            StageOutput(media=(EncodedMedia("image/png", b"a"),)),
+            StageOutput(media=(EncodedMedia("image/png", b"b"),)),
+            False,
+        ),
+        (PermanentError("not finite"), PermanentError("not finite"), True),
+        (PermanentError("not finite"), None, False),
+    ],
+)
 def test_equal_means_bit_for_bit(one: object, other: object, same: bool) -> None:
     assert _equal(one, other) is same

@@ -321,9 +321,13 @@ class Loader:
     """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
 
     def __init__(
-        self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: RuntimeOptions, report: Report | None,
+        self,
+        folder: ModelFolder,
+        classes: Mapping[str, tuple[str, str]],
+        runtime: RuntimeOptions,
+        report: Report | None,
         cut: ParallelPlan | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.runtime, self._classes, self._report, self._cut = folder, runtime, classes, report, cut
 
     @property

@@ -2,7 +2,8 @@
 
 Before the first block each rank takes its share of every segment (of text, of the picture), and behind the last one all
 get the whole again; whatever else the model does, it does on whole tensors. Shares are of equal length: where that does
-not divide, the last ones end in zeros, which attention leaves out. Attention over all is by `ulysses`, or in a `RingAttention`.
+not divide, the last ones end in zeros, which attention leaves out. Attention over all is by `ulysses`, or by
+`RingAttention`.
 """
 
 from __future__ import annotations

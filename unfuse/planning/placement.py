@@ -34,7 +34,7 @@ PROCESS = 288 << 20  # host memory that a worker takes beside its weights and it
 NO_DEVICE = "there is no device"  # the beginning of the refusal of a device that is named and not there
 MOST = 1024  # the most workers of one kind
 LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
-Needs = Mapping[str, "tuple[Part, ...]"]  # what each worker of a role holds, by role
+Needs = Mapping[str, "tuple[ComponentMemory, ...]"]  # what each worker of a role holds, by role
 
 
 class ComponentMemory(msgspec.Struct, frozen=True):

@@ -67,7 +67,7 @@ class Gateway(Observer):
     place where workers keep outputs. With `cancels`, a request whose waiting client disconnects is cancelled. With one
     that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
     ends of requests; without `prices` they cost no money; without `image_fetcher` no picture is fetched; `joining` adds
-    models; `parsers` selects the parsers of answers. SignedLinks begin with the `public_url` ("": with the address that the
+    models; `parsers` selects the parsers of answers. Links begin with the `public_url` ("": with the address that the
     client used). With `open_metrics`, everybody sees all metrics. What the scheduler does it counts and logs.
     """
 

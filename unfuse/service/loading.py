@@ -38,7 +38,9 @@ class RankProgress(NamedTuple):
 
     def __str__(self) -> str:
         if self.phase == "fetching":
-            return f"fetches {Brought('', self.done, self.total, self.rate)}"
+            from unfuse.weights.hub import DownloadProgress
+
+            return f"fetches {DownloadProgress('', self.done, self.total, self.rate)}"
         return f"{readable_bytes(self.done)} of {readable_bytes(self.total)}" if self.phase == "loading" else self.phase
 
 

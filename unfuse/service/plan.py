@@ -129,9 +129,15 @@ def wanted(settings: Settings) -> WorkerPlan:
 
 
 def plan_for(
-    names: Iterable[str], revision: str, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources | None = None,
-    *, results: bool = True, sources: Mapping[str, str] = MappingProxyType({}),
-) -> ServingPlan:  # fmt: skip
+    names: Iterable[str],
+    revision: str,
+    wanted: WorkerPlan,
+    devices: tuple[Device, ...],
+    means: HostResources | None = None,
+    *,
+    results: bool = True,
+    sources: Mapping[str, str] = MappingProxyType({}),
+) -> ServingPlan:
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
     `names` may map them to where their models are, if not by that name: a folder, a file or a hub name.

@@ -221,8 +221,9 @@ class ReceivedKv(StreamedInput):
 class Decode(PromptStage[DecodeState]):
     """Makes one token a step, once all that are there are in the KV.
 
-    Behind the last one it computes whole chunks of the answer, where others may go on from that: see `RecomputedChunks`. Of
-    several ranks, a `group`, the first one draws, and follows grammars; the others go on with what it has drawn.
+    Behind the last one it computes whole chunks of the answer, where others may go on from that: see
+    `RecomputedChunks`. Of several ranks, a `group`, the first one draws, and follows grammars; the others go on with
+    what it has drawn.
     """
 
     kind = "decode"

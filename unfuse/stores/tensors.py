@@ -61,7 +61,7 @@ def unpack(data: NDArray[np.uint8], shape: tuple[int, ...]) -> NDArray[np.float3
     return (levels * scales[:, None]).reshape(-1)[:size].reshape(shape)
 
 
-Value: TypeAlias = "NDArray[Any] | Tensor | Packed | None"
+Value: TypeAlias = "NDArray[Any] | Tensor | PackedTensor | None"
 
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """The numpy types for the bits of types that numpy lacks."""

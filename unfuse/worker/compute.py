@@ -106,10 +106,20 @@ def compute(descriptor: int) -> None:
     left_out = (load.pools or load.registered) - stages.keys()
     channel.send(messages.ModelsLoaded(_name(device), outcome, brought, left_out))
     StepLoop(
-        stages, store, open_results(places.results, places.mark), inbox, channel.send, load.compute.max_batch, plain,
-        places.encodings, CheckpointPolicy.parse(places.checkpoint), _exactness(load, outcome), Ranks(group, channel.send),
-        load.compute.loop == "overlapped", device_memory(device),
-    ).run()  # fmt: skip
+        stages,
+        store,
+        open_results(places.results, places.mark),
+        inbox,
+        channel.send,
+        load.compute.max_batch,
+        plain,
+        places.encodings,
+        CheckpointPolicy.parse(places.checkpoint),
+        _exactness(load, outcome),
+        Ranks(group, channel.send),
+        load.compute.loop == "overlapped",
+        device_memory(device),
+    ).run()
 
 
 def device_memory(device: str) -> Callable[[], int]:

@@ -134,7 +134,7 @@ class CollectedInput:
         return {meta.name: over(self._memory, meta) for meta in self._ref.tensors}
 
 
-class TaskStart:
+class JobFactory:
     """Makes jobs of tasks on the stages of one compute process; see StepLoop for what it is made with.
 
     `exact`: what else tasks must have in common to share a forward is asked. There are so many `ranks`.

@@ -36,7 +36,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import compute_messages as messages
 from unfuse.worker.batches import Batches, InvarianceResults
 from unfuse.worker.checkpoints import CheckpointPolicy, pack
-from unfuse.worker.job import Job, TaskStart, announce, put, read_prefix_blocks, start_of, store_prefix_blocks, write
+from unfuse.worker.job import Job, JobFactory, announce, put, read_prefix_blocks, start_of, store_prefix_blocks, write
 from unfuse.worker.ranks import Ranks
 
 log = structlog.get_logger(__name__)
@@ -297,7 +297,7 @@ class StepLoop:
         device_memory: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ranks = ranks or Ranks()
-        self._intake = TaskStart(stages, store, results, plain, exactness is not None, self._ranks.size)
+        self._intake = JobFactory(stages, store, results, plain, exactness is not None, self._ranks.size)
         self._encodings, self._policy = encodings or {}, policy or CheckpointPolicy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else bool  # the first rank reports for all
