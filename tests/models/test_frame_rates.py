@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.tiny_whole import build
-from unfuse.models import card_of, whole
+from unfuse.models import card_of, undivided_family
 from unfuse.models.declared import declared, frame_rate
 
 MAKERS = {
@@ -66,7 +66,7 @@ def test_a_rate_goes_by_the_class_and_what_the_model_is(
 def test_a_rate_that_nobody_knows_is_said_to_be_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build("cogvideox", tmp_path / "m", serving=False)
     known = card_of("m", folder)
-    monkeypatch.setattr(whole, "frame_rate", lambda *_: None)
+    monkeypatch.setattr(undivided_family, "frame_rate", lambda *_: None)
     unknown = card_of("m", folder)
     (folder / "serving.json").write_text('{"defaults": {"fps": 12}}')
     told = card_of("m", folder)

@@ -11,7 +11,7 @@ from tools.asking import asking
 from unfuse.core.messages import TaskFailed
 from unfuse.core.supervisor import Observers, Supervisor
 from unfuse.core.task import Lease, OutputDeltas
-from unfuse.scheduler import growing
+from unfuse.scheduler import output_rates
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.output_rates import OutputRates
 from unfuse.scheduler.scheduler import Scheduler
@@ -94,7 +94,7 @@ async def test_a_scheduler_that_did_not_see_the_pieces_before_knows_no_time() ->
 
 
 async def test_what_is_over_is_forgotten_and_no_more_is_known_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing, "MOST", 2)
+    monkeypatch.setattr(output_rates, "MOST", 2)
     async with scheduling() as (scheduler, _):
         begun_ones = [await begun(scheduler) for _ in range(4)]
         ids = [id for id, _ in begun_ones]

@@ -13,7 +13,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.edge.access import Refusal
 from unfuse.planning.placement import PROCESS
 from unfuse.server.served_models import AddModelProgress
-from unfuse.service import crews as module
+from unfuse.service import worker_groups as module
 
 TWO = 2 * ONE + PROCESS // (1 << 20)
 """Room for two models beside each other, in MiB."""

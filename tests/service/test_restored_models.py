@@ -17,7 +17,7 @@ from unfuse.edge.access import Refusal
 from unfuse.planning.placement import PROCESS
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import MODEL_FAILED
-from unfuse.service import crews as module
+from unfuse.service import worker_groups as module
 
 TWO = 2 * ONE + PROCESS // (1 << 20)
 """Room for two models beside each other, in MiB."""

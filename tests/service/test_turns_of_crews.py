@@ -14,7 +14,7 @@ import pytest
 from tests.service.paper import ONE, Machine, shifted
 from unfuse.core.errors import ConfigError
 from unfuse.planning.placement import PROCESS
-from unfuse.service import crews as module
+from unfuse.service import worker_groups as module
 from unfuse.service.plan import ServingPlan
 
 

@@ -36,8 +36,8 @@ from unfuse.core.messages import (
     TransferStats,
     WorkerInfo,
 )
+from unfuse.core.request import RequestRecord
 from unfuse.models import find
-from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
@@ -133,7 +133,7 @@ class Town:
             if (event.type, event.stage) == ("progress", "denoise.0"):
                 return
 
-    async def over(self, request: str) -> Record:
+    async def over(self, request: str) -> RequestRecord:
         await self.until(request, "completed", "failed", "cancelled", "expired")
         return await self.queue.load(request)
 
@@ -166,13 +166,13 @@ async def town(model: Path, schedulers: int = 2) -> AsyncIterator[Town]:
         await found.queue.close()
 
 
-def untouched(record: Record) -> None:
+def untouched(record: RequestRecord) -> None:
     """It completed, and no stage of it was begun twice or charged."""
     assert record.context.status == "completed"
     assert {(state.attempt, state.failures, state.crashes) for state in record.context.stages.values()} == {(1, 0, 0)}
 
 
-def uncharged(record: Record) -> None:
+def uncharged(record: RequestRecord) -> None:
     """It completed, whatever had to be done again."""
     assert record.context.status == "completed"
     assert {(state.failures, state.crashes) for state in record.context.stages.values()} == {(0, 0)}
