@@ -1,1 +1,1 @@
-"""Nouns and rules: no I/O, no torch, no asyncio."""
+"""Types and rules that all folders share: no I/O, no torch, no asyncio."""

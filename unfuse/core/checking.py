@@ -1,4 +1,7 @@
-"""Checks what a client asks for against the medium's table and the model's card, before anything is queued."""
+"""Validates a request's fields against the modality's table and the model spec.
+
+Nothing is queued before that.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,55 @@ from unfuse.core.parameters import RANDOM_SEED, Parameter, Params, default_of, p
 from unfuse.core.request import Delivery
 from unfuse.core.text_parameters import PromptTokens
 
-DRAWN_SEEDS = 2**31  # a seed that the client left out is drawn below this number, so that it is short enough to type
-NOTHING = (0, "", "auto")  # values that ask for nothing: a model that lacks their parameter may be given them
+DRAWN_SEEDS = 2**31  # random seeds are below this number, so that they are short enough to type
+NOTHING = (0, "", "auto")  # values without effect, which a client may send for a parameter that the model refuses
 
 
 def check(
-    card: ModelSpec, given: Mapping[str, object], medium: Modality = IMAGE, *, strict: bool = False,
-    uploads: Collection[str] = (), files: Collection[str] = (), tokens: PromptTokens | None = None,
-) -> tuple[Params, int]:  # fmt: skip
-    """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
+    card: ModelSpec,
+    given: Mapping[str, object],
+    medium: Modality = IMAGE,
+    *,
+    strict: bool = False,
+    uploads: Collection[str] = (),
+    files: Collection[str] = (),
+    tokens: PromptTokens | None = None,
+) -> tuple[Params, int]:
+    """Return the checked parameters for the stages, and n, the number of results.
 
-    A field that the client left out, or sent as null, gets the card's default. A missing seed, and -1, is replaced by
-    a random one. The results have the seeds s … s + n − 1 (see `nth_seed`). `uploads` names the request's uploads,
-    `files` the fields that may hold them. A chat needs `tokens`, which a tokenizer made of its fields. Raises
-    InvalidParameter for a bad value, an unknown field, and, if `strict`, a field without effect.
+    A field that is missing or null gets the model's default. A missing seed, and -1, is replaced by a random one. The
+    results have the seeds s … s + n − 1 (see `nth_seed`).
+
+    - `given`: the fields that the client sent.
+    - `strict`: refuse fields without effect.
+    - `uploads`: names of the request's uploads.
+    - `files`: names of the fields that may hold uploads.
+    - `tokens`: what the tokenizer made of a chat's fields. A chat needs it.
+
+    Raises InvalidParameter for a bad value, an unknown field, and, if `strict`, a field without effect.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    known, lacks = medium.known(card.defaults), {one.name for one in card.accepts if not one.max}
+    known = medium.known(card.defaults)
+    lacks = {accepted.name for accepted in card.accepts if not accepted.max}
     for name in values:
         if name not in known:
-            raise _unknown(name, known, files)
+            raise _unknown_parameter(name, known, files)
         if known[name].use == "refused":
             raise InvalidParameter(f"{name} {known[name].description}", name)
         if strict and known[name].use == "unused":
             raise InvalidParameter(f"{name} has no effect here: leave it out", name)
         if name in lacks and values[name] not in NOTHING:
             raise InvalidParameter(f"model {card.name} takes no {name}: leave it out", name)
-    for one in medium.parameters:
-        if one.required and one.name not in values:
-            raise InvalidParameter(f"{one.name} is missing: say {one.description}", one.name)
+    for parameter in medium.parameters:
+        if parameter.required and parameter.name not in values:
+            raise InvalidParameter(f"{parameter.name} is missing: say {parameter.description}", parameter.name)
+
     limits = medium.limits_of(card.limits)
     read = {name: known[name].read(value, limits) for name, value in values.items()}
-    usual = [one for one in medium.parameters if one.use == "stages" and one.default is not None]
-    params: Params = {one.name: one.default for one in usual}
+
+    # later sources override earlier ones: the table's defaults, the model's, the client's values, derived values
+    usual = [parameter for parameter in medium.parameters if parameter.use == "stages"]
+    params: Params = {parameter.name: parameter.default for parameter in usual if parameter.default is not None}
     params |= {**card.defaults, **_quality(card, read.get("quality", "auto"), strict)}
     params |= {name: value for name, value in read.items() if known[name].use == "stages"}
     params |= _adapter(params)
@@ -56,6 +75,7 @@ def check(
     params |= _strength(card, read, params, uploads)
     if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
         raise InvalidParameter("num_frames must be more than 1 where there is a last_frame", "num_frames")
+
     n = read.get("n", 1) if "n" in known and known["n"].use == "request" else 1
     seed = read.get("seed", RANDOM_SEED)
     params["seed"] = secrets.randbelow(DRAWN_SEEDS - n + 1) if seed == RANDOM_SEED else seed
@@ -63,31 +83,39 @@ def check(
 
 
 def check_delivery(given: Mapping[str, object], medium: Modality = IMAGE) -> Delivery:
-    """Check the fields that say how the client wants the request handled. Raises InvalidParameter."""
-    asked = [one for one in medium.parameters if one.use == "delivery" and given.get(one.name) is not None]
-    return Delivery(**{one.name: one.read(given[one.name], None) for one in asked})
+    """Return the checked fields that decide how the request is handled. Raises InvalidParameter."""
+    sent = [
+        parameter
+        for parameter in medium.parameters
+        if parameter.use == "delivery" and given.get(parameter.name) is not None
+    ]
+    return Delivery(**{parameter.name: parameter.read(given[parameter.name], None) for parameter in sent})
 
 
 def check_bounds(given: Mapping[str, object], medium: Modality) -> None:
-    """Raise InvalidParameter for a value that no model accepts. Bounds that differ between models are not checked."""
-    for one in medium.parameters:
-        value = given.get(one.name)
-        if value is not None and one.fixed:
-            one.read(value, None)
-        elif value is not None and one.kind == "text":
-            text(one.name, value, 0, sys.maxsize)
+    """Raise InvalidParameter for a value that no model accepts.
+
+    Bounds that differ between models are not checked.
+    """
+    for parameter in medium.parameters:
+        value = given.get(parameter.name)
+        if value is not None and parameter.fixed:
+            parameter.read(value, None)
+        elif value is not None and parameter.kind == "text":
+            text(parameter.name, value, 0, sys.maxsize)
 
 
 def size_from(card: ModelSpec, given: Mapping[str, object], params: Params, picture: tuple[int, int]) -> Params:
-    """Return width and height of a result that starts from a picture of this size; empty if the client sets a size.
+    """Return width and height of a result that starts from a picture of this size.
 
     The result has the picture's shape and about as many pixels as `params` say. If the pipeline takes no size, its
-    number of pixels follows from the picture. Empty too for a model that makes only one size.
+    number of pixels follows from the picture. Empty if the client sets a size, and for a model that makes only one.
     """
     if asks_size(given) or not card.follows_picture:
         return {}
     limits: MediaLimits = IMAGE.limits_of(card.limits)
-    area, scale = default_of(params, "width") * default_of(params, "height"), card.picture_scale
+    area = default_of(params, "width") * default_of(params, "height")
+    scale = card.picture_scale
     if scale:
         area = picture[0] * picture[1] * scale**2
         limits = msgspec.structs.replace(limits, size_multiple=limits.size_multiple * scale)
@@ -95,16 +123,17 @@ def size_from(card: ModelSpec, given: Mapping[str, object], params: Params, pict
     return {"width": width, "height": height}
 
 
-def _unknown(name: str, known: Mapping[str, Parameter], files: Collection[str]) -> InvalidParameter:
+def _unknown_parameter(name: str, known: Mapping[str, Parameter], files: Collection[str]) -> InvalidParameter:
+    """Return the error for an unknown field, with a hint."""
     if name == "feature_cache":
         return InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
-    useful = {one.name for one in known.values() if one.use not in ("nothing", "unused", "refused")}
+    useful = {parameter.name for parameter in known.values() if parameter.use not in ("nothing", "unused", "refused")}
     hint = hint_for(name, useful, files) or f"the parameters are {', '.join(sorted({*useful, *files}))}"
     return InvalidParameter(f"unknown parameter {printable(name)}: {hint}", printable(name)[1:-1])
 
 
 def _quality(card: ModelSpec, name: str, strict: bool) -> Params:
-    """The parameters that a quality stands for, and its name; nothing for one that the card does not define."""
+    """Return a quality's parameters and its name; empty if the model lacks that quality."""
     if name in card.quality:
         return {**card.quality[name], "quality": name}
     if strict and name != "auto":
@@ -114,23 +143,29 @@ def _quality(card: ModelSpec, name: str, strict: bool) -> Params:
 
 
 def _adapter(params: Params) -> Params:
-    """The strength of the adapter: 1 unless the client says otherwise; nothing without an adapter."""
+    """Return the strength of the LoRA adapters, 1 by default; empty without an adapter."""
     if "lora_scale" in params and "lora" not in params:
         raise InvalidParameter("lora_scale says how strong a lora is: send the name of one as lora too", "lora_scale")
     return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
 
 
 def _strength(card: ModelSpec, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
-    """How far a picture is redrawn, which takes a step at least; nothing where none is."""
+    """Return the strength with which a picture is redrawn, which is at least one denoising step.
+
+    If none is redrawn, it returns nothing, or None in place of the model's default. Raises InvalidParameter for less
+    than one step, and for a strength that has no effect.
+    """
     strengths = card.strengths
     if not strengths or "image" not in uploads:
         if "strength" in read:
-            how = f"model {card.name} takes no strength: leave it out"
+            unsupported = f"model {card.name} takes no strength: leave it out"
             missing = "strength says how far a picture is redrawn: send it as image to /v1/images/edits"
-            raise InvalidParameter(missing if strengths else how, "strength")
+            raise InvalidParameter(missing if strengths else unsupported, "strength")
         return dict.fromkeys(params.keys() & {"strength"})
+
     usual = params.get("strength") or strengths["mask" if "mask" in uploads else "image"]
-    strength, steps = float(read.get("strength", usual)), default_of(params, "num_inference_steps")
+    strength = float(read.get("strength", usual))
+    steps = default_of(params, "num_inference_steps")
     if strength * steps < 1:
         raise InvalidParameter(f"strength {strength:g} of {steps:g} steps is less than one step: send more", "strength")
     return {"strength": strength}
@@ -175,20 +210,23 @@ SAME_MEANING = {
     "prompt": ("text", "caption", "input", "text_prompt"),
     "model": ("model_name", "model_id", "engine", "checkpoint"),
 }  # fmt: skip
-"""Names that other servers and scripts use for a field. The hint names the first field that the endpoint has."""
+"""Other servers' names of each field. A hint names the first of these fields that the endpoint has."""
 
 NOISE_SCHEDULER = (
     "sampler", "sampler_name", "sampler_index", "sampling_method", "scheduler", "scheduler_name", "sample_solver",
     "noise_scheduler", "flow_shift", "shift", "sigmas", "timesteps",
 )  # fmt: skip
-"""Names that other servers use for the choice of the noise scheduler, which is fixed by the model's folder here."""
+"""Other servers' names for the choice of the noise scheduler, which the model's folder fixes here."""
 
 LEAST_TYPO = 5
-"""Shorter names are not checked for typing errors: one letter more or less is often another word."""
+"""Shorter names are not checked for typing errors: one letter more or less often makes another word."""
 
 
 def hint_for(name: str, known: Collection[str], files: Collection[str] = ()) -> str:
-    """Return a hint for a field that is neither in `known` nor an upload field in `files`; "" if there is none."""
+    """Return a hint for an unknown field; "" if there is none.
+
+    `known` has the fields of the endpoint, `files` its upload fields.
+    """
     if name in NOISE_SCHEDULER and "num_inference_steps" in known:
         return "the noise scheduler is set in the model's folder, a request cannot change it"
     fields = {*known, *files}
@@ -200,35 +238,45 @@ def hint_for(name: str, known: Collection[str], files: Collection[str] = ()) -> 
 
 
 def _meant(name: str, fields: Collection[str]) -> str:
-    """Return the field with another spelling of this name, or with another name for the same meaning."""
+    """Return the field with another spelling, or another name, for the same meaning; else ""."""
     plain = _plain(name)
-    spelled = [field for field in fields if _plain(field) == plain]
-    if spelled:
-        return spelled[0]
-    found = (field for field, names in SAME_MEANING.items() if field in fields and plain in map(_plain, names))
-    return next(found, "")
+    same_spelling = [field for field in fields if _plain(field) == plain]
+    if same_spelling:
+        return same_spelling[0]
+    same_meaning = (field for field, names in SAME_MEANING.items() if field in fields and plain in map(_plain, names))
+    return next(same_meaning, "")
 
 
 def _plain(name: str) -> str:
+    """Return a name without "_" and "-", in lower case."""
     return name.replace("_", "").replace("-", "").lower()
 
 
 def _mistyped(name: str, fields: Iterable[str]) -> str:
-    """Return the only field whose name differs by one inserted, missing, wrong or swapped letter; "" if not unique."""
+    """Return the only field whose name is one typing error away, or "".
+
+    A typing error is one inserted, missing, wrong or swapped letter.
+    """
     if not LEAST_TYPO <= len(name) <= 64:
         return ""
     spellings = {field: (field, *SAME_MEANING.get(field, ())) for field in fields}
-    near = [field for field, names in spellings.items() if any(_one_letter_apart(name, one) for one in names)]
+    near = [field for field, names in spellings.items() if any(_one_letter_apart(name, other) for other in names)]
     return near[0] if len(near) == 1 else ""
 
 
 def _one_letter_apart(name: str, other: str) -> bool:
-    """Return whether one insertion, deletion, substitution or swap of neighbours turns one name into the other."""
+    """Return whether one typing error turns one name into the other.
+
+    That is one insertion, deletion, substitution or swap of neighbours.
+    """
     if len(other) < LEAST_TYPO or abs(len(name) - len(other)) > 1:
         return False
-    same = next((at for at, (ours, theirs) in enumerate(zip(name, other, strict=False)) if ours != theirs), None)
-    if same is None:
+    pairs = enumerate(zip(name, other, strict=False))
+    difference = next((at for at, (letter, other_letter) in pairs if letter != other_letter), None)
+    if difference is None:
         return len(name) != len(other)
-    rest, others = name[same:], other[same:]
-    swapped = len(rest) > 1 and rest[1::-1] == others[:2] and rest[2:] == others[2:]
-    return swapped or others[1:] in (rest, rest[1:]) or rest[1:] == others
+
+    rest = name[difference:]
+    other_rest = other[difference:]
+    swapped = len(rest) > 1 and rest[1::-1] == other_rest[:2] and rest[2:] == other_rest[2:]
+    return swapped or other_rest[1:] in (rest, rest[1:]) or rest[1:] == other_rest

@@ -1,4 +1,4 @@
-"""The clock as a port, so that rules about time are tested without waiting; and a bucket that limits a rate."""
+"""The clock as a port, for tests without waiting, and a token bucket."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from typing_extensions import override
 
 
 class Clock(Protocol):
-    """Two readings of time that must not be mixed, and alarms. `SystemClock` is this machine's."""
+    """Two readings of time, which must not be mixed, and alarms.
+
+    `SystemClock` is this machine's clock.
+    """
 
     def now(self) -> float:
-        """Seconds that never run backwards; only differences between readings mean anything."""
+        """Return monotonic seconds: only differences between readings mean anything."""
         ...
 
     def wall(self) -> float:
-        """Seconds since 1970-01-01 UTC, to show to people; this reading may jump."""
+        """Return Unix seconds, to show to people. This reading may jump."""
         ...
 
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call `callback` soon after `now` has reached `when`, never at once. Returns what cancels the alarm."""
+        """Call `callback` soon after `now` has reached `when`, never at once.
+
+        Returns a function that cancels the alarm.
+        """
         ...
 
 
 class SystemClock(Clock):
-    """Monotonic and Unix seconds, in any thread; alarms are the running event loop's."""
+    """The clock of this machine, usable in any thread. Alarms need a running event loop."""
 
     @override
     def now(self) -> float:
@@ -38,20 +44,25 @@ class SystemClock(Clock):
 
     @override
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
-        import asyncio  # who only reads the time, such as a process that serves objects, has no event loop
+        import asyncio  # not at the top: a process that only reads the time, such as an object server, has no loop
 
         return asyncio.get_running_loop().call_later(max(0.0, when - self.now()), callback).cancel
 
 
 class TokenBucket:
-    """Allows `burst` units at once and `rate` units a second in the long run. All times are seconds of one clock."""
+    """A rate limit: `burst` units at once, and `rate` units a second on average.
+
+    All times are seconds of one clock.
+    """
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
-        self.rate, self.burst = rate, burst
-        self._left, self._at = burst, now
+        self.rate = rate
+        self.burst = burst
+        self._left = burst
+        self._at = now
 
     def take(self, amount: float, now: float) -> bool:
-        """Take that many units. False, with nothing taken, when there are not so many."""
+        """Use that many units. Returns False, and uses none, if fewer are left."""
         self._left = min(self.burst, self._left + (now - self._at) * self.rate)
         self._at = now
         if amount > self._left:

@@ -1,4 +1,4 @@
-"""Encodes messages as a version byte and msgpack, decodes them, and frames them in a stream of bytes.
+"""Encodes messages as a version byte and msgpack, and frames them in a byte stream.
 
 Sizes are checked before anything is decoded or allocated.
 """
@@ -14,9 +14,9 @@ import msgspec
 
 from unfuse.core.errors import ProtocolError
 
-VERSION = 2
+VERSION = 2  # of the encoding; peers of another version are refused
 MAX_BYTES = 8 * 1024 * 1024  # the largest control message; tensors never travel in one
-MAX_UPLOAD_BYTES = 32 * 1024 * 1024  # the frames of a video that a call sends: as many as its body may have
+MAX_UPLOAD_BYTES = 32 * 1024 * 1024  # the largest message with the frames of a video: as large as a client's body
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -26,12 +26,16 @@ _building = Lock()
 
 @cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a type, built once."""
     with _building:
         return msgspec.msgpack.Decoder(kind)
 
 
 def encode(message: object, most: int = MAX_BYTES) -> bytes:
-    """The message's bytes. Raises ProtocolError for no Unicode, integers of over 64 bits, more than `most` bytes."""
+    """Return the bytes of a message.
+
+    Raises ProtocolError for text that is not Unicode, integers of over 64 bits, and more than `most` bytes.
+    """
     try:
         body = _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:
@@ -42,7 +46,7 @@ def encode(message: object, most: int = MAX_BYTES) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[T] | Any, most: int = MAX_BYTES) -> T:
-    """Return the message of type `kind` that `data` holds, in `most` bytes at most.
+    """Return the message of type `kind` in `data`, which has at most `most` bytes.
 
     Unknown fields are ignored, so that a newer peer may add optional ones. The types bound the depth, since none is
     recursive. Raises ProtocolError for data that is empty, too large, of another version or of other types.
@@ -60,16 +64,19 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, most: int = MAX_BYTES)
         raise ProtocolError(f"not a message: {error}") from error
 
 
-HEADER_BYTES = 4
+HEADER_BYTES = 4  # of a frame: the length of its message
 
 
 def frame(data: bytes) -> bytes:
-    """The message with its header."""
+    """Return the message behind a header with its length."""
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
 def length_of(header: bytes | bytearray, most: int) -> int:
-    """The length in bytes of the message after this header. Raises ProtocolError for more than `most` bytes."""
+    """Return the length in bytes of the message after this header.
+
+    Raises ProtocolError for more than `most` bytes.
+    """
     length = int.from_bytes(header[:HEADER_BYTES], "big")
     if length > most:
         raise ProtocolError(f"message of {length} bytes: those here are at most {most}")
@@ -77,12 +84,18 @@ def length_of(header: bytes | bytearray, most: int) -> int:
 
 
 def read_message(read: Callable[[int], bytes], most: int) -> bytes:
-    """Read one message. `read(n)` returns exactly n bytes. Raises ProtocolError for one of more than `most` bytes."""
+    """Return the next message of a stream. `read(n)` must return exactly n bytes.
+
+    Raises ProtocolError for a message of more than `most` bytes.
+    """
     return read(length_of(read(HEADER_BYTES), most))
 
 
 def split_message(received: bytearray, most: int) -> bytes | None:
-    """Take the first message off `received`; None if incomplete. Raises ProtocolError above `most` bytes."""
+    """Remove the first message from `received` and return it; None if it is incomplete.
+
+    Raises ProtocolError for a message of more than `most` bytes.
+    """
     if len(received) < HEADER_BYTES:
         return None
     end = HEADER_BYTES + length_of(received, most)

@@ -1,4 +1,7 @@
-"""Facts that the server derives from a request. They travel beside its parameters, and no client can set them."""
+"""Facts that the server derives from a request. No client can set them.
+
+They travel beside the request's parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from unfuse.core.vision import MediaItem
 PROMPT, GRAMMAR = "prompt", "grammar"
 """Attachments of a chat: its prompt as packed token ids, and the packed grammar of its answer."""
 
-MAX_EXPECTED_TOKENS = 256  # few answers are as long as they may be
+MAX_EXPECTED_TOKENS = 256  # most answers are much shorter than `max_tokens` allows
 
 
 class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the server found out about one request when it accepted it."""
+    """The facts about one request that the server derived when it accepted it."""
 
     #: Number of tokens of the prompt; 0 for a request that has no tokens.
     prompt_tokens: int = 0
@@ -27,23 +30,26 @@ class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     continues: bool = False
     #: Hash of the attachment GRAMMAR; "": the answer may be any text.
     grammar: str = ""
-    #: How the answer is parsed; None: it is not.
+    #: How the answer is parsed; None: it is not parsed.
     reading: AnswerParsing | None = None
-    #: Hashes of the contents of the adapters, in the order of the parameter `lora`, joined by commas.
+    #: Hashes of the contents of the LoRA adapters, in the order of the parameter `lora`, joined by commas.
     lora_id: str = ""
     #: The sha256 of each uploaded picture, by the name of its attachment.
     pictures: dict[str, str] = {}
 
     @property
     def attachments(self) -> tuple[str, ...]:
-        """The names of all files that the gateway stores with the request before it is queued."""
-        text = [PROMPT] if self.prompt_tokens else []
+        """The names of all files that the gateway stores before it queues the request."""
+        prompt = [PROMPT] if self.prompt_tokens else []
         grammar = [GRAMMAR] if self.grammar else []
-        return tuple(dict.fromkeys([*text, *grammar, *self.pictures, *(one.upload for one in self.shown)]))
+        return tuple(dict.fromkeys([*prompt, *grammar, *self.pictures, *(item.upload for item in self.shown)]))
 
     def values(self) -> Params:
-        """The facts that the request has, by name, for formulas of the pipeline and for the request object."""
-        found: Params = {
+        """Return the facts that are set, by name, as parameters.
+
+        Formulas of the pipeline and the request object use them.
+        """
+        values: Params = {
             "prompt_tokens": self.prompt_tokens,
             "expected_tokens": self.expected_tokens,
             "shown": msgspec.json.encode(self.shown).decode() if self.shown else "",
@@ -53,10 +59,10 @@ class DerivedFacts(msgspec.Struct, frozen=True, omit_defaults=True):
             "lora_id": self.lora_id,
             **self.pictures,
         }
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in values.items() if value}
 
 
 def expected_tokens(params: Params) -> int:
-    """Predict the number of tokens of an answer to a request with these parameters; 0 if it has no tokens."""
+    """Predict the number of tokens of an answer; 0 if the request has no `max_tokens`."""
     most = params.get("max_tokens")
     return min(most, MAX_EXPECTED_TOKENS) if isinstance(most, int) else 0

@@ -1,22 +1,48 @@
-"""The error tree. An error's type decides whether the work is tried again; its message is written for people."""
+"""The error tree. An error's type decides whether the work is retried; its message is written for people.
+
+UnfuseError
+├── ConfigError                 the program cannot start
+│   └── UsageError
+│       └── InUse
+├── InvalidParameter            the client's mistake
+│   ├── ContextLengthExceeded
+│   └── UnknownModel
+├── WeightsChanged
+├── NotFound
+├── Damaged
+├── Overloaded                  the client may retry later
+│   ├── LimitReached
+│   └── ShuttingDown
+├── TransientError              the task is retried
+│   ├── KeyUnavailable
+│   ├── ObjectLost
+│   ├── ResultsUnavailable
+│   └── ArenaFull
+├── PermanentError              the task is not retried
+│   └── Unsuitable
+├── ProtocolError
+├── Conflict
+├── LeaseLost
+└── IllegalMove
+"""
 
 from __future__ import annotations
 
 
 class UnfuseError(Exception):
-    """Root of every error unfuse raises on purpose."""
+    """Root of every error that unfuse raises on purpose."""
 
 
 class ConfigError(UnfuseError):
-    """The program cannot start as it was configured; the message says what to change."""
+    """The program cannot start with this configuration; the message says what to change."""
 
 
 class UsageError(ConfigError):
-    """A flag, a setting or an argument has a value that cannot be used; the message says which can."""
+    """A flag, setting or argument has an unusable value; the message says which can be used."""
 
 
 class InUse(UsageError):
-    """Another process holds a file that only one may use; the message names that process and says what to do."""
+    """Another process uses an exclusive file; the message names the process and the remedy."""
 
 
 class InvalidParameter(UnfuseError):
@@ -39,7 +65,7 @@ class UnknownModel(InvalidParameter):
 
 
 class WeightsChanged(UnfuseError):
-    """The model is unavailable, because one of its files changed after loading; the message names the file."""
+    """A model file, named in the message, changed after loading: the model is unavailable."""
 
 
 class NotFound(UnfuseError):
@@ -51,7 +77,7 @@ class Damaged(UnfuseError):
 
 
 class Overloaded(UnfuseError):
-    """The request was not accepted, because too much waits already. Try again after `retry_after` seconds."""
+    """Admission control refused the request, because too much work waits. Try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -59,7 +85,7 @@ class Overloaded(UnfuseError):
 
 
 class LimitReached(Overloaded):
-    """The tenant has as many requests as its key allows. Try again after `retry_after` seconds (0: nobody knows)."""
+    """The tenant has as many requests as its key allows. Try again after `retry_after` seconds (0: unknown)."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message, retry_after)
@@ -70,20 +96,20 @@ class ShuttingDown(Overloaded):
 
 
 class TransientError(UnfuseError):
-    """The task may succeed on another worker or later: it is tried again within its budget."""
+    """The task may succeed on another worker or later: it is retried within its budget."""
 
 
 class KeyUnavailable(TransientError):
-    """The request of this idempotency key, if there is one, is in a part of the queue that does not answer.
+    """The part of the queue for this idempotency key cannot be reached.
 
     Nothing was queued. A key that was never used before can be replaced by another one.
     """
 
 
 class ObjectLost(TransientError):
-    """An object cannot be read any more: its owner is gone, or its bytes are not those that were sealed.
+    """An object is unreadable: its owner is gone, or its bytes differ from the sealed ones.
 
-    `object_id` names it. The scheduler runs the stage that made it again.
+    `object_id` names it. The scheduler repeats the stage that made it.
     """
 
     def __init__(self, message: str, object_id: str = "") -> None:
@@ -92,16 +118,16 @@ class ObjectLost(TransientError):
 
 
 class ResultsUnavailable(TransientError):
-    """The result store is full, or cannot be reached.
+    """The result store is full or cannot be reached.
 
-    This is not charged to a task: the task waits until the result store works again.
+    The task's retry budget is not charged: the task waits until the result store works again.
     """
 
 
 class ArenaFull(TransientError):
-    """There is no room for an object now. `needed`, `free` and `capacity` are bytes.
+    """An object does not fit into the memory that is free now. `needed`, `free` and `capacity` are bytes.
 
-    `full` begins the message and says what is full; `remedy` ends it and says what a person can do.
+    The message begins with `full`, which names the memory, and ends with `remedy`, which is advice for a person.
     """
 
     def __init__(
@@ -115,28 +141,32 @@ class ArenaFull(TransientError):
         super().__init__(
             f"{full} for {needed} bytes ({free} of {capacity} free): wait for requests to finish, or {remedy}"
         )
-        self.needed, self.free, self.capacity, self.full, self.remedy = needed, free, capacity, full, remedy
+        self.needed = needed
+        self.free = free
+        self.capacity = capacity
+        self.full = full
+        self.remedy = remedy
 
 
 class PermanentError(UnfuseError):
-    """The task fails the same way wherever it runs: its request fails at once."""
+    """The task fails the same way on every worker: its request fails at once."""
 
 
 class Unsuitable(PermanentError):
-    """What the client asked for cannot be done with this model, as its stage found: the mistake is the client's."""
+    """The model cannot do what the client asked for, as a stage found: the client's mistake."""
 
 
 class ProtocolError(UnfuseError):
-    """Data is not a message of a version that this build reads, or a message cannot be encoded."""
+    """Data is not a message of a supported version, or a message cannot be encoded."""
 
 
 class Conflict(UnfuseError):
-    """The context's version has changed since it was loaded: load it again and decide again."""
+    """The version of the request context has changed: load it and decide again."""
 
 
 class LeaseLost(UnfuseError):
-    """The task belongs to another attempt, or its request is over: drop what this attempt made."""
+    """The task has another attempt, or its request is over: drop this attempt's output."""
 
 
 class IllegalMove(UnfuseError):
-    """A transition is not in the tables of legal moves. This is a defect in unfuse: please report it."""
+    """A transition is not in the tables of legal moves: please report this defect in unfuse."""

@@ -1,4 +1,8 @@
-"""The messages between workers and schedulers. Decoding one with an unknown tag raises ProtocolError."""
+"""The messages between workers and schedulers: registration, leases, heartbeats, reports and their answers.
+
+A worker sends one of `ToScheduler`, and the scheduler answers with one of `ToWorker`. Decoding a message with an
+unknown tag raises ProtocolError.
+"""
 
 from __future__ import annotations
 
@@ -15,62 +19,69 @@ from unfuse.core.task import PIECES_AT_ONCE, Claim, Lease, OutputDeltas
 from unfuse.core.text import TextStats
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
-REFUSED = "refused"
+REFUSED = "refused"  # the reason of a permanent failure that is the client's mistake
 
 Memory = Literal["kv", "arena"]
-"""The memory of a worker that tasks share: blocks of keys and values, and its arena with the objects."""
+"""The memory of a worker that tasks share: the paged KV cache, and the arena with the objects."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""Numbers that workers report are added up in metrics, so NaN, infinity and negative numbers are refused."""
+"""Numbers that workers report. Metrics add them up, so NaN, infinity and negative numbers are refused."""
 
 Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)]
 """Amounts of named resources, other than slots and bytes of the arena."""
 
 _Word = Annotated[str, Meta(max_length=128)]
-Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
 
+Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
+"""A worker's numerics: all that the bytes of its results depend on beside weights, dtypes and parameters."""
 
 LASTING = frozenset({"disk", "s3"})
-"""Result stores, by the scheme of their URL, where a worker that stops also saves what it runs."""
+"""Schemes of the URLs of result stores that outlive their process. A worker that drains saves checkpoints there."""
 
 
 class StorageLocations(msgspec.Struct, frozen=True):
-    """Where workers keep things: URLs of the result store, the tensor store and the store of durable copies.
+    """Where workers store outputs, results, durable copies and checkpoints."""
 
-    Outputs of the stage kinds in `saved` get durable copies. A store that spills begins when the share `threshold` of
-    the arena is used, and spills at most `spill_capacity` bytes. `encodings` maps a stage kind to how its floats are
-    narrowed: bf16, fp16 or int4. `checkpoint` says when running stages are saved. `loras` is the folder of adapters
-    ("": none). By `mark` a machine sees whether the result store is the one of the scheduler's ("": it may be).
-    """
-
+    #: URL of the result store.
     results: str
+    #: URL of the tensor store.
     store: str = "shared_memory"
+    #: Used share of the arena, from 0 to 1, above which a spilling store moves objects out of it.
     threshold: float = 0.8
+    #: The most bytes that are spilled.
     spill_capacity: int = 16 << 30
+    #: URL of the store of durable copies; "none": there is none.
     durable: str = "none"
+    #: Stage kinds whose outputs get durable copies.
     saved: tuple[str, ...] = ("denoise",)
+    #: By stage kind, how floats are narrowed to be stored: bf16, fp16 or int4.
     encodings: dict[str, str] = {}
+    #: When checkpoints of running stages are saved.
     checkpoint: str = "auto"
+    #: Folder of LoRA adapters; "": there is none.
     loras: str = ""
+    #: Content of the result folder's mark file. A machine that reads another mark does not share the folder with the
+    #: scheduler. "": this is not checked.
     mark: str = ""
 
     @property
     def copies(self) -> str:
-        """The URL where copies of objects outlive their worker: that of durable copies, else of lasting results."""
+        """The URL of the copies that outlive their worker.
+
+        It is the durable store, else a lasting result store, else "none".
+        """
         if self.durable != "none":
             return self.durable
         return self.results if self.results.partition(":")[0] in LASTING else "none"
 
 
 class ExactBatchStats(msgspec.Struct, frozen=True):
-    """How requests of an exact pool share forwards.
+    """Batch invariance of an exact pool: how many requests may share a forward."""
 
-    `largest` is the size of the largest batch that gave each the bytes it has alone; `blame` has the function because
-    of which a size did not.
-    """
-
+    #: Size of the largest batch that gave each request the bytes that it has alone.
     largest: Count = 1
+    #: By batch size, the function that changed bytes.
     blame: Annotated[dict[int, str], Meta(max_length=256)] = {}
 
     def __or__(self, other: ExactBatchStats) -> ExactBatchStats:
@@ -78,22 +89,23 @@ class ExactBatchStats(msgspec.Struct, frozen=True):
 
 
 class RankTimes(msgspec.Struct, frozen=True):
-    """Seconds that a rank has computed steps since it started, and has waited for other ranks and their numbers.
+    """Seconds of one rank since it started.
 
-    The rank that is slow is the one that computes longest: the others wait for it.
+    The slowest rank is the one that computes longest: the others wait for it.
     """
 
+    #: Seconds of computing steps.
     compute_s: Seconds = 0.0
+    #: Seconds of waiting for other ranks and exchanging numbers with them.
     exchange_s: Seconds = 0.0
 
 
 class ChangedFile(msgspec.Struct, frozen=True):
-    """A model file that was changed after a worker loaded it; `name` is relative to the model's folder.
+    """A model file that was modified after a worker loaded it."""
 
-    Until it is `compared`, its bytes may still be the same.
-    """
-
+    #: Path of the file, relative to the model's folder.
     name: str
+    #: Whether its bytes were compared and differ. Until then they may still be the same.
     compared: bool
 
     def __str__(self) -> str:
@@ -103,7 +115,7 @@ class ChangedFile(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker is doing and what it uses. Its registration and every heartbeat carry one."""
+    """What a worker runs and uses now. Its registration and every heartbeat carry one."""
 
     #: Bytes of the arena in use.
     arena_used: Count = 0
@@ -114,10 +126,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Share of the arena's free bytes that one object cannot use, from 0 to 1.
     arena_fragmentation: Share = 0.0
 
-    #: Bytes that the compute processes hold: of GPU memory as the first one reports it, else of host memory.
+    #: Bytes of GPU memory, as the first compute process reports it; without a GPU, of the processes' host memory.
     memory: Count = 0
 
-    #: Share of the last seconds in which there were tasks to compute, from 0 to 1.
+    #: Share of the last seconds in which the worker had tasks to compute, from 0 to 1.
     utilization: Share = 0.0
 
     #: Number of tasks that wait because the result store is full or cannot be reached.
@@ -126,27 +138,27 @@ class WorkerStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     #: Number of tasks whose inputs are still being written or transferred.
     waiting_for_inputs: Count = 0
 
-    #: Seconds of each rank, in the order of ranks. Empty if there is one rank.
+    #: Times of each rank, in the order of ranks. Empty if there is only one rank.
     ranks: Annotated[tuple[RankTimes, ...], Meta(max_length=MOST)] = ()
 
-    #: KV blocks and prompts of the language stages. None without such stages.
+    #: KV blocks and prompts of the language stages. None without language stages.
     texts: TextStats | None = None
 
-    #: By pool, how requests of an exact pool share forwards, as far as that was compared.
+    #: By exact pool, the batch invariance that was found so far.
     batch_invariance: dict[str, ExactBatchStats] = {}
 
-    #: Which of its `sets` of pools has its weights loaded. Empty while another one loads, and without sets.
+    #: Name of the loaded model, out of the worker's `sets`. Empty during a model swap, and without `sets`.
     loaded: str = ""
 
-    #: Seconds that loading took.
+    #: Seconds that loading it took.
     load_s: Seconds = 0.0
 
-    #: The set that is loaded next, in place of `loaded`. Empty if none is.
+    #: Name of the model that a swap is loading in place of `loaded`. Empty without a swap.
     target: str = ""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker's registration: what it is and serves, and its status at its last heartbeat."""
+    """A worker's registration: its identity, pools and resources, and the status of its last heartbeat."""
 
     #: Unique among the workers of a queue.
     id: str
@@ -160,7 +172,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     #: The pools that it registers, with the hash of `outcome`.
     pools: tuple[str, ...]
 
-    #: Number of tasks that it has room for at a time.
+    #: Number of tasks that it accepts at a time.
     slots: Count
 
     #: Address of the socket by which readers map its arena.
@@ -184,59 +196,67 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     #: Amounts of further resources that its tasks share.
     resources: Amounts = {}
 
-    #: What the bytes of its results depend on beside weights, dtypes and parameters.
+    #: Its numerics.
     outcome: Outcome = {}
 
-    #: Sets of pools whose weights it loads one at a time, by name. Empty if it has all at once.
+    #: Model swapping: by model name, the pools whose weights it loads together, one model at a time. Empty if all
+    #: weights are loaded at once.
     sets: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
 
-    #: Declared pools that it serves no longer, because that model file has changed.
+    #: Declared pools that it no longer serves, with the model file that has changed.
     changed: Annotated[dict[_Word, ChangedFile], Meta(max_length=1024)] = {}
 
-    #: What it does and uses now.
+    #: What it runs and uses now.
     status: WorkerStatus = WorkerStatus()
 
     @property
     def open(self) -> tuple[str, ...]:
-        """The pools whose tasks it can begin as it is."""
+        """The pools whose tasks it can start with the weights that are loaded now."""
         return self.sets.get(self.status.loaded, ()) if self.sets else self.pools
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
-    """A worker registers. Without pools, and without `changed` pools, it asks what it should serve.
+    """A worker registers. The answer is Registered.
 
-    `secret` proves its identity.
+    Without pools, and without `changed` pools, it asks what it should serve.
     """
 
     worker: WorkerInfo
+    #: Model specs of the models that it serves.
     cards: tuple[ModelSpec, ...] = ()
+    #: Proves that a connection belongs to the worker that registered this id first: see `WorkerInfo.proof`.
     secret: bytes = b""
 
 
 class RequestTasks(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for up to `slots` tasks whose outputs fit into `room` bytes (None: any), waiting `wait` seconds.
+    """A worker asks for leases. The answer is LeasesGranted."""
 
-    With `above`, it asks only for tasks of a higher priority, for which a running task is paused. `affinity` is that of
-    the tasks that run, or of the last one with an adapter, which is still loaded. `amounts` are the free amounts of
-    further resources, by name. A worker with several sets of weights asks for tasks of the one that it `holds`; `after`
-    a task of that pool, for such as follow on that pool alone, because another set is due.
-    """
-
+    #: The most tasks.
     slots: int
+    #: Bytes of the arena into which their outputs must fit; None: any number.
     room: int | None
+    #: Seconds to wait for a task.
     wait: float
+    #: Ask only for tasks of a higher priority than this, for which a running task is paused; None: for any.
     above: int | None = None
+    #: Affinity of the running tasks, or of the last task with a LoRA adapter, which is still loaded.
     affinity: str = ""
+    #: Free amounts of further resources.
     amounts: Amounts = {}
+    #: With model swapping, the loaded model: only tasks of its pools are leased.
     holds: str = ""
+    #: The pool of a task that has just ended. Because a model swap is due, only tasks of later stages are leased.
     after: str = ""
 
 
 class TransferStats(msgspec.Struct, frozen=True):
-    """What a transfer engine brought to this worker: verified bytes, seconds that took, and failed transfers."""
+    """What one transfer engine brought to this worker."""
 
+    #: Verified bytes.
     bytes: Count = 0
+    #: Seconds of the transfers.
     seconds: Seconds = 0.0
+    #: Number of failed transfers.
     failures: Count = 0
 
     def __add__(self, other: TransferStats) -> TransferStats:
@@ -244,93 +264,103 @@ class TransferStats(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A heartbeat. The answer is a Pulse, at once when a request is cancelled, else within `wait` seconds."""
+    """A heartbeat, which renews leases. The answer is HeartbeatReply.
+
+    It comes at once when there is news, such as a cancelled request, else within `wait` seconds.
+    """
 
     #: Leases to renew.
     claims: tuple[Claim, ...] = ()
 
-    #: Ids of the requests that the worker holds objects for.
+    #: Ids of the requests whose objects the worker stores.
     holding: tuple[str, ...] = ()
 
-    #: Seconds for which the scheduler may hold its answer back.
+    #: The most seconds until the answer.
     wait: Seconds = 0.0
 
-    #: What the worker does and uses now.
+    #: What the worker runs and uses now.
     status: WorkerStatus = WorkerStatus()
 
     #: By transfer engine, what it brought to this worker since the last heartbeat.
     moved: Annotated[dict[str, TransferStats], Meta(max_length=16)] = {}
 
-    #: Number of texts whose KV was given up for others since the last heartbeat.
+    #: Number of sequences that were retracted since the last heartbeat: their KV blocks were freed for others.
     retracted: Count = 0
 
-    #: Bytes of memory that nobody owned, as found since the last heartbeat while the worker had no task.
+    #: Leaked bytes, found since the last heartbeat while the worker had no task.
     leaked: dict[Memory, Count] = {}
 
 
 class StepProgress(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first` to `step` of `steps` are done; `previews` lists those of them that have a preview.
+    """Steps `first` to `step` of a task are done.
 
-    Within a worker, step 0 says that the task began.
-    The attempt has used a device for `share_s` seconds so far, as its share of the forwards that it was in.
+    Within a worker, step 0 means that the task began.
     """
 
     claim: Claim
     step: int
+    #: Number of steps of the stage.
     steps: int
     first: int
+    #: Those of the steps that have a preview.
     previews: tuple[int, ...] = ()
+    #: Device seconds of the attempt so far, as its share of its forwards.
     share_s: Seconds = 0.0
 
 
 class ReportProgress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of several tasks. The answer, a Pulse, says whose lease is lost."""
+    """Progress of several tasks. The answer, HeartbeatReply, names the claims whose lease is lost."""
 
     progress: Annotated[tuple[StepProgress, ...], Meta(max_length=4096)]
 
 
 class AppendOutput(msgspec.Struct, frozen=True, tag=True):
-    """What the outputs of several tasks have grown by: at most PIECES_AT_ONCE pieces.
+    """New output chunks of several tasks: at most PIECES_AT_ONCE chunks in all.
 
-    The answer, a Pulse, names the claims for which nothing is recorded any more; all else is.
+    The answer, HeartbeatReply, names the claims whose chunks can no longer be recorded. All other chunks are recorded.
     """
 
     grown: Annotated[tuple[OutputDeltas, ...], Meta(max_length=PIECES_AT_ONCE)]
 
 
 class ReadOutput(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for the recorded pieces of a task from number `after` on. The answer, Recorded, has the first."""
+    """A worker reads the recorded output chunks of a task. The answer is RecordedOutput."""
 
     claim: Claim
+    #: Number of the first chunk to read.
     after: Count = 0
 
 
 class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
-    """A worker asks for bytes of an adapter, from `offset` on; `id` is that of its content."""
+    """A worker fetches bytes of a LoRA adapter. The answer is AdapterBytes."""
 
+    #: Name of the adapter.
     name: str
+    #: Hash of the adapter's content.
     id: str
+    #: The first byte.
     offset: Count = 0
 
 
 class TaskCompleted(msgspec.Struct, frozen=True, tag=True):
-    """A task is complete: the object that it made, or the results that it wrote.
-
-    With `ask`, the scheduler leases the worker its next tasks in the same transaction; this never waits.
-    """
+    """A task is complete. The answer is Accepted, or LeasesGranted with an `ask`."""
 
     claim: Claim
+    #: The object that the stage made; None: it is a last stage.
     output: ObjectRef | None
+    #: The results that a last stage wrote.
     results: tuple[ResultFile, ...]
     timings: Timings
+    #: The worker's next lease request. It is answered in the same transaction, without waiting for tasks.
     ask: RequestTasks | None = None
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
-    """A checkpoint of a task after `step` steps exists: a later attempt can resume there."""
+    """A checkpoint of a task exists: a later attempt can resume from it."""
 
     claim: Claim
     checkpoint: ObjectRef
+    #: Number of steps that it covers.
     step: int
 
 
@@ -345,106 +375,110 @@ class OutputAnnounced(msgspec.Struct, frozen=True, tag=True):
 
 
 class CachePrefix(msgspec.Struct, frozen=True, tag=True):
-    """A running task has made what others may go on from: the output under that key, one of the task's `prefixes`.
-
-    Or the key is that of a prefix block with this `digest`, in the space that the task `extends`.
-    """
+    """Prefix caching: a running task has stored a prefix block that other tasks may reuse."""
 
     claim: Claim
+    #: Key of the block: one of the task's `prefixes`, or made of `digest` in the space that the task `extends`.
     key: str
     output: ObjectRef
+    #: Digest of the block, for a block in the space that the task `extends`; else "".
     digest: _Word = ""
 
 
 class TaskFailed(msgspec.Struct, frozen=True, tag=True):
-    """A task ended without output. `object_id` names the lost input; `evidence` helps to debug the failure.
-
-    `error` is the type of an exception that no rule in `core/retries.py` names ("" if a rule names it).
-
-    After a crash, `company` says that other tasks had begun in the same compute process, so that one of them may be
-    the cause. `reason` says that a permanent failure is the client's mistake (REFUSED), or why a task is handed back.
-    The reasons drain, preempted, full (no room), producer (the stage of an input runs again) and compute (the process
-    died of something else) are not counted; after any other reason a worker gets the same task only a few times.
-    `timings` say what the attempt has used, as far as the worker knows.
-    """
+    """A task ended without output. The retry policy decides what happens next."""
 
     claim: Claim
     kind: FailureKind
+    #: One sentence, for people.
     message: str
+    #: Details for debugging, such as a traceback.
     evidence: str = ""
+    #: Id of the lost input, for the kind object_lost.
     object_id: str = ""
+    #: After a crash: whether other tasks had begun in the same compute process, any of which may be the cause.
     company: bool = False
+    #: REFUSED: a permanent failure is the client's mistake. Else why a task was handed back: drain, preempted, full (no
+    #: room), producer (the stage of an input runs again) and compute (the process died for another reason) are not
+    #: counted; after any other reason, a worker gets the same task only a few times.
     reason: str = ""
+    #: Type of an exception that no rule in `core/retries.py` names; "": a rule names it.
     error: str = ""
+    #: Usage of the attempt, as far as the worker knows it.
     timings: Timings = Timings()
 
 
 class TaskStopped(msgspec.Struct, frozen=True, tag=True):
-    """A worker has dropped a task whose lease it lost, because the request was cancelled or the lease ran out.
+    """A worker has dropped a task whose lease is lost.
 
-    `timings` say what the attempt has used. The scheduler counts each attempt once, however often it is told.
+    The request was cancelled, or the lease expired. The scheduler counts each attempt once, even if this message is
+    repeated.
     """
 
     claim: Claim
+    #: Usage of the attempt.
     timings: Timings = Timings()
 
 
 class Unregister(msgspec.Struct, frozen=True, tag=True):
-    """A worker leaves for good."""
+    """A worker leaves and does not come back."""
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Hello: models to serve as (name, source, dtype), where to keep things, seconds between heartbeats.
+    """The answer to Register: models, storage locations and intervals."""
 
-    A worker's ComputeOptions must agree with `outcome`, unless that is empty. `version` is that of the scheduler's
-    package, `now` its Unix time in seconds.
-    """
-
+    #: Models to serve, as (name, source, dtype).
     models: tuple[tuple[str, str, str], ...]
     places: StorageLocations
+    #: Seconds after which a lease expires, unless a heartbeat renews it.
     lease_ttl: float
+    #: Seconds between heartbeats.
     beat: float
+    #: Settings with which the worker's ComputeOptions must agree. Empty: any will do.
     outcome: dict[str, str] = {}
+    #: Version of the scheduler's package.
     version: str = ""
+    #: The scheduler's clock, in Unix seconds.
     now: float = 0.0
 
 
 class LeasesGranted(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Ask, and to Done with an ask, whose result it confirms: leases, and the owners of their inputs.
-
-    `peers` is {worker id: (node, arena address)}, `engines` is {worker id: {transfer engine: address}}.
-    """
+    """The answer to RequestTasks, and to a TaskCompleted with an `ask`, which it also confirms."""
 
     leases: tuple[Lease, ...]
+    #: The owners of the tasks' inputs: worker id → (node, arena address).
     peers: dict[str, tuple[str, str]]
+    #: Their addresses for other nodes: worker id → {transfer engine: address}.
     engines: dict[str, dict[str, str]] = {}
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
+    """The answer to Heartbeat, ReportProgress and AppendOutput. The latter two get `ended` alone."""
 
-    `lost` are ids of single objects that may be. `load` names the set of weights to load in the place of another one
-    ("": none), `soon` one that is likely to be next. A scheduler that `stops` gives no more tasks to anyone. To Steps
-    and Append it has the claims alone.
-    """
-
+    #: Claims that are no longer valid: their lease is lost, or their request was cancelled.
     ended: tuple[Claim, ...]
+    #: Ids of requests that are over: their objects may be freed.
     over: tuple[str, ...]
+    #: Ids of single objects that may be freed.
     lost: tuple[str, ...] = ()
+    #: Name of the model to swap in now; "": none.
     load: str = ""
+    #: Name of the model that is likely to be swapped in next; "": none.
     soon: str = ""
+    #: Whether the scheduler is stopping and leases no more tasks to any worker.
     stops: bool = False
 
 
 class RecordedOutput(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Recall: pieces in their order. There may be more behind them."""
+    """The answer to ReadOutput: output chunks in order. More chunks may follow."""
 
     pieces: tuple[bytes, ...]
 
 
 class AdapterBytes(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Borrow: bytes of a file that has `size` of them."""
+    """The answer to FetchAdapter: bytes of the adapter's file from the requested offset on."""
 
+    #: Size of the whole file, in bytes.
     size: Count
     data: bytes
 
@@ -454,11 +488,11 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnknownWorker(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler does not know this connection, perhaps because it was restarted: send Register, then ask again."""
+    """The scheduler does not know this connection, perhaps after a restart: register, then send again."""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The message had no effect. With `lease_lost`, the worker drops what the attempt made."""
+    """The message had no effect. With `lease_lost`, the worker drops the output of the attempt."""
 
     message: str
     lease_lost: bool = False

@@ -1,4 +1,7 @@
-"""Media: a table of parameters, limits and a rule for sizes for each. Nothing else in `core/` knows about pixels."""
+"""Modalities (image, video, text): their parameters, limits, and rules for sizes.
+
+Nothing else in `core/` depends on pixels.
+"""
 
 from __future__ import annotations
 
@@ -28,80 +31,99 @@ from unfuse.core.parameters import (
 )
 from unfuse.core.text_parameters import TEXT as TEXT
 
-MAX_STEPS, MAX_FRAMES, MAX_SIDE = 1000, 1_000_000, 999_999  # bounds that are above what any model can do
+# bounds for every model; a model's own limits are lower
+MAX_STEPS = 1000
+MAX_FRAMES = 1_000_000
+MAX_SIDE = 999_999
 
 IGNORED = "accepted and ignored"
 
 REFERENCES = ("image", *(f"image_{number}" for number in range(2, 9)))
-"""Uploads: the picture that a request starts from, and more beside it, in their order."""
+"""Names of uploads: the picture that a request starts from, and further pictures, in order."""
 
 UPLOAD = REFERENCES[0]
 
 MASK, LAST_FRAME = "mask", "last_frame"
-"""Uploads that go with a picture: where it is to change, and what a video ends with that it is the first frame of."""
+"""Names of uploads beside a start picture: the mask of the area to redraw, and the last frame of a video."""
 
 UPLOADS = (*REFERENCES, MASK, LAST_FRAME)
 
-FRAME_SLACK = 0.001  # the part of a frame by which a length in seconds may be too short, because it was rounded
+FRAME_SLACK = 0.001  # fraction of a frame by which a length in seconds may be too short, because it was rounded
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
-    """What a model can be asked for. Sizes are in pixels; a `frame_multiple` of k allows k·i + 1 frames."""
+    """Limits of a model that generates pictures or videos."""
 
+    #: Each side is a multiple of this many pixels.
     size_multiple: int = 16
+    #: The shortest side, in pixels.
     min_size: int = 16
+    #: The longest side, in pixels.
     max_size: int = 2048
+    #: The most pixels of a picture or frame.
     max_pixels: int = 2048 * 2048
     max_frames: int = 1
+    #: k allows k·i + 1 frames.
     frame_multiple: int = 4
     max_steps: int = 1000
     max_guidance: float = 100.0
     max_prompt_chars: int = 10_000
+    #: Tokens of a prompt.
     max_sequence_length: int = 512
+    #: The most results of one request.
     max_n: int = 10
 
 
 def seconds_of(frames: float, fps: float) -> str:
-    """How long so many frames last, in seconds, as text: short, and exact enough for a client to send it back."""
+    """Return the length of a video in seconds, as a client can send it."""
     return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
 
 
-def _settle_image(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
-    return _settle_common(limits, params, read) | {"num_frames": 1}
+def _complete_image(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+    """Return the further parameters of a picture (`Modality.settle`)."""
+    return _complete_common(limits, params, read) | {"num_frames": 1}
 
 
-def _settle_video(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+def _complete_video(limits: MediaLimits, params: Params, read: Mapping[str, Any], _: object) -> Params:
+    """Return the further parameters of a video (`Modality.settle`)."""
     frames = _frames(limits, params, read)
-    return _settle_common(limits, params, read) | {"num_frames": frames}
+    return _complete_common(limits, params, read) | {"num_frames": frames}
 
 
-def _settle_common(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> Params:
-    settled: Params = {}
+def _complete_common(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> Params:
+    """Return the interval of previews and the size, if the client asks for them."""
+    completed: Params = {}
     if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
-        settled["preview_every"] = every
+        completed["preview_every"] = every
     if asks_size(read):
-        settled["width"], settled["height"] = _checked_size(limits, params, read)
-    return settled
+        completed["width"], completed["height"] = _checked_size(limits, params, read)
+    return completed
 
 
 def asks_size(given: Mapping[str, Any]) -> bool:
-    """Return whether these fields set the size of the result."""
+    """Whether these fields set the size of the result."""
     return given.get("size") not in (None, "auto") or any(given.get(side) is not None for side in ("width", "height"))
 
 
 def _frames(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> int:
-    """Return the number of frames of a video: `num_frames`, else the fewest that last for `seconds`.
+    """Return the number of frames of a video, from `num_frames` or `seconds`.
 
-    Without either it is the model's default, or the model's maximum if that default is 1.
+    For `seconds` it is the fewest frames that last that long. Without either it is the model's default, or the model's
+    maximum if that default is 1.
     """
-    multiple, fps = limits.frame_multiple, default_of(params, "fps")
+    multiple = limits.frame_multiple
+    fps = default_of(params, "fps")
     most = limits.max_frames - (limits.max_frames - 1) % multiple
-    name, frames = "num_frames", int(default_of({"num_frames": 1, **params}, "num_frames"))
-    frames = read.get(name) or (frames if frames > 1 else most)
+
+    name = "num_frames"
+    usual = int(default_of({"num_frames": 1, **params}, "num_frames"))
+    frames = read.get(name) or (usual if usual > 1 else most)
     seconds = read.get("seconds")
     if seconds and name not in read:
-        name, frames = "seconds", max(1, math.ceil(seconds * fps - FRAME_SLACK))
+        name = "seconds"
+        frames = max(1, math.ceil(seconds * fps - FRAME_SLACK))
         frames += (1 - frames) % multiple
+
     if frames > most:
         bound = f"at most {most} frames, {seconds_of(most, fps)} seconds at {fps:g} fps"
         asked = f"{read[name]:g}" if name == "seconds" else printable(frames)
@@ -113,19 +135,27 @@ def _frames(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> int
 
 
 def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
-    """How many steps lie between previews (0: none): `preview_every`, or by the number of `partial_images`."""
+    """Return the number of steps between previews; 0 for none.
+
+    It is `preview_every`, or follows from the number of `partial_images`. `steps` is the number of denoising steps.
+    """
     partial = read.get("partial_images", 0)
     every = integer("preview_every", read.get("preview_every", 0), 0, steps)
     if partial and not read.get("stream"):
         raise InvalidParameter("partial_images come in a stream: send stream as true too", "partial_images")
     if partial and every:
         raise InvalidParameter("partial_images and preview_every say the same: send one of them", "partial_images")
+
     return math.ceil(steps / (partial + 1)) if partial else every
 
 
 def _checked_size(limits: MediaLimits, params: Params, read: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the requested width and height, from `size` or `width` and `height`; a missing side has its default."""
-    size, sides = read.get("size", "auto"), ("width", "height")
+    """Return the requested width and height; a missing side has its default.
+
+    They come from `size`, or from `width` and `height`.
+    """
+    size = read.get("size", "auto")
+    sides = ("width", "height")
     if size == "auto":
         width, height = (int(read.get(side) or default_of(params, side)) for side in sides)
     else:
@@ -133,6 +163,7 @@ def _checked_size(limits: MediaLimits, params: Params, read: Mapping[str, Any]) 
     for side, length in zip(sides, (width, height), strict=True):
         if read.get(side, length) != length:
             raise InvalidParameter(f"size is {size}, and {side} is {read[side]}: send one of them", side)
+
     near = nearest_size(limits, width, height)
     if near != (width, height):
         wrong = "width" if near[0] != width else "height"
@@ -146,7 +177,7 @@ def _checked_size(limits: MediaLimits, params: Params, read: Mapping[str, Any]) 
 
 
 def size_like(limits: MediaLimits, area: float, width: int, height: int) -> tuple[int, int]:
-    """Return a size of about `area` pixels with the shape of width x height that the model can make.
+    """Return a supported size of about `area` pixels, shaped like width x height.
 
     Sides are rounded down to multiples, as in diffusers' image-to-video scripts. A size with a side above the model's
     limit is scaled down.
@@ -160,9 +191,10 @@ def size_like(limits: MediaLimits, area: float, width: int, height: int) -> tupl
 
 
 def nearest_size(limits: MediaLimits, width: int, height: int) -> tuple[int, int]:
-    """The size in pixels that the model can make and that is closest to this one (or this one)."""
+    """Return the closest size, in pixels, that the model supports: this one if it does."""
     multiple = limits.size_multiple
-    low, high = -(-limits.min_size // multiple) * multiple, limits.max_size // multiple * multiple
+    low = -(-limits.min_size // multiple) * multiple
+    high = limits.max_size // multiple * multiple
 
     def fit(side: int) -> int:
         return min(max((side + multiple // 2) // multiple * multiple, low), high)
@@ -211,10 +243,10 @@ COMMON = (
     *(Parameter(name, "any", use="nothing", description=IGNORED) for name in ("user", "safety_identifier")),
     *(Parameter(name, "any", use="unused", description=IGNORED) for name in ("style", "moderation", "input_fidelity")),
 )  # fmt: skip
-"""The parameters of pictures and videos alike. The last few are fields that the `openai` client may send."""
+"""The parameters that pictures and videos share. The last few are fields that the `openai` client may send."""
 
 IMAGE = Modality(
-    "image", plural="pictures", prefix="req_", sign="max_size", least=1, limits=MediaLimits, settle=_settle_image,
+    "image", plural="pictures", prefix="req_", sign="max_size", least=1, limits=MediaLimits, settle=_complete_image,
     parameters=(
         *COMMON,
         Parameter("output_format", "choice", choices=("png", "jpeg", "webp"), default="png",
@@ -238,7 +270,7 @@ IMAGE = Modality(
     ),
 )  # fmt: skip
 VIDEO = Modality(
-    "video", plural="videos", prefix="video_", sign="max_frames", least=2, limits=MediaLimits, settle=_settle_video,
+    "video", plural="videos", prefix="video_", sign="max_frames", least=2, limits=MediaLimits, settle=_complete_video,
     parameters=(
         *COMMON,
         Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4",
@@ -250,17 +282,20 @@ VIDEO = Modality(
             description="length of a video in seconds, rounded up to what the model can make; ignored with num_frames"),
     ),
 )  # fmt: skip
-"""With output_format png, every frame is a file of its own, without loss."""
+"""With output_format png, every frame is a separate, lossless file."""
 
 MEDIA = (IMAGE, VIDEO, TEXT)
 
 
 def medium_of(id: str) -> Modality:
-    """The medium of the request with this id."""
+    """Return the modality of the request with this id."""
     return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)
 
 
 def medium_for(asked: Mapping[str, object]) -> Modality:
-    """The medium that these parameters suggest: image, unless only another medium has one of them."""
+    """Return the modality that these parameters suggest.
+
+    It is image, unless a parameter exists only in another modality.
+    """
     not_image = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.takes(name, value)]
-    return next((medium for medium in MEDIA if any(medium.takes(*one) for one in not_image)), IMAGE)
+    return next((medium for medium in MEDIA if any(medium.takes(*field) for field in not_image)), IMAGE)

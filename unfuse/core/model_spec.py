@@ -1,4 +1,4 @@
-"""Model cards: what the gateway and the scheduler know of a model without loading it, and what it is called."""
+"""Model specs: what the gateway and the scheduler know of a model without loading it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from unfuse.core.paths import without_paths
 from unfuse.core.plan import Params, Pipeline, StageSelector, pool_name
 from unfuse.core.vision import VisionConfig
 
-MAX_NAME = 128  # characters; messages of workers hold no longer ones
+MAX_NAME = 128  # characters of a model's name, as in the messages of workers
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]*"
 NAME = rf"{PART}(/{PART})?"
-"""What an admin may call a model: as hubs do, with or without an owner. No path fits: not /a, ./a, ../a or a/b/c."""
+"""Pattern of a model's name: a hub name, with or without an owner. No path matches: not /a, ./a, ../a or a/b/c."""
 
 _COMPONENTS = re.compile(r"#(?=\w+=.)")
-UNNAMED = "model"
+UNNAMED = "model"  # the name of a model whose path has no last part
 
 
 def is_name(text: str) -> bool:
-    """Return whether an admin may call a model so."""
+    """Return whether an admin may give a model this name."""
     return len(text) <= MAX_NAME and re.fullmatch(NAME, text) is not None
 
 
 def is_path(source: str) -> bool:
-    """Return whether a source is a path, and not a name of a hub. No disk is read."""
+    """Return whether a source is a path rather than a hub name.
+
+    It reads no disk.
+    """
     return source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
 def name_of(source: str) -> str:
-    """Return what a model is called by default: its hub name, or the last part of its path.
+    """Return a model's default name: its hub name, or the last part of its path.
 
-    Sources of single components, as in MODEL#vae=FOLDER, are left out.
+    Sources of single components, as in MODEL#vae=FOLDER, are ignored.
     """
     source = _COMPONENTS.split(source, maxsplit=1)[0]
     if not is_path(source):
@@ -46,27 +49,29 @@ def name_of(source: str) -> str:
 
 
 def without_source(text: str, source: str, name: str) -> str:
-    """Return a text with a model's name in place of its path, and without other absolute paths."""
+    """Return a text with the model's name for its path, and no other absolute paths."""
     if not is_path(source):
         return without_paths(text)
-    whole = rf"(?<![\w./~-]){re.escape(source)}(?![\w.-])"  # not the dot in a file's name, for the source "."
-    return without_paths(re.sub(whole, lambda _: name, text))
+    path = rf"(?<![\w./~-]){re.escape(source)}(?![\w.-])"  # not the dot in a file's name, for the source "."
+    return without_paths(re.sub(path, lambda _: name, text))
 
 
 WORD = re.compile(r"[^\W_]+")
 
 MOST_NAMED, MOST_CHARS = 5, 30
-"""The most unknown words that a hint names, and the most characters that it shows of one."""
+"""The most unknown words in a hint, and the most characters of each."""
 
 
 class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The words that a model knows, in any case; `makes` says what it makes, to follow the word "makes"."""
+    """The words of a prompt that a model with a small vocabulary understands."""
 
+    #: In any case.
     words: tuple[str, ...]
+    #: What the model generates, to follow the word "makes" in a sentence.
     makes: str
 
     def hint(self, model: str, prompt: str) -> str:
-        """Return what the model makes, and which words of the prompt it does not know; "" if it knows all."""
+        """Return a sentence that names the prompt's unknown words; "" without any."""
         known = frozenset(_words(" ".join(self.words)))
         unknown = list(dict.fromkeys(word for word in _words(prompt) if word not in known))
         if not unknown:
@@ -77,69 +82,81 @@ class PromptVocabulary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _words(text: str) -> list[str]:
+    """Return the words of a text in lower case, after Unicode normalization (NFKC)."""
     return WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 class AcceptedInput(msgspec.Struct, frozen=True):
-    """How many uploads of a name a request for a model brings, and what they are for.
+    """How many uploads of one name a request may have, and their use."""
 
-    A result starts from a picture (`start`), redraws it (`redraw`), or ends with it (`end`); a `reference` is only
-    seen. `strength` is the usual one of what is redrawn. A parameter with a `max` of 0 is refused.
-    """
-
+    #: Name of the upload, or of a parameter that the model refuses (with a `max` of 0).
     name: str
+    #: A result starts from the picture (start), is the picture redrawn (redraw), ends with it (end), or is only
+    #: conditioned on it (reference).
     mode: Literal["start", "redraw", "reference", "end"] = "start"
+    #: The fewest uploads.
     min: int = 0
+    #: The most uploads; 0: the upload or parameter is refused.
     max: int = 1
+    #: Default `strength` of redrawing.
     strength: float = 0.0
 
 
 START_PICTURE = AcceptedInput(UPLOAD, min=1)
-"""The input of a model that always starts from a picture."""
+"""The accepted input of a model that always starts from a picture."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
-
-    `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
-    from. `weights` and `dtypes` are by component name. `takes_lora`: a request may name an adapter. `quality` maps a
-    quality's name to the parameters that it stands for; a name that is missing changes nothing. `accepts` lists the
-    uploads of requests, and those of its medium's parameters that the model refuses. `undivided` says why it is one
-    stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
-    `follows_picture`: without a size, a result has the shape of its start picture. `picture_scale` is for pipelines
-    that take no size: their results are so many times as large as the start picture (0: the pipeline takes a size).
-    `vocabulary` is for models that know few words: requests whose prompts have other words get a hint.
-    """
+    """A served model: its pipeline, limits, defaults, accepted inputs and the fingerprints of its weights."""
 
     name: str
+    #: Folder or hub name from which workers load the model.
     source: str
+    #: Model family, which has the code.
     family: str
     pipeline: Pipeline
+    #: Values of the modality's limits, by name (such as MediaLimits).
     limits: dict[str, int | float]
+    #: Default parameters.
     defaults: Params
+    #: Hash of the weights, by component.
     weights: dict[str, str]
+    #: Dtype, by component.
     dtypes: dict[str, str]
+    #: Unix seconds.
     created: int = 0
+    #: Whether a request may name LoRA adapters.
     takes_lora: bool = False
+    #: Parameters that a quality stands for, by its name. A quality that is missing here changes nothing.
     quality: dict[str, Params] = {}
+    #: The uploads that a request may have, and the modality's parameters that the model refuses.
     accepts: tuple[AcceptedInput, ...] = ()
+    #: Why the pipeline is one single stage; "": it is divided into stages.
     undivided: str = ""
+    #: How a language model encodes pictures and videos; None: it accepts none.
     vision: VisionConfig | None = None
+    #: Whether a result without a requested size has the shape of its start picture.
     follows_picture: bool = True
+    #: For pipelines without a size parameter: each side of a result is this many times that of the start picture. 0:
+    #: the pipeline has a size parameter.
     picture_scale: int = 0
+    #: The words that the model understands, if it understands few. Requests with other words get a hint.
     vocabulary: PromptVocabulary | None = None
 
     def accepted(self, upload: str) -> AcceptedInput:
-        """How many uploads of this name a request may bring, and what for."""
-        return next((one for one in self.accepts if one.name == upload), AcceptedInput(upload, max=0))
+        """Return how many uploads of this name are accepted, and their use."""
+        return next((accepted for accepted in self.accepts if accepted.name == upload), AcceptedInput(upload, max=0))
 
     @property
     def strengths(self) -> dict[str, float]:
-        """The usual strength with each upload that lets a picture be redrawn."""
-        return {one.name: one.strength for one in self.accepts if one.mode == "redraw"}
+        """The default strength of each upload that can be redrawn, by the upload's name."""
+        return {accepted.name: accepted.strength for accepted in self.accepts if accepted.mode == "redraw"}
 
     def pools(self, choice: StageSelector | None = None) -> dict[str, str]:
-        """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""
+        """Return the declared pool of each stage, by stage name.
+
+        With `choice`, it returns those of the selected stages only.
+        """
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes)
             for stage in self.pipeline.stages

@@ -1,4 +1,7 @@
-"""Handles to stage outputs. A ref holds no data and no address: addresses come from the registry of workers."""
+"""Object refs: handles to stage outputs, with the layout of their tensors.
+
+A ref has no data and no address: addresses come from the registry of workers.
+"""
 
 from __future__ import annotations
 
@@ -21,72 +24,78 @@ DTYPES: dict[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-"""Tensor types that stages may hand on, with bytes per element."""
+"""Tensor types of stage outputs, with bytes per element."""
 
-PACKED = "q4"  # the type of a tensor narrowed to four bits a number: blocks of BLOCK numbers, the last one filled up
-BLOCK = 32  # numbers that share a scale; one block takes BLOCK_BYTES, the scale's two and half a byte for each number
-
-BLOCK_BYTES = 2 + BLOCK // 2
+PACKED = "q4"  # dtype of a tensor quantized to 4 bits a number, in blocks of BLOCK numbers; the last one is padded
+BLOCK = 32  # numbers that share a scale
+BLOCK_BYTES = 2 + BLOCK // 2  # bytes of a block: two for the scale, and half a byte for each number
 
 ALIGNMENT = 64  # tensors start at multiples of this many bytes: a cache line, and enough for every vector load
 
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024  # the least bytes of a chunk, which has a checksum of its own
 MAX_CHUNKS = 256
 MAX_TENSORS = 256
 MAX_DIMS = 16
 
 
 class TensorMeta(msgspec.Struct, frozen=True):
-    """One named tensor inside an object. `dtype` is "none" for a value that is None; offset and nbytes are bytes.
-
-    `wide` is set when the tensor was narrowed to `dtype` to be stored: readers convert it back to the type `wide`.
-    """
+    """One named tensor inside an object."""
 
     name: str
+    #: A key of DTYPES, PACKED, or "none" for a value that is None.
     dtype: str
     shape: tuple[int, ...]
+    #: Offset in the object, in bytes.
     offset: int
+    #: Size in bytes.
     nbytes: int
+    #: Dtype to which readers convert the tensor, if it was narrowed to `dtype` to be stored; "": it was not.
     wide: str = ""
 
 
 class ObjectRef(msgspec.Struct, frozen=True):
-    """The handle to one stage output: named tensors in one sealed allocation.
-
-    `owner` is the id of the worker that holds the object, `node` the node of that worker. `generation` tells a reused
-    allocation from the one that was sealed. `checksums` are xxh3-64, one for each chunk of `chunk_bytes(nbytes)`.
-    Readers must show `key`. `created_at` is Unix seconds.
-    """
+    """The handle to one stage output: named tensors in one sealed allocation."""
 
     id: str
+    #: Id of the worker that stores the object.
     owner: str
+    #: Node of that worker.
     node: str
+    #: Id of the request.
     request: str
     stage: str
     attempt: int
+    #: Number that distinguishes the sealed allocation from a later one in the same place.
     generation: int
+    #: Size in bytes.
     nbytes: int
     tensors: tuple[TensorMeta, ...]
+    #: xxh3-64 of each chunk of `chunk_bytes(nbytes)` bytes.
     checksums: tuple[int, ...]
+    #: Secret with which readers prove that they may read the object.
     key: bytes
+    #: Unix seconds.
     created_at: float
 
     @property
     def whole(self) -> bool:
-        """Whether the object was all written when the ref was made, or is only announced."""
+        """Whether the object was complete when the ref was made; False: it was only announced."""
         return len(self.checksums) * chunk_bytes(self.nbytes) >= self.nbytes
 
 
 def chunk_bytes(nbytes: int) -> int:
-    """Bytes of each chunk of an object: at least CHUNK_BYTES, and so many that there are at most MAX_CHUNKS chunks."""
+    """Return the bytes of each chunk of an object.
+
+    It is at least CHUNK_BYTES, and large enough for at most MAX_CHUNKS chunks.
+    """
     return max(CHUNK_BYTES, -(-nbytes // MAX_CHUNKS))
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:
-    """Place tensors, given as (name, dtype, shape), one after another in one allocation.
+    """Return the layout of tensors in one allocation, and its bytes.
 
-    Returns their descriptions and the total bytes. A dtype of "none" takes no room. Raises ValueError for an unknown
-    dtype, a shape that is not allowed, too many tensors, or two of one name.
+    Tensors are given as (name, dtype, shape). The dtype "none" takes no bytes. Raises ValueError for an unknown dtype,
+    a shape that is not allowed, too many tensors, or two of one name.
     """
     metas: list[TensorMeta] = []
     offset = 0

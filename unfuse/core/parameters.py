@@ -1,7 +1,7 @@
-"""Parameters: the fields that a client may send. Each is a line of a medium's table, which bounds and describes it.
+"""Parameters: the fields that a client may send, each one line of a modality's table.
 
-Values arrive as JSON values (where 2.0 is the whole number 2) or as form strings. A value that is not allowed raises
-InvalidParameter, whose message has the bound and the value.
+The line bounds and describes the field. Values arrive as JSON values (where 2.0 is the whole number 2) or as form
+strings. A value that is not allowed raises InvalidParameter, whose message has the bound and the value.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import msgspec
 from unfuse.core.errors import ConfigError, InvalidParameter
 
 Value = str | int | float | bool | None
-Params = dict[str, Value]  # the parameters of a request, by name, as stages get them
+Params = dict[str, Value]  # the parameters of a request, by name, as stages read them
 
 Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "scaled", "any"]
-"""`form` is a text that matches a pattern, `texts` an object of a few short texts, `scaled` a name or
-several, each with a scale or without one; `any` is not checked."""
+"""The type of a parameter's value.
+
+`form` is a text that matches a pattern, `texts` an object of a few short texts, `scaled` one or more names, each with
+an optional scale. `any` is not checked.
+"""
 
 Use = Literal["stages", "request", "delivery", "nothing", "unused", "refused"]
-"""Which part uses a parameter: the stages, the creation of the request, its delivery, or none ("nothing").
+"""The part of the server that uses a parameter: the stages, the creation of the request, its delivery, or none.
 
 An `unused` parameter has no effect here, but would change the result on another server: `--strict-params` refuses it.
 A `refused` parameter is always refused; the error message is its name followed by its description.
@@ -39,30 +42,36 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One field. `low` and `high` bound a number, or a text's length; `choices` are all values that it can have.
-
-    `default` is used when neither the client nor the model gives a value. A parameter `by_model` exists only for models
-    that have a default for it. `flag` is its flag in the command line ("": made from the name; None: it has no flag),
-    `metavar` what `--help` shows for the value. `form` is a pattern, and a description of the pattern.
-    """
+    """One field that a client may send: its type, bounds, default and description."""
 
     name: str
     kind: Kind
+    #: Lower bound of a number, or of a text's length in characters.
     low: Bound = 0
+    #: Upper bound of a number, or of a text's length in characters.
     high: Bound = 0
+    #: All values that are allowed; empty: the bounds decide.
     choices: tuple[object, ...] = ()
     use: Use = "stages"
+    #: Value if neither the client nor the model gives one.
     default: Value = None
     description: str = ""
+    #: Whether it exists only for models that have a default for it.
     by_model: bool = False
     required: bool = False
+    #: Flag of the command line; "": made from the name; None: there is no flag.
     flag: str | None = ""
+    #: Placeholder for the value in `--help`.
     metavar: str = ""
+    #: For the kind `form`: a regular expression, and a description of it for error messages.
     form: tuple[str, str] = ("", "")
 
     @property
     def offered(self) -> bool:
-        """Whether the command line has a flag for it: it says what to make, and can be written as one value."""
+        """Whether the command line has a flag for it.
+
+        It must shape the result, and be one plain value.
+        """
         return self.use in ("stages", "request") and self.kind not in ("texts", "any") and self.flag is not None
 
     @property
@@ -81,7 +90,10 @@ class Parameter(msgspec.Struct, frozen=True):
         return f"up to {high} characters" if self.kind == "text" else f"{low} to {high}"
 
     def read(self, value: object, limits: object) -> Any:
-        """Check and convert a client's value. `limits` has the model's limits. Raises InvalidParameter."""
+        """Return the client's value, checked and converted. Raises InvalidParameter.
+
+        `limits` has the model's limits as attributes; None will do for a parameter whose bounds are `fixed`.
+        """
         low, high = (getattr(limits, bound) if isinstance(bound, str) else bound for bound in (self.low, self.high))
         match self.kind:
             case "text":
@@ -105,7 +117,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 def text(name: str, value: object, low: int, high: int) -> str:
-    """A text of `low` to `high` characters. Raises InvalidParameter, as the functions below do."""
+    """Return a text of `low` to `high` characters. Raises InvalidParameter, as the functions below do."""
     if not isinstance(value, str):
         raise InvalidParameter(f"{name} must be text, not {printable(value)}", name)
     if not low <= len(value) <= high:
@@ -116,83 +128,88 @@ def text(name: str, value: object, low: int, high: int) -> str:
 
 
 def integer(name: str, value: object, low: int, high: int) -> int:
-    """A whole number from `low` to `high`; a form sends it as text."""
-    found = value
+    """Return a whole number from `low` to `high`. Forms send it as text."""
+    parsed = value
     if isinstance(value, str) and _INTEGER.fullmatch(value) or isinstance(value, float) and value.is_integer():
-        found = int(value)
-    if not isinstance(found, int) or isinstance(found, bool):
+        parsed = int(value)
+    if not isinstance(parsed, int) or isinstance(parsed, bool):
         raise InvalidParameter(f"{name} must be a whole number ({low} to {high}), not {printable(value)}", name)
-    if not low <= found <= high:
-        raise InvalidParameter(f"{name} must be {low} to {high}, not {printable(found)}", name)
-    return found
+    if not low <= parsed <= high:
+        raise InvalidParameter(f"{name} must be {low} to {high}, not {printable(parsed)}", name)
+    return parsed
 
 
 def number(name: str, value: object, low: float, high: float) -> float:
-    """A number from `low` to `high`; a form sends it as text."""
-    found = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-    if not isinstance(found, int | float) or isinstance(found, bool):
+    """Return a number from `low` to `high`. Forms send it as text."""
+    parsed = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if not isinstance(parsed, int | float) or isinstance(parsed, bool):
         raise InvalidParameter(f"{name} must be a number ({low:g} to {high:g}), not {printable(value)}", name)
-    if not low <= found <= high:
-        raise InvalidParameter(f"{name} must be {low:g} to {high:g}, not {printable(found)}", name)
-    return float(found)
+    if not low <= parsed <= high:
+        raise InvalidParameter(f"{name} must be {low:g} to {high:g}, not {printable(parsed)}", name)
+    return float(parsed)
 
 
 def choice(name: str, value: object, known: tuple[object, ...]) -> object:
-    """One of the `known` values."""
+    """Return the value if it is one of the `known` values."""
     if value not in known or isinstance(value, bool):
-        can = list(dict.fromkeys(map(str, known)))
-        rule = f"must be one of {', '.join(can)}" if len(can) > 1 else f"can only be {can[0]} here"
+        allowed = list(dict.fromkeys(map(str, known)))
+        rule = f"must be one of {', '.join(allowed)}" if len(allowed) > 1 else f"can only be {allowed[0]} here"
         raise InvalidParameter(f"{name} {rule}, not {printable(value)}", name)
     return value
 
 
 def matching(name: str, value: object, pattern: str, description: str) -> str:
-    """A text that matches the pattern; `description` says in words which texts do."""
+    """Return a text that matches the regular expression; `description` is its meaning, for the error."""
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
         raise InvalidParameter(f"{name} must be {description}, not {printable(value)}", name)
     return value
 
 
 def texts(name: str, value: object) -> dict[str, str]:
-    """An object of at most MAX_TEXTS short texts by name."""
+    """Return an object of at most MAX_TEXTS short texts by name."""
     if not isinstance(value, dict) or len(value) > MAX_TEXTS:
         raise InvalidParameter(f"{name} must be an object of at most {MAX_TEXTS} texts", name)
-    return {text(f"{name} key", key, 1, 64): text(f"{name}.{key}"[:80], one, 0, 512) for key, one in value.items()}
+    return {text(f"{name} key", key, 1, 64): text(f"{name}.{key}"[:80], item, 0, 512) for key, item in value.items()}
 
 
 def scaled(name: str, value: object, low: float, high: float) -> str:
-    """A few names as a text that `scales` reads. Each is given as a text (`ink:0.8`) or as an object with `name` and
-    `scale`; several as a list, or with commas between.
+    """Return up to MAX_SCALED names with optional scales, as one text that `scales` reads.
+
+    A client sends a text (`ink:0.8`, or several with commas between), an object with `name` and `scale`, or a list of
+    these. Scales are from `low` to `high`.
     """
-    given, found = value if isinstance(value, list) else [value], dict[str, str]()
-    parts: list[tuple[object, object]] = []
-    for one in given[: MAX_SCALED + 1]:
-        if isinstance(one, dict) and {"name"} <= one.keys() <= {"name", "scale"}:
-            parts.append((one["name"], one.get("scale")))
+    items = value if isinstance(value, list) else [value]
+    pairs: list[tuple[object, object]] = []
+    for item in items[: MAX_SCALED + 1]:
+        if isinstance(item, dict) and {"name"} <= item.keys() <= {"name", "scale"}:
+            pairs.append((item["name"], item.get("scale")))
         else:
-            cut = _cut(text(name, one, 1, 129 * MAX_SCALED))
-            parts += [(part if scale or not colon else "", scale or None) for part, colon, scale in cut]
-    for part, scale in parts:
+            cut = _split_names(text(name, item, 1, 129 * MAX_SCALED))
+            pairs += [(part if scale or not colon else "", scale or None) for part, colon, scale in cut]
+
+    by_name: dict[str, str] = {}
+    for part, scale in pairs:
         called = matching(name, part, "[^,:]{1,128}", "a name, or NAME:SCALE, or several with commas between")
-        if called in found:
+        if called in by_name:
             raise InvalidParameter(f"{name} has {printable(called)} twice: name it once, with the scale of both", name)
-        found[called] = called if scale is None else f"{called}:{number(name, scale, low, high)!r}"
-    if not 1 <= len(found) <= MAX_SCALED:
+        by_name[called] = called if scale is None else f"{called}:{number(name, scale, low, high)!r}"
+    if not 1 <= len(by_name) <= MAX_SCALED:
         raise InvalidParameter(f"{name} must be 1 to {MAX_SCALED} names", name)
-    return ",".join(found.values())
+    return ",".join(by_name.values())
 
 
 def scales(text: str) -> list[tuple[str, float | None]]:
-    """The names in a text that `scaled` has made, each with its scale, if it has one."""
-    return [(name, float(scale) if scale else None) for name, _, scale in _cut(text)]
+    """Return the names in the output of `scaled`, each with its scale or None."""
+    return [(name, float(scale) if scale else None) for name, _, scale in _split_names(text)]
 
 
-def _cut(text: str) -> list[tuple[str, str, str]]:
+def _split_names(text: str) -> list[tuple[str, str, str]]:
+    """Split `a:0.5,b` into (name, colon, scale) parts."""
     return [part.partition(":") for part in text.split(",")]
 
 
 def printable(value: object) -> str:
-    """The value for use in a message: short and printable, whatever it is."""
+    """Return any value as short, printable text for an error message."""
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "…")
     if isinstance(value, bytes):
@@ -205,7 +222,7 @@ def printable(value: object) -> str:
 
 
 def default_of(params: Params, name: str) -> float:
-    """The model's default for a number. Raises ConfigError if it has none."""
+    """Return the model's default for a number. Raises ConfigError if it has none."""
     value = params.get(name)
     if not isinstance(value, int | float):
         raise ConfigError(f"the model has no default {name}: set one in its serving.json")
@@ -218,7 +235,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 RANDOM_SEED = -1
 """A client sends this seed to get a random one."""
 
-MIN_S, MAX_S = 0.001, 86_400  # bounds of a time that a client may say, in seconds
+MIN_S, MAX_S = 0.001, 86_400  # bounds of a duration that a client may send, in seconds
 
 DELIVERED = (
     Parameter("model", "any", use="request", description="without it, the first model that serve named"),
@@ -231,104 +248,117 @@ DELIVERED = (
         description="address that is told, signed, when the request is completed, failed or cancelled",
     ),
 )  # fmt: skip
-"""Parameters of every medium: how a request is handled, whatever it asks for."""
+"""Parameters of every modality: how a request is handled, whatever it generates."""
 
 
 PIXELS = ("width", "height", "num_frames")  # the parameters whose product is the size of a picture or video, in pixels
-Work = tuple[float, float]  # how many forwards of a stage's network are needed, and the size of each
+Work = tuple[float, float]  # number of forwards of a stage's network, and the size of each (see `Workload`)
 
 
 class OutputSize(msgspec.Struct, frozen=True):
-    """Predicted bytes of a stage's output: fixed + each × the product of the parameters in `size`.
+    """A formula for the bytes of a stage's output.
 
-    The last of these parameters counts groups: n frames are 1 + (n − 1) // group groups.
+    It is `fixed` + `each` × the product of the parameters in `size`.
     """
 
+    #: Bytes that do not depend on the parameters.
     fixed: int = 0
+    #: Bytes for each unit of the product, such as a pixel.
     each: float = 0.0
+    #: The last parameter in `size` counts groups: n frames are 1 + (n − 1) // group groups.
     group: int = 1
+    #: Names of the parameters that are multiplied.
     size: tuple[str, ...] = PIXELS
 
     def bytes(self, params: Params) -> int:
-        """Predicted bytes for one request with these parameters."""
+        """Return the predicted bytes for a request with these parameters."""
         counts = [_count(params, name) for name in self.size]
         groups = [1 + (count - 1) // self.group for count in counts[-1:]]
         return self.fixed + round(self.each * math.prod(counts[:-1] + groups))
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """How the parameters of a request say how much a stage has to do.
+    """A formula for the work of a stage: the number of forwards, and their size."""
 
-    `forwards` names the parameter that counts forwards of its network, one a step ("": there is one forward). Guidance
-    doubles them: the request has a negative prompt, and the first of the scales in `guidance` that the request has is
-    above 1. Of these, a request makes only the `part` that this parameter says, if it has it. The size of a forward is
-    the product of the parameters in `size`.
-    """
-
+    #: Name of the parameter that counts the steps, one forward each; "": there is one forward.
     forwards: str = ""
+    #: Names of guidance scales, of which the first that the request has counts. Guidance doubles the forwards if that
+    #: scale is above 1 and the request has a negative prompt.
     guidance: tuple[str, ...] = ()
+    #: Names of the parameters whose product is the size of a forward.
     size: tuple[str, ...] = PIXELS
+    #: Name of a parameter with the share of the steps that is computed, such as `strength`; a request without it
+    #: computes all steps.
     part: str = ""
 
     def of(self, params: Params) -> Work:
-        """The number of forwards and the size of each, for a request with these parameters."""
+        """Return the number of forwards and the size of each, for these parameters."""
         scale = next((params[name] for name in self.guidance if name in params), None)
         guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
-        forwards, part = _count(params, self.forwards) if self.forwards else 1, params.get(self.part)
-        made = forwards * (part if isinstance(part, float) else 1.0)
-        return made * (1.0 + guided), float(math.prod(_count(params, name) for name in self.size))
+
+        steps = _count(params, self.forwards) if self.forwards else 1
+        part = params.get(self.part)
+        computed_steps = steps * (part if isinstance(part, float) else 1.0)
+        return computed_steps * (1.0 + guided), float(math.prod(_count(params, name) for name in self.size))
 
 
 def nth_seed(seed: int, index: int) -> int:
     """Return the seed of result `index`: consecutive integers, with 0 after the largest seed.
 
-    Instead of RANDOM_SEED it is the largest seed, which is equal for torch, so that a client can send it again.
+    Instead of RANDOM_SEED it returns the largest seed. torch treats both alike, and a client can send the latter again.
     """
     following = (seed + index) % 2**64 if seed + index > MAX_SEED else seed + index
     return MAX_SEED if following == RANDOM_SEED else following
 
 
 def _count(params: Params, name: str) -> int:
+    """Return a parameter that is a positive whole number; 1 for any other value."""
     value = params.get(name)
     return value if isinstance(value, int) and value > 0 else 1
 
 
 class Modality(msgspec.Struct, frozen=True):
-    """A kind of result: the table of its parameters, its limits, and the rule that completes them.
-
-    `plural` is the word for several results. Ids of its requests begin with `prefix`. A model makes this medium if its
-    limit `sign` is at least `least`. `settle(limits, params, read, tokens)` gets the model's limits, the parameters for
-    the stages so far, the client's checked values, and what a tokenizer made of them (None for other media than text).
-    It returns further parameters for the stages, or raises InvalidParameter. Tasks can only share a
-    forward if they have equal parameters in `size`.
-    """
+    """A kind of result (image, video or text): its table of parameters, and its limits."""
 
     name: str
+    #: Word for several results.
     plural: str
+    #: Beginning of the ids of its requests.
     prefix: str
+    #: Name of a limit. A model generates this modality if the limit is at least `least`.
     sign: str
     least: int
+    #: Type of the model's limits.
     limits: type[msgspec.Struct]
+    #: `settle(limits, params, read, tokens)` returns further parameters for the stages, or raises InvalidParameter. It
+    #: gets the model's limits, the stages' parameters so far, the client's checked values, and, for text only, the
+    #: tokenizer's output.
     settle: Callable[[Any, Params, Mapping[str, Any], Any], Params]
+    #: The table.
     parameters: tuple[Parameter, ...]
+    #: Parameters that tasks must have in common to share a forward.
     size: tuple[str, ...] = PIXELS
 
     def made_by(self, limits: Mapping[str, float]) -> bool:
-        """Whether a model with these limits makes this medium."""
+        """Whether a model with these limits generates this modality."""
         return limits.get(self.sign, 0) >= self.least
 
     def limits_of(self, limits: Mapping[str, float]) -> Any:
-        """A model's limits as this medium's type, with its defaults. Raises ConfigError for what are no limits."""
+        """Return a model's limits as this modality's type, with defaults. Raises ConfigError for invalid limits."""
         try:
             return msgspec.convert(limits, self.limits)
         except msgspec.ValidationError as error:
             raise ConfigError(f"the limits of the model cannot be read: {error}") from error
 
     def takes(self, name: str, value: object) -> bool:
-        """Whether the table has a parameter of this name that allows this value for some model."""
-        found = (one for one in self.parameters if one.name == name)
-        return any(not one.choices or value in one.choices for one in found)
+        """Whether the table has this parameter, and allows this value for some model."""
+        named = (parameter for parameter in self.parameters if parameter.name == name)
+        return any(not parameter.choices or value in parameter.choices for parameter in named)
 
     def known(self, defaults: Params) -> dict[str, Parameter]:
-        """The parameters that a client may send for a model with these defaults, by name."""
-        return {one.name: one for one in self.parameters if not one.by_model or one.name in defaults}
+        """Return the parameters that exist for a model with these defaults, by name."""
+        return {
+            parameter.name: parameter
+            for parameter in self.parameters
+            if not parameter.by_model or parameter.name in defaults
+        }

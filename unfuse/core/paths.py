@@ -1,4 +1,4 @@
-"""Paths as people write them, and text without the paths of this machine."""
+"""User paths with `~`, and texts without the paths of this machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pathlib import Path
 def expanded(path: str | Path) -> Path:
     """Return a path with the home folder in place of `~` or `~user`.
 
-    Where there is no such user, or no home folder, it is left as it is, and then names nothing.
+    Without that user, or without a home folder, the path is unchanged, and then names nothing.
     """
     return Path(os.path.expanduser(path))
 
 
+# absolute paths in quotes, which may have spaces, and without quotes
 _QUOTED = re.compile(r"""(["'])(?:~|[a-z_0-9]+:)?/[^"'\n]*/([^"'\n/]*)/?\1""")
 _PLAIN = re.compile(r"(?:(?<![\w./…-])/(?!/)|(?<=file://)/)[^\s\"'`:;,()<>\[\]{}|]*[^\s\"'`:;,.()<>\[\]{}|]")
 
 
 def without_paths(text: str) -> str:
-    """The text with absolute paths, and file: URLs, shortened to their last part. Other URLs stay."""
-    text = _QUOTED.sub(lambda found: f"{found[1]}…/{found[2]}{found[1]}", text)
-    return _PLAIN.sub(lambda found: f"…/{found[0].rstrip('/').rpartition('/')[2]}", text)
+    """Return the text with absolute paths shortened to their last part.
+
+    file: URLs are shortened too. Other URLs stay.
+    """
+    text = _QUOTED.sub(lambda match: f"{match[1]}…/{match[2]}{match[1]}", text)
+    return _PLAIN.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)

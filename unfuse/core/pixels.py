@@ -1,7 +1,7 @@
-"""Decodes uploaded pictures: the only decoder for edits, masks, first and last frames, and chats.
+"""Decodes uploaded pictures: edits, masks, first and last frames, and pictures in chats.
 
-The size is read from the file's header and checked before memory is allocated. Color profiles, comments and further
-frames are ignored.
+This is the only decoder. The size is read from the file's header and checked before memory is allocated. Color
+profiles, comments and further frames are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "AVIF")
 
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF, BMP or AVIF"
 
-MAX_SIDE = 16_384
+MAX_SIDE = 16_384  # pixels
 MAX_PIXELS = 40_000_000
 
 ORIENTATION = 0x0112
@@ -38,7 +38,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""The transpositions for each value of ORIENTATION."""
+"""The transposition that makes a picture upright, for each value of ORIENTATION."""
 
 RUN_LENGTHS = (1, 2)
 """Values of a BMP file's compression field for run-length encoding, which Pillow decodes slowly."""
@@ -54,7 +54,10 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Typ
 
 
 def check_picture(data: bytes, name: str) -> None:
-    """Raise InvalidParameter, naming the field `name`, unless `data` is a complete picture within the size limits."""
+    """Raise InvalidParameter unless `data` is a complete picture within the size limits.
+
+    The error names the field `name`.
+    """
     with _opened(data, name) as image:
         image.load()
 
@@ -67,9 +70,12 @@ def size_of(data: bytes, name: str = "image") -> tuple[int, int]:
 
 
 def has_transparency(data: bytes, name: str = "mask") -> bool:
-    """Return whether the picture has an alpha channel or a transparent color. Raises as `check_picture` does."""
+    """Return whether the picture has an alpha channel or a transparent color.
+
+    Raises as `check_picture` does.
+    """
     with _opened(data, name) as image:
-        return _says_what_is_transparent(image)
+        return _has_transparency(image)
 
 
 def read_rgb(data: bytes, name: str = "image") -> Image.Image:
@@ -86,7 +92,7 @@ def read_rgb(data: bytes, name: str = "image") -> Image.Image:
 
 
 def read_alpha(data: bytes, name: str = "mask") -> Image.Image:
-    """Return the alpha channel of the first frame, 0 to 255 (mode L), with EXIF rotation applied.
+    """Return the first frame's alpha channel, 0 to 255 (mode L), upright by EXIF.
 
     Raises as `check_picture` does.
     """
@@ -115,7 +121,10 @@ def _opened(data: bytes, name: str) -> Iterator[Image.Image]:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return the picture as RGBA if it has transparency, else as RGB, with EXIF rotation applied."""
+    """Return the picture as RGBA or RGB, with EXIF rotation applied.
+
+    It is RGBA if it has transparency.
+    """
     tiles = getattr(image, "tile", None)
     stored = str(tiles[0].args) if tiles else ""
     key = image.info.get("transparency")
@@ -129,28 +138,31 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     upright = image if turn is None else image.transpose(turn)
     if upright.mode.startswith("I"):
         return _from_sixteen_bits(upright, key)
-    return upright.convert("RGBA" if _says_what_is_transparent(image) else "RGB")
+    return upright.convert("RGBA" if _has_transparency(image) else "RGB")
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the value of ORIENTATION; 1 (no change) if it is missing or the EXIF data cannot be read."""
+    """Return the value of ORIENTATION; 1 (no change) if there is none.
+
+    EXIF data that cannot be read counts as none.
+    """
     try:
         return int(image.getexif().get(ORIENTATION, 1))
     except _BROKEN:
         return 1
 
 
-def _says_what_is_transparent(image: Image.Image) -> bool:
+def _has_transparency(image: Image.Image) -> bool:
     """Return whether the picture has an alpha channel or a transparent color.
 
-    A BMP file whose pixels are all transparent says nothing: programs that know no transparency leave zeros there.
+    A BMP file whose pixels are all transparent counts as opaque: programs without transparency write zeros there.
     """
     is_blank = image.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0)
     return image.has_transparency_data and not is_blank
 
 
 def _from_sixteen_bits(image: Image.Image, key: object) -> Image.Image:
-    """Return 16-bit gray as RGB, or as RGBA if pixels of the value `key` are transparent."""
+    """Return 16-bit gray as RGB; as RGBA if the value `key` is transparent."""
     wide = image.convert("I")
     gray = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     if not isinstance(key, int):

@@ -1,9 +1,9 @@
-"""Pipelines, execution plans and pools: a model's graph of stages, and that graph compiled for one request.
+"""Pipelines, execution plans and pools: graphs of stages, compiled for requests.
 
-Workers of one pool are interchangeable: they make the same bytes. A model's card declares the pool of a stage: the
-stage kind, and the weights and dtype of its component. Workers add the hash of their outcome, which is everything else
-that results depend on: `denoise:1f2e3d4c5b6a:float32@0a1b2c3d`. A pool that no worker has served yet has no outcome,
-nor has one whose workers report none.
+The workers of one pool are interchangeable: they produce the same bytes. A model spec declares the pool of a stage by
+its stage kind, and the weights and dtype of its component. Workers add the hash of their numerics, which is everything
+else that results depend on: `denoise:1f2e3d4c5b6a:float32@0a1b2c3d`. The name has no hash while no worker has served
+the pool, and for workers that report no numerics.
 """
 
 from __future__ import annotations
@@ -24,49 +24,57 @@ from unfuse.core.vision import MediaItem
 
 ALL = "all"  # the role of a worker that runs all stages
 NOTHING_DERIVED = DerivedFacts()
-TOGETHER = {"language": ("prefill", "decode")}  # words for several roles
+TOGETHER = {"language": ("prefill", "decode")}  # names for several roles
 
 
 class StageSpec(msgspec.Struct, frozen=True):
-    """A node of a pipeline, and everything that unfuse knows about its kind.
+    """A node of a pipeline: its kind, role, inputs, output size, work and parallelism.
 
-    `components` are the folders that its workers load; the first names its pool. `inputs` and `outputs` are names of
-    values; a stage that reads a value depends on the stage that makes it. A `per_sample` stage runs once for each
-    picture of a request, the others once a request. `reads` names all parameters that the output depends on (an upload
-    by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
-    shares nothing. Parameters here are those of the request, and what the server derives from it
-    (`DerivedFacts.values`).
-    Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
-    the others wait for their inputs. `needs` says how much of further named resources a task takes; those that it
-    `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
-    a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
-    these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
-    `goes_on` can begin behind what others have made of the same beginning: see `Stage.prefix_blocks`. A stage that
-    `extends` an input adds prefix blocks to those of the stage that makes this input. A stage for `each`
-    picture or video that a prompt shows has that one alone in its Derived; who reads it reads all.
-    One that takes `uploads` reads what the gateway keeps of a request in the result store. One with a `when` is there
-    only for requests that have this parameter.
+    Parameters here are those of the request and the facts that the server derives from it (`DerivedFacts.values`).
     """
 
+    #: Unique within the pipeline, without a dot.
     name: str
+    #: Stage kind, such as denoise. It selects the code that runs the stage.
     kind: str
+    #: Folders of the components that its workers load. The first one names the pool.
     components: tuple[str, ...]
+    #: Names of the values that it reads. It depends on the stages that produce them.
     inputs: tuple[str, ...] = ()
+    #: Names of the values that it produces. A stage without outputs writes results.
     outputs: tuple[str, ...] = ()
+    #: Whether it runs once for each sample (each result of a request), and not once for the request.
     per_sample: bool = False
+    #: Predicted bytes of its output.
     room: OutputSize = OutputSize()
+    #: All parameters that the output depends on (an upload by the hash of its bytes). Requests with equal values share
+    #: one output. A stage with inputs, or without `reads`, shares no output.
     reads: tuple[str, ...] = ()
+    #: Workers of this role run the stage.
     role: str = ""
+    #: Default number of tasks of a worker: some run, the others wait for their inputs.
     slots: int = 2
+    #: Predicted work.
     work: Workload = Workload()
+    #: Amounts of further named resources that a task needs.
     needs: dict[str, OutputSize] = {}
+    #: Resources, out of `needs`, that workers provide by themselves, in the amount for which they have memory.
     brings: tuple[str, ...] = ()
+    #: Whether requests may share a forward even in an exact pool, where each must get the bytes that it has alone.
     shares: bool = False
+    #: Kinds of parallelism that it supports. The value is the number that the degree must divide (0: any degree), or,
+    #: for `layers`, the largest degree.
     spreads: dict[str, int] = {}
+    #: Prefix caching: whether it can start after prefix blocks that other tasks computed (`Stage.prefix_blocks`).
     goes_on: bool = False
+    #: Name of an input: it adds prefix blocks to those of the stage that produces this input. "": it adds none.
     extends: str = ""
+    #: "shown": it runs once for each picture or video in the prompt, and has that one alone in its derived facts. A
+    #: reader of its output reads the outputs of all runs.
     each: Literal["", "shown"] = ""
+    #: Whether it reads the request's uploads from the result store.
     uploads: bool = False
+    #: Name of a parameter: the stage runs only for requests that have it. "": it always runs.
     when: str = ""
 
     @property
@@ -83,6 +91,7 @@ class Pipeline(msgspec.Struct, frozen=True):
     def validate(self) -> None:
         """Raise ConfigError unless the stages form a graph without cycles whose last stage writes results."""
         producers = self.producers()
+
         if len({stage.name for stage in self.stages}) != len(self.stages):
             raise ConfigError("two stages of the pipeline have the same name")
         if dotted := [stage.name for stage in self.stages if "." in stage.name]:
@@ -91,13 +100,16 @@ class Pipeline(msgspec.Struct, frozen=True):
             raise ConfigError("every stage of the pipeline has outputs: none writes results")
         if sum(len(stage.outputs) for stage in self.stages) != len(producers):
             raise ConfigError("two stages of the pipeline make the same output")
+
         missing = sorted({name for stage in self.stages for name in stage.inputs} - set(producers))
         if missing:
             raise ConfigError(f"no stage of the pipeline makes {', '.join(missing)}")
+
         try:
             TopologicalSorter({s.name: {producers[name].name for name in s.inputs} for s in self.stages}).prepare()
         except CycleError as error:
             raise ConfigError(f"the pipeline's stages wait for each other: {' → '.join(error.args[1])}") from error
+
         for stage in self.stages:
             if stage.extends and stage.extends not in stage.inputs:
                 raise ConfigError(f"stage {stage.name} extends {stage.extends}, which is not one of its inputs")
@@ -105,57 +117,66 @@ class Pipeline(msgspec.Struct, frozen=True):
                 raise ConfigError(f"stage {stage.name} runs once a request but reads a stage that runs once a picture")
 
     def spread(self, kinds: Mapping[str, dict[str, int]]) -> Pipeline:
-        """The pipeline whose stages of these kinds may be spread so."""
+        """Return the pipeline with other kinds of parallelism (`StageSpec.spreads`), given by stage kind."""
         return Pipeline(
             tuple(msgspec.structs.replace(stage, spreads=kinds.get(stage.kind, stage.spreads)) for stage in self.stages)
         )
 
     def producers(self) -> dict[str, StageSpec]:
-        """The stage that makes each output, by the name of the output."""
+        """Return the stage that produces each output, by the name of the output."""
         return {name: stage for stage in self.stages for name in stage.outputs}
 
 
 class PlannedStage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stage of one request: its pool, and the stages that it comes `after`.
+    """A stage of one request, with its pool and parameters."""
 
-    `params` override the request's (a sample has its own seed and index). `room` is the predicted bytes of its output.
-    `final` stages write results. `cache` is the key under which other requests find its output ("": they do not).
-    `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do. `needs`
-    is what it takes of further named resources. `prefixes` are the keys under which others find what it makes on the
-    way, in the order in which it makes that. `extends` is the `prefix_space` of the prefix blocks that it adds to
-    those of another stage ("": it adds none). `derived` takes the place of the request's (None: it has the request's).
-    """
-
+    #: Unique within the plan: the name of its spec, with ".N" for run N of a stage that runs several times.
     name: str
+    #: Stage kind.
     kind: str
     pool: str
+    #: Names of the stages whose outputs it reads.
     after: tuple[str, ...]
+    #: Parameters that override the request's: a sample has its own seed and index.
     params: Params
+    #: Predicted bytes of its output.
     room: int
+    #: Whether it writes results.
     final: bool
+    #: Key in the encoder cache, under which other requests find its output; "": it is not shared.
     cache: str = ""
+    #: Seconds of compute, as predicted when the request arrived.
     cost: float = 0.0
+    #: Predicted work.
     work: Work = (0.0, 0.0)
+    #: Amounts of further named resources that it needs.
     needs: dict[str, int] = {}
+    #: Keys in the prefix cache of the prefix blocks that it computes, in order.
     prefixes: tuple[str, ...] = ()
+    #: `prefix_space` of the prefix blocks that it adds to those of another stage; "": it adds none.
     extends: str = ""
+    #: Replaces the request's derived facts; None: it has those of the request.
     derived: DerivedFacts | None = None
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
-    """A pipeline compiled for one request; each stage stands behind those that it comes after."""
+    """A pipeline compiled for one request. Each stage follows all stages whose outputs it reads."""
 
     stages: tuple[PlannedStage, ...]
 
     def stage(self, name: str) -> PlannedStage:
-        """The stage of that name. Raises KeyError."""
+        """Return the stage of that name. Raises KeyError."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
         raise KeyError(name)
 
     def moved(self, pools: Mapping[str, str]) -> ExecutionPlan:
-        """The plan with other pools for some stages, by stage name. A moved stage shares its output no longer."""
+        """Return the plan with other pools for some stages, by stage name.
+
+        A moved stage shares no outputs and no prefix blocks, since its numerics may differ. A stage that reads its
+        output adds no prefix blocks either.
+        """
         moved = {stage.name for stage in self.stages if pools.get(stage.name, stage.pool) != stage.pool}
         stages: list[PlannedStage] = []
         for stage in self.stages:
@@ -167,20 +188,25 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
         return ExecutionPlan(tuple(stages))
 
     def consumers(self, name: str) -> tuple[PlannedStage, ...]:
-        """The stages that read the output of `name`."""
+        """Return the stages that read the output of `name`."""
         return tuple(stage for stage in self.stages if name in stage.after)
 
 
 def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str, str]) -> str:
-    """The pool that a card declares for a stage: its kind, and the weights and dtype of its first component."""
+    """Return the pool that a model spec declares for a stage.
+
+    The name has the stage kind, and the weights and dtype of the stage's first component.
+    """
     component = stage.components[0]
     return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
 
 
 class StageSelector(msgspec.Struct, frozen=True):
-    """Which stages a worker runs: those of these roles (None: any) and of these components (empty: any)."""
+    """Which stages a worker runs."""
 
+    #: Roles of the stages; None: any role.
     roles: frozenset[str] | None = None
+    #: Components of the stages; empty: any component.
     components: tuple[str, ...] = ()
 
     def takes(self, stage: StageSpec) -> bool:
@@ -190,30 +216,45 @@ class StageSelector(msgspec.Struct, frozen=True):
 
 
 def roles_of(text: str) -> frozenset[str] | None:
-    """The roles in `a`, `a+b` or `a,b`; None, which means all, for ALL. Raises ConfigError for an empty role."""
+    """Return the roles in `a`, `a+b` or `a,b`; None, which means all roles, for ALL.
+
+    Raises ConfigError for an empty role.
+    """
     roles = [role.strip() for role in text.replace(",", "+").split("+")]
     if not all(roles):
         raise ConfigError(f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL}")
-    return None if ALL in roles else frozenset(one for role in roles for one in TOGETHER.get(role, (role,)))
+    return None if ALL in roles else frozenset(name for role in roles for name in TOGETHER.get(role, (role,)))
 
 
 def slots_of(stages: Iterable[StageSpec]) -> int:
-    """How many tasks a worker of these stages holds at a time by default: the least of their `slots`."""
+    """Return the default number of tasks of a worker with these stages.
+
+    It is the least of their `slots`.
+    """
     return min((stage.slots for stage in stages), default=1)
 
 
 def cache_key(*parts: object) -> str:
-    """A hash (128 bits, as hex) of what an output depends on. Raises ProtocolError for what cannot be encoded."""
+    """Return a hash (128 bits, as hex) of what an output depends on.
+
+    Raises ProtocolError for a part that cannot be encoded.
+    """
     return blake2b(encode(parts), digest_size=16).hexdigest()
 
 
 def prefix_space(shared_by: tuple[str, ...], pool: str) -> str:
-    """What the keys of all prefix blocks have in common that stages of a pool make for those requests."""
+    """Return the common part of the keys of all prefix blocks that may be shared.
+
+    These are the blocks that stages of this pool compute for requests with equal `shared_by`.
+    """
     return cache_key(shared_by, pool)
 
 
 def prefix_key(space: str, digest: str) -> str:
-    """The key under which a prefix block is found; the digest identifies everything up to its end."""
+    """Return the key of a prefix block in the prefix cache.
+
+    `digest` identifies all tokens up to the end of the block.
+    """
     return cache_key(space, digest)
 
 
@@ -228,50 +269,62 @@ def compile_plan(
 ) -> ExecutionPlan:
     """Compile a validated pipeline for one request.
 
-    `pools` maps stage names to pools. `samples` holds, for each picture, the parameters that are its own. `derived` is
-    what the server derives from the request. Requests with
-    equal `shared_by` may share outputs of stages that read the same values (None: this request shares none), and what
-    stages that go on make of the same beginnings: `begins` has the digest of each, the shortest first.
+    - `pools`: the pool of each stage, by stage name.
+    - `params`: parameters of the request.
+    - `samples`: for each sample, its own parameters.
+    - `shared_by`: requests with equal values may share outputs of stages that read the same values, and prefix blocks
+      of equal prompts. None: this request shares nothing.
+    - `begins`: digests of the prompt's prefix blocks, the shortest prefix first.
+    - `derived`: facts that the server derived from the request.
     """
     producers = pipeline.producers()
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
     specs = {spec.name: spec for spec in pipeline.stages}
-    own_of, known = list(samples), params | derived.values()
-    runs = {spec.name: _runs(spec, known, own_of, derived) for spec in pipeline.stages}
+    sample_params = list(samples)
+    known = params | derived.values()
+    runs = {spec.name: _runs(spec, known, sample_params, derived) for spec in pipeline.stages}
+
     planned: list[PlannedStage] = []
     for spec in (specs[name] for name in order):
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
-        keys = begins if spec.goes_on and shared_by is not None else ()
+        digests = begins if spec.goes_on and shared_by is not None else ()
         space = prefix_space(shared_by or (), pools[spec.name])
-        for index, (name, own, shown) in enumerate(runs[spec.name]):
-            given = known | own | (msgspec.structs.asdict(shown) if shown else {})
-            read = [(key, given.get(key)) for key in sorted(spec.reads)]
+
+        for index, (name, overrides, item) in enumerate(runs[spec.name]):
+            values = known | overrides | (msgspec.structs.asdict(item) if item else {})
+            read = [(key, values.get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
-            before = (runs[one][index : index + 1] if specs[one].per_sample else runs[one] for one in sources)
+            # sample N reads run N of a stage that runs once per sample, and all runs of any other stage
+            source_runs = (
+                runs[source][index : index + 1] if specs[source].per_sample else runs[source] for source in sources
+            )
             planned.append(
                 PlannedStage(
                     name=name,
                     kind=spec.kind,
                     pool=pools[spec.name],
-                    after=tuple(one for several in before for one, *_ in several),
-                    params=own,
-                    room=spec.room.bytes(given),
+                    after=tuple(source for several in source_runs for source, *_ in several),
+                    params=overrides,
+                    room=spec.room.bytes(values),
                     final=not spec.outputs,
                     cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
-                    work=spec.work.of(given),
-                    needs={name: need.bytes(given) for name, need in spec.needs.items()},
-                    prefixes=tuple(prefix_key(space, digest) for digest in keys),
-                    extends=_extended(spec, producers, pools, shared_by),
-                    derived=DerivedFacts(shown=(shown,)) if shown else None,
+                    work=spec.work.of(values),
+                    needs={resource: need.bytes(values) for resource, need in spec.needs.items()},
+                    prefixes=tuple(prefix_key(space, digest) for digest in digests),
+                    extends=_extended_space(spec, producers, pools, shared_by),
+                    derived=DerivedFacts(shown=(item,)) if item else None,
                 )
             )
     return ExecutionPlan(tuple(planned))
 
 
-def _extended(
+def _extended_space(
     spec: StageSpec, producers: Mapping[str, StageSpec], pools: Mapping[str, str], shared_by: tuple[str, ...] | None
 ) -> str:
-    """The space of the prefix blocks that a stage adds; "" if nobody shares them, or a pool makes other bytes."""
+    """Return the prefix space of the blocks that a stage adds, or "".
+
+    Blocks are not shared if the request shares nothing, or if the two pools have different numerics.
+    """
     if not spec.extends or shared_by is None:
         return ""
     source = pools[producers[spec.extends].name]
@@ -281,31 +334,37 @@ def _extended(
 def _runs(
     spec: StageSpec, known: Params, samples: Sequence[Params], derived: DerivedFacts
 ) -> list[tuple[str, Params, MediaItem | None]]:
-    """Each run of a stage: its name, the parameters of its sample, and what of the prompt it is for.
+    """Return the runs of a stage as (name, sample's parameters, picture or video).
 
-    Runs for equal pictures are one.
+    Equal pictures share one run.
     """
     if spec.when and known.get(spec.when) is None:
         return []
     if spec.each:
-        return [(f"{spec.name}.{index}", {}, one) for index, one in enumerate(dict.fromkeys(derived.shown))]
+        return [(f"{spec.name}.{index}", {}, item) for index, item in enumerate(dict.fromkeys(derived.shown))]
     if spec.per_sample:
-        return [(f"{spec.name}.{index}", own, None) for index, own in enumerate(samples)]
+        return [(f"{spec.name}.{index}", overrides, None) for index, overrides in enumerate(samples)]
     return [(spec.name, {}, None)]
 
 
 def manned(pool: str, outcome: Mapping[str, str]) -> str:
-    """The name of a declared pool for workers of this outcome."""
+    """Return the name of a declared pool for workers of these numerics.
+
+    It is the declared name, followed by "@" and a hash.
+    """
     if not outcome:
         return pool
     return f"{pool}@{blake2b(encode(sorted(outcome.items())), digest_size=4).hexdigest()}"
 
 
 def declared(pool: str) -> str:
-    """The name of the pool without its outcome. Workers of equal declared pools can do the same tasks."""
+    """Return the name of a pool without the hash of its numerics.
+
+    Workers of pools with equal declared names can run the same tasks.
+    """
     return pool.partition("@")[0]
 
 
 def outcome_of(pool: str) -> str:
-    """The hash of the outcome in a pool's name, "" if it has none."""
+    """Return the hash of the numerics in a pool's name; "" if it has none."""
     return pool.partition("@")[2]

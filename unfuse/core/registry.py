@@ -1,4 +1,7 @@
-"""Looks up implementations by name. A table of backends is a dict of "module:attr", imported only when it is used."""
+"""Looks up implementations by name, and imports them on first use.
+
+A table of backends is a dict of "name": "module:attr".
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ from typing import Any
 
 from unfuse.core.errors import ConfigError
 
-LONGEST = 64  # the longest name, in characters, that is looked up: the time grows with the square of the length
+LONGEST = 64  # characters of the longest name that is compared: the time grows with the square of the length
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that is most similar to `name`, if its similarity (0 to 1) is at least `cutoff`."""
+    """Return the most similar known name, or None.
+
+    Its similarity (0 to 1) must be at least `cutoff`.
+    """
     close = get_close_matches(name, known, 1, cutoff) if len(name) <= LONGEST else []
     return close[0] if close else None
 
 
 def resolve(table: Mapping[str, str], name: str, what: str) -> Any:
-    """Import what the table has for `name`, or `name` itself if it is a `module:attr`.
+    """Import and return what the table has for `name`, or the `module:attr` that `name` is.
 
     Errors call it a `what` ("queue", "model family"). Raises ConfigError for an unknown name, or a failed import.
     """
@@ -30,9 +36,9 @@ def resolve(table: Mapping[str, str], name: str, what: str) -> Any:
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(f"unknown {what} {name!r}: {hint}known are {', '.join(sorted(table))}, or give module:attr")
     try:
-        found: Any = import_module(module)
+        resolved: Any = import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            resolved = getattr(resolved, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{what} {name!r} cannot be loaded from {target}: {error}") from error
-    return found
+    return resolved

@@ -1,6 +1,6 @@
-"""The whole state of a request, its events and its use of devices.
+"""The whole state of a request: its context, stages, events and device seconds.
 
-It is kept in the queue backend alone, and only lifecycle transitions change it.
+The queue backend holds the only copy. Only the transitions in `scheduler/lifecycle.py` change it.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ TERMINAL_EVENTS = frozenset({"completed", "failed", "cancelled"})
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One entry of a request's history.
-
-    `seq` counts from 1 within the request; the queue sets it (0 before that). `at` is Unix seconds. `step` and `steps`
-    are set on progress; of a stage that is read while it grows, `step` counts the recorded pieces in `appended`.
-    """
+    """One entry of a request's history, which clients read as an event stream."""
 
     type: EventType
+    #: Unix seconds.
     at: float = 0.0
+    #: Name of the stage; "": the event is about the whole request.
     stage: str = ""
     attempt: int = 0
+    #: Id of the worker that runs the stage.
     worker: str = ""
+    #: Steps that are done, for `progress`. For `appended`, the number of recorded output chunks.
     step: int = 0
+    #: Number of steps of the stage, for `progress`.
     steps: int = 0
     message: str = ""
+    #: Number of the event within its request, from 1. The queue sets it; 0 before that.
     seq: int = 0
 
 
 RequestStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
 Awaiting = Literal["loading", "waking"]
-"""The state of a request that waits for its model to be loaded, or for workers of a pool that slept."""
+"""Why a request waits: for a model swap to load its model, or for a pool that was scaled to zero to get workers."""
 
 Waking = tuple[float, float]
-"""When somebody began to wait for a pool that slept, and when its workers came (0: not yet), in Unix seconds."""
+"""One cold start of a pool that was scaled to zero, in Unix seconds: (wait began, workers came). 0: not yet."""
 
 TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
 
@@ -64,7 +66,7 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
     "cancelled": frozenset(),
     "expired": frozenset(),
 }
-"""Legal moves of a request."""
+"""Legal transitions of a request's status: old status → new statuses."""
 
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -72,35 +74,40 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 _Steps = Annotated[int, Meta(ge=0, le=1 << 40)]
 
-UNKNOWN_DEVICE = "unknown"  # the device of a worker that does not say what it is
+UNKNOWN_DEVICE = "unknown"  # billed as the device of a worker that reports none
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """The seconds that a stage spent waiting in the queue, reading inputs, computing, and writing outputs.
+    """Where the time of one stage went, and its share of the devices."""
 
-    `steps` is how many steps it made, `batch` the average number of tasks in a forward. `resumed` steps were made by
-    earlier attempts and not repeated. `save_s` is the time, between steps, that saving checkpoints took. `device` is
-    cpu or the name of a GPU, of which the worker has so many `devices`. Of the seconds of computing, `exchange_s` were
-    spent in exchanges with other ranks. `share_s` is the task's share of the seconds of computing: those of a forward
-    are divided equally among the tasks in it.
-    """
-
+    #: Seconds in the queue.
     queued_s: float = 0.0
+    #: Seconds of reading inputs.
     get_s: Seconds = 0.0
+    #: Seconds of computing.
     run_s: Seconds = 0.0
+    #: Seconds of writing outputs.
     put_s: Seconds = 0.0
+    #: Number of steps that it computed.
     steps: _Steps = 0
+    #: Average number of tasks in one of its forwards.
     batch: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    #: Number of steps that earlier attempts computed and this one did not repeat.
     resumed: _Steps = 0
+    #: Seconds of saving checkpoints between steps.
     save_s: Seconds = 0.0
+    #: "cpu", or the name of the GPU; "": the worker did not report it.
     device: str = ""
+    #: Seconds, out of `run_s`, of exchanges with other ranks.
     exchange_s: Seconds = 0.0
+    #: Number of devices of the worker.
     devices: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    #: The task's share of the seconds of computing. Tasks in one forward share its seconds equally.
     share_s: Seconds = 0.0
 
     @property
     def device_s(self) -> float:
-        """The seconds of devices that are the task's own: its share, on each device."""
+        """The device seconds of the task: its share, times the number of devices."""
         return self.share_s * self.devices
 
 
@@ -112,11 +119,14 @@ MODERATION_BLOCKED = "moderation_blocked"
 
 
 class ResultFile(msgspec.Struct, frozen=True):
-    """One picture or video in the result store. `index` counts those of the request from 0, and sorts them there."""
+    """One result file, such as a picture or a video, in the result store."""
 
+    #: Number of the result within its request, from 0. Results are sorted by it.
     index: int
     content_type: str
+    #: Size in bytes.
     bytes: int
+    #: Hash of the bytes, as hex.
     sha256: str
 
     @property
@@ -126,90 +136,103 @@ class ResultFile(msgspec.Struct, frozen=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """Why a request ended badly: a code for programs, a sentence for people, evidence for whoever debugs it."""
+    """Why a request failed, expired or was cancelled."""
 
+    #: Error code, for programs.
     code: str
+    #: One sentence, for people.
     message: str
+    #: Name of the stage that failed; "": no single stage did.
     stage: str = ""
+    #: Details for debugging, such as a traceback.
     evidence: str = ""
 
 
 class UnreportedAttempt(msgspec.Struct, frozen=True):
-    """An attempt that ended before its worker had reported what it used in all; `timings` are those known by then.
+    """An attempt that ended before its worker reported the total device time."""
 
-    A `lost` attempt costs nothing. The other ones are on the bill.
-    """
-
+    #: Id of the worker.
     worker: str
+    #: The usage that is known so far.
     timings: Timings
+    #: Whether the attempt was lost, and is therefore not billed. All other attempts are billed.
     lost: bool
 
 
 class StageState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of one stage of one request.
-
-    `attempt` is the current or last attempt. `token` is that of the lease that completed the stage, to recognise a
-    repeated commit. `queued_at` is Unix seconds. `failures`, `crashes` and `recomputes` have a budget each. `alone`:
-    the task must run with no other, because several ran when a compute process died. `checkpoint` is the saved state
-    after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
-    `leased_s` seconds. It waits for what another request encodes, which it `follows`. `lost` is the id of the last
-    output that was given up: nobody reads it any more, though its owner may still have it. Its pool `slept`.
-    `failed_with` is the type of the last exception that no retry rule names, `failed_on` the worker where it was
-    raised. The task is not leased to the worker in `avoids` while another one could run it.
-
-    `timings` are those of the attempt that is on the bill. `lost_s` maps devices to the seconds that lost attempts used
-    there. Attempts up to number `accounted` are on the bill or lost; of those in `unreported` the worker's last report
-    may still come. `begun` of them had begun to run, `unbegun` were handed back before. The last one made `step` of
-    `steps` steps.
-    """
+    """The state of one stage of one request."""
 
     status: TaskStatus = "waiting"
+    #: Number of the current or last attempt.
     attempt: int = 0
+    #: Token of the lease that completed the stage. It identifies a repeated commit.
     token: bytes = b""
+    #: Id of the worker of the current or last attempt.
     worker: str = ""
     output: ObjectRef | None = None
+    #: Usage of the attempt that is billed.
     timings: Timings = Timings()
+    #: Unix seconds.
     queued_at: float = 0.0
+    #: Failed attempts, out of the stage's retry budget.
     failures: int = 0
+    #: Crashes of the compute process, out of a budget of their own.
     crashes: int = 0
+    #: Repeats because an output was lost, out of a budget of their own.
     recomputes: int = 0
+    #: Whether the task must run alone, because it was one of several when a compute process died.
     alone: bool = False
+    #: The saved state after `checkpoint_step` steps.
     checkpoint: ObjectRef | None = None
     checkpoint_step: int = 0
+    #: Largest share of the stage that an earlier attempt completed, from 0 to 1.
     reached: float = 0.0
+    #: Seconds for which earlier attempts were leased.
     leased_s: float = 0.0
+    #: Id of the request that computes the same encoder output, for which this stage waits.
     follows: str = ""
+    #: Id of the last output that was lost. No task reads it any more, but its owner may still store it.
     lost: str = ""
+    #: The last cold start of its pool.
     slept: Waking = (0.0, 0.0)
+    #: Type of the last exception that no retry rule names.
     failed_with: str = ""
+    #: Id of the worker that raised it.
     failed_on: str = ""
+    #: Id of a worker that does not get the task while another worker could run it.
     avoids: str = ""
+    #: Device seconds of lost attempts, by device.
     lost_s: dict[str, float] = {}
+    #: By attempt, the accounted attempts whose worker's last report may still arrive.
     unreported: dict[int, UnreportedAttempt] = {}
+    #: Every attempt up to this number is accounted for: billed, or lost.
     accounted: int = 0
+    #: Number of accounted attempts that began to run.
     begun: int = 0
+    #: Number of accounted attempts that ended before they began to run.
     unbegun: int = 0
+    #: Steps that the last accounted attempt computed, out of `steps`.
     step: int = 0
     steps: int = 0
 
     @property
     def sleeps(self) -> bool:
-        """Whether it still waits for a pool to wake."""
+        """Whether the stage waits for its pool, which is scaled to zero, to get workers."""
         return self.slept[0] > 0 and not self.slept[1]
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """How much a tenant may ask for: requests that are not over, and `rate` new ones in `per_s` seconds; 0 is any
-    number. The new ones may come at once; then as many come anew as time passes.
-    """
+    """Admission limits of one tenant. 0 means no limit."""
 
+    #: The most requests that are not over.
     concurrent: int = 0
+    #: The most new requests in `per_s` seconds. It is a token bucket: all of them may arrive at once.
     rate: int = 0
     per_s: int = 60
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client asked for: checked parameters of a model, and what the server found out about them."""
+    """A client's request: a model, checked parameters, and the facts derived from them."""
 
     #: "": the scheduler draws an id.
     id: str
@@ -222,9 +245,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     alias: str = ""
     #: Seconds that the leases along any chain of stages may last in all; None: any time.
     time_limit_s: float | None = None
-    #: Hash of what the results depend on beside the pools that make them; "": they are not reused.
+    #: Key in the result cache: a hash of everything beside the pools that results depend on; "": no result is reused.
     result_cache_key: str = ""
-    #: What the client may want to know of its request; "": nothing.
+    #: Advice to the client, such as words of the prompt that the model does not know; "": none.
     hint: str = ""
     #: Facts that the server derived from the parameters and the uploads.
     derived: DerivedFacts = DerivedFacts()
@@ -236,23 +259,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who sent a request."""
+    """Who sent a request: the tenant, its limits, and its idempotency key."""
 
     tenant: str = "default"
     #: With the tenant, it identifies a repeat of the same call; "": each call is a new request.
     idempotency_key: str = ""
-    #: Hash of what the client sent. With one idempotency key, it tells a repeat from another request.
+    #: Hash of the client's body. It distinguishes a repeat from another request with the same idempotency key.
     fingerprint: str = ""
     #: Whether the request is cancelled when its client disconnects.
     cancel_on_disconnect: bool = False
-    #: How much the tenant may ask for.
+    #: The tenant's admission limits.
     allowance: TenantLimits = TenantLimits()
     #: The address at which the client reached the gateway. Links in webhooks begin with it.
     base_url: str = ""
 
 
 class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a client wants a request handled, whatever it asks for."""
+    """How a request is handled, whatever it generates: priority, timeout, webhook, caching."""
 
     response_format: Literal["b64_json", "url"] = "b64_json"
     stream: bool = False
@@ -267,9 +290,11 @@ class Delivery(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WebhookDelivery(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far the call of a request's webhook has come."""
+    """The progress of delivering a request's webhook."""
 
+    #: "heard": the receiver accepted it. "given_up": no further attempt follows.
     state: Literal["waiting", "heard", "given_up"] = "waiting"
+    #: Number of attempts so far.
     attempts: int = 0
     #: The earliest time of the next attempt, in Unix seconds.
     next_at: float = 0.0
@@ -291,15 +316,15 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = 0
     #: Seconds of the queue's clock; None: it never expires.
     deadline: float | None = None
-    #: Seconds by which the deadline was moved because pools slept.
+    #: Seconds by which the deadline was moved because of cold starts of pools that were scaled to zero.
     moved: float = 0.0
-    #: Predicted seconds of compute, which admission counts.
+    #: Predicted seconds of compute. Admission control adds them up.
     cost: float = 0.0
     #: Sorts its tasks among those of their priority.
     order: float = 0.0
     #: Unix seconds.
     created_at: float = 0.0
-    #: When a worker first took one of its tasks, in Unix seconds; None: not yet.
+    #: When one of its tasks was first leased, in Unix seconds; None: not yet.
     started_at: float | None = None
     #: Unix seconds; None: it is not over.
     completed_at: float | None = None
@@ -321,101 +346,112 @@ class RequestContext(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def unheard(self) -> bool:
-        """Whether it is over, and its webhook has not heard of that yet."""
+        """Whether the request is over and its webhook is not delivered yet."""
         return self.over and bool(self.delivery.webhook) and self.webhook.state == "waiting"
 
     @property
     def spared(self) -> int:
-        """How many prefix blocks others had made, so that its own stages began behind them: see `StageSpec.goes_on`."""
-        ended = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
-        return sum(state.timings.resumed for state in ended)
+        """The number of prefix blocks that its stages took from the prefix cache (`StageSpec.goes_on`)."""
+        prefix_stages = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
+        return sum(state.timings.resumed for state in prefix_stages)
 
     @property
     def has_attachments(self) -> bool:
-        """Whether the result store has files of it beside its results: uploads, previews, fragments of a video."""
+        """Whether the result store may hold attachments of it: uploads, previews, video fragments."""
         request = self.request
         return self.video or bool(request.derived.attachments) or bool(request.params.get("preview_every"))
 
     @property
     def medium(self) -> Modality:
-        """The medium that it asks for, which its id tells."""
+        """The modality of its results. The prefix of its id encodes it."""
         return medium_of(self.id)
 
     @property
     def video(self) -> bool:
-        """Whether it asks for a video. Queues can list these alone, for /v1/videos."""
+        """Whether it generates a video. Queues can list these requests alone, for /v1/videos."""
         return self.id.startswith(VIDEO.prefix)
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One transition of a request. A queue applies all of it or nothing.
+    """One transition of a request. A queue applies all of it or nothing."""
 
-    `context` is the new state; its version is one more than that of the state it was made from. `claim` is that of the
-    worker who caused the transition, if one did: it closes this lease. `close` has the keys of further tasks, which
-    are removed from the queue or lose their lease. `push` has the tasks to queue, `events` those to publish.
-    """
-
+    #: The new state. Its version is one more than that of the state that it replaces.
     context: RequestContext
+    #: The claim of the worker that caused the transition, if one did. The commit closes its lease.
     claim: Claim | None = None
+    #: Keys of further tasks, which leave the queue or lose their lease.
     close: tuple[tuple[str, str], ...] = ()
+    #: Tasks to queue.
     push: tuple[Task, ...] = ()
+    #: Events to publish.
     events: tuple[Event, ...] = ()
 
 
 class RunningStage(msgspec.Struct, frozen=True):
-    """A leased stage. It is not part of the context: it changes without a new version.
+    """A leased stage, with its progress.
 
-    `since` is Unix seconds. `ran_s` is how long it had been leased when the record was read, in seconds for which time
-    limits count: see `TaskQueue.expired`. `timings` say what the attempt has used so far, as its worker reported last.
+    It is not part of the context: it changes without a new version.
     """
 
+    #: Name of the stage.
     stage: str
     attempt: int
+    #: Id of the worker.
     worker: str
+    #: When it was leased, in Unix seconds.
     since: float
+    #: Steps that are done, out of `steps`.
     step: int = 0
     steps: int = 0
+    #: Seconds of the lease, when the record was read, that count toward time limits: see `TaskQueue.expired`.
     ran_s: float = 0.0
+    #: Usage of the attempt so far, as its worker last reported it.
     timings: Timings = Timings()
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """A stored request: its context, its running stages, and how many tasks are ahead of its first queued one.
-
-    `number` is its place in the order of arrival: about the microsecond, since 1970, at which it came.
-    """
+    """A stored request: its context, and the parts that change without a new version."""
 
     context: RequestContext
+    #: The stages that are leased now.
     running: tuple[RunningStage, ...] = ()
+    #: Number of tasks ahead of its first queued task; None: no task is queued.
     position: int | None = None
+    #: Its place in the order of arrival: about the microsecond, since 1970, at which it arrived.
     number: int = 0
 
     @property
     def status(self) -> RequestStatus:
-        """The status to show. A queued request is in progress as soon as one of its stages runs."""
+        """The status to show.
+
+        A queued request is in progress as soon as one of its stages runs.
+        """
         return "in_progress" if self.context.status == "queued" and self.running else self.context.status
 
 
 def new_request_id(medium: Modality = IMAGE) -> str:
-    """A new id: the medium's prefix and 128 random bits."""
+    """Return a new request id: the modality's prefix and 128 random bits as hex."""
     return medium.prefix + secrets.token_hex(16)
 
 
 def request_ids(medium: Modality = IMAGE, after: str = "") -> Iterator[str]:
-    """New ids, of which any will do. Those that follow from the request `after` are the same each time."""
+    """Yield new request ids without end; the caller may use any of them.
+
+    The ids that follow from the request `after` are the same each time, so that a repeat creates no second request.
+    """
     for number in count():
         text = f"{after}/{number}" if number else after
         yield medium.prefix + blake2b(text.encode(), digest_size=16).hexdigest() if after else new_request_id(medium)
 
 
 DeviceSeconds = dict[str, float]
-"""Seconds by the name of the device."""
+"""Device seconds, by the name of the device."""
 
 
 def billed_seconds(
     context: RequestContext, running: Sequence[RunningStage] = (), wall: float = math.inf
 ) -> DeviceSeconds:
-    """Return the seconds on a request's bill, those of its `running` attempts so far included.
+    """Return the device seconds on a request's bill, those of `running` attempts included.
 
     A running attempt counts for no longer than it has run at the Unix time `wall`.
     """
@@ -424,23 +460,26 @@ def billed_seconds(
 
 
 def lost_seconds(context: RequestContext) -> DeviceSeconds:
-    """Return the seconds that lost attempts at a request have used. They cost nothing."""
-    found: DeviceSeconds = defaultdict(float)
+    """Return the device seconds of the request's lost attempts. They are not billed."""
+    totals: DeviceSeconds = defaultdict(float)
     for state in context.stages.values():
         for device, seconds in state.lost_s.items():
-            found[device] += seconds
-    return dict(found)
+            totals[device] += seconds
+    return dict(totals)
 
 
 def increase(before: Mapping[str, float], after: Mapping[str, float]) -> DeviceSeconds:
-    """Return by how much the seconds of each device have grown."""
+    """Return by how many seconds each device has grown.
+
+    Devices that have not grown are left out.
+    """
     return {name: more for name, seconds in after.items() if (more := seconds - before.get(name, 0.0)) > 0}
 
 
 def believable(timings: Timings, elapsed_s: float) -> Timings:
-    """Limit a task's share of computing to the seconds that have passed.
+    """Limit a task's reported share of computing to the seconds that have passed.
 
-    Negative seconds mean that the clock was set back. Then there is nothing to compare with.
+    A negative `elapsed_s` means that the clock was set back: then there is nothing to compare with, and no limit.
     """
     if elapsed_s < 0 or timings.share_s <= elapsed_s:
         return timings
@@ -448,15 +487,18 @@ def believable(timings: Timings, elapsed_s: float) -> Timings:
 
 
 def newest(known: Timings, reported: Timings) -> Timings:
-    """Return what was reported of an attempt last. The seconds that it has used only grow."""
-    of = reported if reported.device else known
+    """Return the last report of an attempt. The seconds that it used never decrease."""
+    device_source = reported if reported.device else known
     share_s = max(known.share_s, reported.share_s)
-    return msgspec.structs.replace(reported, share_s=share_s, device=of.device, devices=of.devices)
+    return msgspec.structs.replace(
+        reported, share_s=share_s, device=device_source.device, devices=device_source.devices
+    )
 
 
 def _sums(attempts: Iterable[Timings]) -> DeviceSeconds:
-    found: DeviceSeconds = defaultdict(float)
+    """Add up the device seconds of several attempts."""
+    totals: DeviceSeconds = defaultdict(float)
     for timings in attempts:
         if timings.device_s:
-            found[timings.device or UNKNOWN_DEVICE] += timings.device_s
-    return dict(found)
+            totals[timings.device or UNKNOWN_DEVICE] += timings.device_s
+    return dict(totals)

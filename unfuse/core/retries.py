@@ -12,35 +12,44 @@ from unfuse.core.messages import FailureKind
 
 
 class RetryRule(msgspec.Struct, frozen=True):
-    """One row of the table. `matches` decides whether it applies to an exception; `kind` is what the worker reports.
+    """One row of the retry policy: which exceptions it covers, and what follows."""
 
-    `code` is the error code of a request that fails by this rule. `errors` and `outcome` are the row's text in the
-    documentation.
-    """
-
+    #: Name of the row.
     cause: str
+    #: The exceptions, as text for the documentation.
     errors: str
+    #: What happens to the task, as text for the documentation.
     outcome: str
+    #: Error code of a request that fails by this rule.
     code: str
+    #: The kind of failure that the worker reports.
     kind: FailureKind
+    #: Whether the rule applies to an exception.
     matches: Callable[[BaseException], bool]
 
 
 def _is_a(*types: type[BaseException]) -> Callable[[BaseException], bool]:
+    """Return a rule that matches exceptions of these types."""
     return lambda error: isinstance(error, types)
 
 
 def _is_either(*rules: Callable[[BaseException], bool]) -> Callable[[BaseException], bool]:
+    """Return a rule that matches what any of these rules matches."""
     return lambda error: any(matches(error) for matches in rules)
 
 
 def _is_named(names: Iterable[str], text: str) -> Callable[[BaseException], bool]:
-    """Match exceptions by full class name, without importing the class, and RuntimeErrors by their message."""
-    wanted, pattern = frozenset(names), re.compile(text)
+    """Return a rule that matches exceptions by full class name, without importing the class.
+
+    It also matches RuntimeErrors whose message contains the regular expression `text`.
+    """
+    wanted = frozenset(names)
+    pattern = re.compile(text)
 
     def matches(error: BaseException) -> bool:
-        found = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-        return not wanted.isdisjoint(found) or (isinstance(error, RuntimeError) and bool(pattern.search(str(error))))
+        type_names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+        is_named = not wanted.isdisjoint(type_names)
+        return is_named or (isinstance(error, RuntimeError) and bool(pattern.search(str(error))))
 
     return matches
 
@@ -48,46 +57,88 @@ def _is_named(names: Iterable[str], text: str) -> Callable[[BaseException], bool
 BUDGET = "retried up to 3 times, after 0.5, 1 and 2 s, on any worker"
 
 LOST = RetryRule(
-    "object", "`ObjectLost`", "the stage that made the object runs again, up to 3 times", "object_lost", "object_lost",
-    _is_a(ObjectLost),
-)  # fmt: skip
+    cause="object",
+    errors="`ObjectLost`",
+    outcome="the stage that made the object runs again, up to 3 times",
+    code="object_lost",
+    kind="object_lost",
+    matches=_is_a(ObjectLost),
+)
 REQUEST = RetryRule(
-    "request", "`Unsuitable`, `InvalidParameter`", "not retried: the request is wrong (400)", "invalid_parameter",
-    "permanent", _is_a(Unsuitable, InvalidParameter),
-)  # fmt: skip
+    cause="request",
+    errors="`Unsuitable`, `InvalidParameter`",
+    outcome="not retried: the request is wrong (400)",
+    code="invalid_parameter",
+    kind="permanent",
+    matches=_is_a(Unsuitable, InvalidParameter),
+)
 PERMANENT = RetryRule(
-    "permanent", "`PermanentError`, `NotFound`", "not retried: it fails on every worker", "stage_failed",
-    "permanent", _is_a(PermanentError, NotFound),
-)  # fmt: skip
+    cause="permanent",
+    errors="`PermanentError`, `NotFound`",
+    outcome="not retried: it fails on every worker",
+    code="stage_failed",
+    kind="permanent",
+    matches=_is_a(PermanentError, NotFound),
+)
 MEMORY = RetryRule(
-    "memory", "`torch.OutOfMemoryError`, `MemoryError`",
-    "a batch is split until each task runs alone; a task that does not fit alone is not retried", "stage_failed",
-    "permanent",
-    _is_either(_is_a(MemoryError), _is_named(["torch.OutOfMemoryError"], r"DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_F")),
-)  # fmt: skip
+    cause="memory",
+    errors="`torch.OutOfMemoryError`, `MemoryError`",
+    outcome="a batch is split until each task runs alone; a task that does not fit alone is not retried",
+    code="stage_failed",
+    kind="permanent",
+    matches=_is_either(
+        _is_a(MemoryError), _is_named(["torch.OutOfMemoryError"], r"DefaultCPUAllocator|CUBLAS_STATUS_ALLOC_F")
+    ),
+)
 DEVICE = RetryRule(
-    "device", "`torch.AcceleratorError`, `CUDA error`, `HIP error`",
-    "the compute process is restarted, because its device context is unusable; this counts as a crash: "
-    "the task is retried once, alone", "compute_crashed", "crash",
-    _is_named(["torch.AcceleratorError"], r"CUDA error|HIP error|XPU error|device-side assert"),
-)  # fmt: skip
+    cause="device",
+    errors="`torch.AcceleratorError`, `CUDA error`, `HIP error`",
+    outcome=(
+        "the compute process is restarted, because its device context is unusable; this counts as a crash: "
+        "the task is retried once, alone"
+    ),
+    code="compute_crashed",
+    kind="crash",
+    matches=_is_named(["torch.AcceleratorError"], r"CUDA error|HIP error|XPU error|device-side assert"),
+)
 CONNECTION = RetryRule(
-    "connection", "`ConnectionError`, `TimeoutError`, `torch.distributed.DistError`", BUDGET, "stage_failed",
-    "transient",
-    _is_either(_is_a(ConnectionError, TimeoutError), _is_named(["torch.distributed.DistError"], "NCCL error")),
-)  # fmt: skip
+    cause="connection",
+    errors="`ConnectionError`, `TimeoutError`, `torch.distributed.DistError`",
+    outcome=BUDGET,
+    code="stage_failed",
+    kind="transient",
+    matches=_is_either(_is_a(ConnectionError, TimeoutError), _is_named(["torch.distributed.DistError"], "NCCL error")),
+)
 FILE = RetryRule(
-    "file", "other `OSError`, such as of a model file", BUDGET, "stage_failed", "transient", _is_a(OSError)
-)  # fmt: skip
-TRANSIENT = RetryRule("transient", "`TransientError`", BUDGET, "stage_failed", "transient", _is_a(TransientError))
+    cause="file",
+    errors="other `OSError`, such as of a model file",
+    outcome=BUDGET,
+    code="stage_failed",
+    kind="transient",
+    matches=_is_a(OSError),
+)
+TRANSIENT = RetryRule(
+    cause="transient",
+    errors="`TransientError`",
+    outcome=BUDGET,
+    code="stage_failed",
+    kind="transient",
+    matches=_is_a(TransientError),
+)
 UNKNOWN = RetryRule(
-    "unknown", "every other exception",
-    "retried once, on another worker if there is one; the request fails if the same type of exception is raised again",
-    "model_error", "transient", _is_a(BaseException),
-)  # fmt: skip
+    cause="unknown",
+    errors="every other exception",
+    outcome=(
+        "retried once, on another worker if there is one; the request fails if the same type of exception is raised "
+        "again"
+    ),
+    code="model_error",
+    kind="transient",
+    matches=_is_a(BaseException),
+)
 
 RULES = (LOST, REQUEST, PERMANENT, MEMORY, DEVICE, CONNECTION, FILE, TRANSIENT, UNKNOWN)
-"""The table. The first rule that matches an exception applies."""
+"""The retry policy. The first rule that matches an exception applies."""
 
 
 def rule_of(error: BaseException) -> RetryRule:

@@ -1,4 +1,4 @@
-"""Background tasks of a process: errors are logged and throttled, observers are called, a stop has its budget."""
+"""Background tasks of a process, throttled error logs, observers, and a shutdown budget."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ import structlog
 
 from unfuse.core.errors import UnfuseError
 
+log = structlog.get_logger(__name__)
+
 LOG_EVERY_S = 1.0  # seconds between two log lines about one cause
+PAUSE_S = 0.2  # seconds before failed work is repeated
 
 
 class LogThrottle:
-    """Lets each cause be logged once in `LOG_EVERY_S` seconds, and counts how often it occurred meanwhile.
+    """Limits the log to one line per cause in `LOG_EVERY_S` seconds.
 
-    Every cause is remembered for ever: pass texts of our own, never text that a peer sent.
+    It counts the occurrences between two lines. A cause is never forgotten: pass fixed texts, never text that a peer
+    sent, or memory grows without bound.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +35,10 @@ class LogThrottle:
         self._unlogged: Counter[str] = Counter()
 
     def count_if_due(self, cause: str) -> int:
-        """Count this occurrence. Returns how many there were since the last log line; 0: do not log now."""
+        """Count one occurrence, and return the number since the last log line.
+
+        0 means: do not log now.
+        """
         now = self._now()
         self._unlogged[cause] += 1
         if now < self._next.get(cause, now):
@@ -40,20 +47,21 @@ class LogThrottle:
         return self._unlogged.pop(cause)
 
 
-log = structlog.get_logger(__name__)
-
-
 class RepeatedErrors:
-    """Logs each cause (what failed, and the type of the error) at most once in LOG_EVERY_S seconds.
+    """Logs errors that may repeat: each cause at most once in LOG_EVERY_S seconds.
 
-    An UnfuseError is logged as its message. Any other error is a defect, and is logged with its traceback.
+    A cause is the name of the work and the type of the error. An UnfuseError is logged as its message. Any other error
+    is a defect and is logged with its traceback.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._throttle = LogThrottle(now)
 
     def log(self, what: str, error: Exception, **about: object) -> None:
-        """Log that `what` failed with this error, and how often since the last line; or only count it."""
+        """Log that `what` failed, and how often since the last line.
+
+        If it was logged just now, it is only counted. `about` has further fields of the log line.
+        """
         times = self._throttle.count_if_due(f"{what}: {type(error).__name__}")
         if times and isinstance(error, UnfuseError):
             log.warning("failed, going on", doing=what, reason=str(error), times=times, **about)
@@ -61,23 +69,23 @@ class RepeatedErrors:
             log.error("failed, going on", doing=what, exc_info=error, times=times, **about)
 
 
-PAUSE_S = 0.2  # seconds before work that has failed is repeated
-
-
 class Supervisor:
-    """Runs the background work of one owner, on one event loop, until `close`."""
+    """Runs the background tasks of one owner, on one event loop, until `close`."""
 
     def __init__(self) -> None:
         self._errors = RepeatedErrors()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def forever(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Start a task that repeats this work, and waits PAUSE_S only after it failed: `work` must pace itself."""
-        return self._begin(self.repeat(what, work))
+        """Start a task that repeats this work until `close`.
+
+        It waits PAUSE_S only after an error, so `work` must pace itself. `what` names the work in log lines.
+        """
+        return self._start_task(self.repeat(what, work))
 
     def once(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Start a task that does this work once."""
-        return self._begin(self._once(what, work))
+        """Start a task that does this work once. `what` names the work in log lines."""
+        return self._start_task(self._once(what, work))
 
     async def repeat(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
         """Repeat this work as `forever` does, in the caller's task."""
@@ -91,18 +99,21 @@ class Supervisor:
 
     @contextmanager
     def besides(self, what: str, **about: object) -> Iterator[None]:
-        """A context that logs any error raised inside and goes on. `about` is logged too."""
+        """Return a context manager that logs and suppresses any error raised inside.
+
+        `about` has further fields of the log line.
+        """
         try:
             yield
-        except Exception as error:  # also an error that nobody has foreseen
+        except Exception as error:  # unexpected errors too: one failure must not end other work
             self.log(what, error, **about)
 
     def log(self, what: str, error: Exception, **about: object) -> None:
-        """Log an error of this work, once while it repeats."""
+        """Log an error of this work, throttled as in RepeatedErrors."""
         self._errors.log(what, error, **about)
 
     async def close(self) -> None:
-        """Cancel all work, and wait until it has ended."""
+        """Cancel all background tasks and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,7 +122,7 @@ class Supervisor:
         with self.besides(what):
             await work()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -119,7 +130,10 @@ class Supervisor:
 
 
 async def first(*works: Awaitable[Any], timeout: float | None = None) -> None:
-    """Wait until one of these has ended or the timeout is over, and cancel the others. Raises its error."""
+    """Wait until one of these has ended, or until the timeout, and cancel the others.
+
+    Raises the error of one that ended. `timeout` is in seconds; None: wait without limit.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -132,46 +146,52 @@ async def first(*works: Awaitable[Any], timeout: float | None = None) -> None:
 
 
 class StopBudget:
-    """So many `seconds` from now on. Every part of a stop takes its time from what is `left`.
+    """The time budget of a shutdown.
 
-    `hurry` is set when the stop is to end at once.
+    Each part of the shutdown uses up some of the seconds that remain.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self._now = seconds, now
+        self._now = now
         self._end = now() + seconds
+        #: The whole budget.
+        self.seconds = seconds
+        #: Set when the shutdown must end at once.
         self.hurry = asyncio.Event()
 
     def left(self, reserve: float = 0.0) -> float:
-        """Seconds that are left, without a `reserve` for what comes later; 0 if there are none."""
+        """Return the seconds that remain, minus a `reserve` for later parts; at least 0."""
         return max(0.0, self._end - self._now() - reserve)
 
     async def within(self, seconds: float, work: Awaitable[object]) -> None:
-        """Do this work for at most so many seconds, and not beyond `hurry`; then it is cancelled."""
+        """Await this work until `seconds` have passed or `hurry` is set, and then cancel it."""
         await first(work, self.hurry.wait(), timeout=seconds)
 
 
 Observer = TypeVar("Observer")
-Said = ParamSpec("Said")
+Args = ParamSpec("Args")
 
 
 class Observers(Generic[Observer]):
-    """All who hear it, in the order in which they came. What fails in one costs nothing but itself."""
+    """Calls the same method of several observers, in the order in which they were added.
+
+    An error in one observer is logged, and the others are still called.
+    """
 
     def __init__(self, background: Supervisor) -> None:
         self._background = background
         self._all: list[Observer] = []
 
     def add(self, *observers: Observer) -> None:
-        """Have these hear everything from now on."""
+        """Add observers, which are called from now on."""
         self._all += observers
 
-    def tell(self, of: Callable[Concatenate[Observer, Said], None], *said: Said.args, **more: Said.kwargs) -> None:
-        """Call the method of that name in each: `observers.tell(Observer.ended, context)`."""
+    def tell(self, of: Callable[Concatenate[Observer, Args], None], *said: Args.args, **more: Args.kwargs) -> None:
+        """Call this method of each observer with these arguments: `observers.tell(Observer.ended, context)`."""
         for observer in self._all:
             try:
                 getattr(observer, of.__name__)(*said, **more)
-            except Exception as error:  # the others must hear it
+            except Exception as error:  # the other observers must still be called
                 self._background.log(f"telling {type(observer).__name__} of {of.__name__}", error)
 
 
@@ -179,10 +199,10 @@ T = TypeVar("T")
 
 
 async def in_own_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns, which may take long, as where a server elsewhere does not answer.
+    """Run blocking `work` in a new daemon thread and return its result.
 
-    A caller that is cancelled does not wait for it, and neither does the end of the process, as it would for
-    `asyncio.to_thread`.
+    If the caller is cancelled, it does not wait for the thread. Neither does the end of the process, unlike with
+    `asyncio.to_thread`. `work` may therefore block for long, as when a remote server does not answer.
     """
     future: Future[T] = Future()
     context = contextvars.copy_context()

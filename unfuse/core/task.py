@@ -1,4 +1,4 @@
-"""Tasks, which queues hold, and leases, which are timed claims on them."""
+"""Tasks, which queues store; leases on them; and the bounds of recorded output."""
 
 from __future__ import annotations
 
@@ -22,46 +22,55 @@ TASK_MOVES: dict[str, frozenset[str]] = {
     "done": frozenset({"queued", "waiting"}),
     "cancelled": frozenset(),
 }
-"""Legal moves of one stage of one request. A stage leaves `done` only when its output was lost, and goes from `waiting`
-to `done` when the encoder cache has its output. It returns to `waiting` when an input was lost. `announced` is a leased
-stage whose output is read while it is written."""
+"""Legal transitions of one stage of one request: old status → new statuses.
 
-SLOTS, ARENA = "slots", "arena"  # what every task needs: a slot of a worker, and bytes of its arena for the output
+A stage leaves `done` only when its output was lost, and goes from `waiting` to `done` when the encoder cache has its
+output. It returns to `waiting` when an input was lost. `announced` is a leased stage whose output is read while it is
+written."""
+
+SLOTS, ARENA = "slots", "arena"
+"""The resources that every task needs: one slot of a worker, and bytes of its arena for the output."""
 
 CACHED = "cache:"
 
 
 def cached_as(key: str, id: str) -> str:
-    """The name of the hold that keeps object `id` for the encoder cache under `key`."""
+    """Return the name under which the encoder cache retains object `id` for `key`."""
     return f"{CACHED}{key}:{id}"
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One attempt at a planned stage of a request, with a read-only view of what it needs.
+    """One attempt at a planned stage of a request, as a queue stores it."""
 
-    `params` are the request's with those of the stage, `derived` is what the server found out about the request.
-    `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
-    seconds of the queue's clock. Two preferences: `near` is the node that holds most bytes of its inputs; tasks of
-    equal `affinity` can share a forward, or an adapter. A task to run `alone` must not run beside another in one
-    compute process, because several ran when one died. Of a task that is one of `several`, other stages make the same
-    of something else, and whoever reads one reads all. It is not leased to the worker in `avoids` ("": to any).
-    """
-
+    #: Id of the request.
     request: str
     planned: PlannedStage
     attempt: int
+    #: Name of the model.
     model: str
+    #: The request's parameters, overridden by the stage's own.
     params: Params
+    #: Outputs of the stages that this one reads.
     inputs: tuple[ObjectRef, ...] = ()
+    #: Higher runs sooner.
     priority: int = 0
+    #: Computed once, when the task is queued. Queues sort by (−priority, order, arrival).
     order: float = 0.0
+    #: Earliest start, in seconds of the queue's clock.
     not_before: float = 0.0
+    #: Seconds of the queue's clock; None: it never expires.
     deadline: float | None = None
+    #: The node that stores most bytes of the inputs. A worker on it is preferred.
     near: str = ""
+    #: Tasks of equal affinity can share a forward or an adapter. A worker that runs one prefers the others.
     affinity: str = ""
+    #: Whether no other task may run in the same compute process, because several ran when one died.
     alone: bool = False
+    #: Whether the plan has more stages of this kind, such as one for each picture. Their reader reads all outputs.
     several: bool = False
+    #: Id of a worker that does not get the task while another one could run it; "": any worker may.
     avoids: str = ""
+    #: Facts that the server derived from the request.
     derived: DerivedFacts = DerivedFacts()
 
     @property
@@ -71,21 +80,27 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The request and the stage: they identify a task over all its attempts."""
+        """The request and the stage, which identify a task over all its attempts."""
         return self.request, self.stage
 
     @property
     def resources(self) -> dict[str, int]:
-        """How much it takes of each resource, by name."""
+        """How much it needs of each resource, by name."""
         return {**self.planned.needs, SLOTS: 1, ARENA: self.planned.room}
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What a worker shows to report on a task. The attempt orders; the token, 128 random bits, proves the claim."""
+    """A worker's proof that a task is leased to it.
 
+    Every report on the task carries one.
+    """
+
+    #: Id of the request.
     request: str
     stage: str
+    #: Number of the attempt. A higher number supersedes all lower ones.
     attempt: int
+    #: The lease token: 128 random bits.
     token: bytes
 
     @property
@@ -95,61 +110,67 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A timed claim on a task. `expires` is seconds of the queue's clock.
-
-    If an earlier attempt left a `checkpoint` that can be read, the worker resumes from it. Of what the stage makes, so
-    many pieces are `appended` already: they stay, and the worker goes on behind them. `prefix` is what others have made
-    of the first of the task's `prefixes`, as far as it can be read: it need not be made again.
-    """
+    """A timed claim of one worker on a task."""
 
     task: Task
+    #: Id of the worker.
     worker: str
+    #: The lease token: 128 random bits.
     token: bytes
+    #: Seconds of the queue's clock.
     expires: float
+    #: The checkpoint of an earlier attempt, to resume from, if one can be read.
     checkpoint: ObjectRef | None = None
+    #: Number of output chunks that earlier attempts recorded. They stay, and the worker continues after them.
     appended: int = 0
+    #: The first prefix blocks of the task, from the prefix cache. The worker need not compute them again.
     prefix: tuple[ObjectRef, ...] = ()
 
     @property
     def reads(self) -> tuple[ObjectRef, ...]:
-        """The objects that the worker reads: the task's inputs, the prefix, and the checkpoint if there is one."""
-        saved = () if self.checkpoint is None else (self.checkpoint,)
-        return (*self.task.inputs, *self.prefix, *saved)
+        """The objects that the worker reads: the task's inputs, the prefix blocks and the checkpoint."""
+        checkpoints = () if self.checkpoint is None else (self.checkpoint,)
+        return (*self.task.inputs, *self.prefix, *checkpoints)
 
     @property
     def claim(self) -> Claim:
-        """What the worker that holds the lease shows."""
+        """The claim with which the worker reports on the task."""
         return Claim(self.task.request, self.task.stage, self.task.attempt, self.token)
 
 
-PIECE_BYTES = 8192  # the most bytes of a piece
-MOST_PIECES = 1 << 20  # the most pieces of a stage
-PIECES_AT_ONCE = 512  # the most pieces in one call, and in one answer: all of them fit into a message
+PIECE_BYTES = 8192  # the most bytes of an output chunk
+MOST_PIECES = 1 << 20  # the most output chunks of a stage
+PIECES_AT_ONCE = 512  # the most output chunks in one call, and in one answer, so that they fit into a message
 
 
 class OutputDeltas(msgspec.Struct, frozen=True, tag=True):
-    """Pieces of what the task under a claim makes, from number `offset` on; the first of all is number 0."""
+    """New output chunks of a running task, such as packed token deltas."""
 
     claim: Claim
+    #: Number of the first of these chunks, counted from 0 over the whole stage.
     offset: int
     pieces: tuple[bytes, ...]
 
 
 def check_growth(grown: Sequence[OutputDeltas]) -> None:
-    """Raise ProtocolError for what no queue records in one call: see the bounds above. A task is in it once."""
-    if sum(len(one.pieces) for one in grown) > PIECES_AT_ONCE:
+    """Raise ProtocolError for too many or too large output chunks in one call.
+
+    The bounds are above. A task may be in a call only once.
+    """
+    if sum(len(deltas.pieces) for deltas in grown) > PIECES_AT_ONCE:
         raise ProtocolError(f"more than {PIECES_AT_ONCE} pieces at once")
-    if len({one.claim.key for one in grown}) < len(grown):
+    if len({deltas.claim.key for deltas in grown}) < len(grown):
         raise ProtocolError("two parts of one task at once")
-    for one in grown:
-        if not 0 <= one.offset <= MOST_PIECES - len(one.pieces):
-            raise ProtocolError(f"pieces from number {one.offset} on: a stage has up to {MOST_PIECES}")
-        if (size := max(map(len, one.pieces), default=0)) > PIECE_BYTES:
+
+    for deltas in grown:
+        if not 0 <= deltas.offset <= MOST_PIECES - len(deltas.pieces):
+            raise ProtocolError(f"pieces from number {deltas.offset} on: a stage has up to {MOST_PIECES}")
+        if (size := max(map(len, deltas.pieces), default=0)) > PIECE_BYTES:
             raise ProtocolError(f"a piece of {size} bytes: up to {PIECE_BYTES} are recorded")
 
 
 def check_gap(grown: OutputDeltas, recorded: int) -> None:
-    """Raise ProtocolError if pieces are missing between the `recorded` ones and these."""
+    """Raise ProtocolError if chunks are missing between the `recorded` ones and these."""
     if grown.offset > recorded:
         stage = f"{grown.claim.stage} of {grown.claim.request}"
         raise ProtocolError(f"pieces of {stage} from number {grown.offset} on, but only {recorded} are recorded")

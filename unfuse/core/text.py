@@ -1,4 +1,4 @@
-"""Texts: what decoding adds to one, how an answer is parsed, and what a process has of them."""
+"""Texts: packed token ids, digests of prompt prefixes, token deltas, and the formats of answers."""
 
 from __future__ import annotations
 
@@ -11,43 +11,52 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-CHUNK = 256  # Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it.
-MOST_SHARED = 256  # how many chunks of a prompt may be found by others
+CHUNK = 256
+"""Chunked prefill: the most tokens that a sequence adds in one step while it is built, or rebuilt after a retraction.
+
+Chunks end at multiples of it. One chunk is one prefix block.
+"""
+
+MOST_SHARED = 256  # the most prefix blocks of one text that other requests may reuse
 
 
 def packed(ids: Sequence[int]) -> bytes:
-    """Ids as 32-bit numbers, least byte first."""
+    """Return token ids as 32-bit numbers, least significant byte first."""
     return array("I", ids).tobytes()
 
 
 def unpacked(data: bytes) -> list[int]:
-    """The ids in what `packed` made."""
+    """Return the token ids in the bytes that `packed` returned."""
     return array("I", data).tolist()
 
 
 def beginnings(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tuple[str, ...]:
-    """A digest of each beginning of a prompt that ends with a chunk, the shortest first.
+    """Return the digests for prefix caching: one per prefix of whole chunks, shortest first.
 
-    Equal ones are of equal tokens, and equal in what is `shown` there: (place of its first token, what it is), in
-    order. The last token is in none: its keys and values are those that decoding begins with.
+    Equal digests mean equal tokens, and equal pictures and videos. `shown` has these as (place of the first token,
+    identity), in order. The last token belongs to no prefix, because decoding starts with its keys and values.
     """
-    found, digest, left = list[str](), b"", deque(shown)
+    digests: list[str] = []
+    digest = b""
+    remaining = deque(shown)
     for start in range(0, min(len(ids) - CHUNK, MOST_SHARED * CHUNK), CHUNK):
-        while left and left[0][0] < start + CHUNK:
-            digest = blake2b(digest + left.popleft()[1].encode(), digest_size=16).digest()
+        while remaining and remaining[0][0] < start + CHUNK:
+            digest = blake2b(digest + remaining.popleft()[1].encode(), digest_size=16).digest()
         digest = blake2b(digest + packed(ids[start : start + CHUNK]), digest_size=16).digest()
-        found.append(digest.hex())
-    return tuple(found)
+        digests.append(digest.hex())
+    return tuple(digests)
 
 
 class TextStats(msgspec.Struct, frozen=True):
-    """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, prompts
-    that it computes those of, and texts that wait for their grammar.
-    """
+    """The paged KV cache and the waiting texts of one process."""
 
+    #: KV blocks that sequences use.
     used: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    #: Free KV blocks.
     free: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    #: Prompts in prefill.
     prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    #: Texts that wait for their grammar.
     grammars: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
 
     def __add__(self, other: TextStats) -> TextStats:
@@ -56,28 +65,31 @@ class TextStats(msgspec.Struct, frozen=True):
 
 
 class TokenBytes(msgspec.Struct, frozen=True, array_like=True):
-    """The bytes of a token, and of the `top` tokens in their order.
+    """The bytes of a token and of its alternatives."""
 
-    The bytes may be a part of a character. `certain` counts the answer's first tokens whose text is final: it was sent,
-    and no stop string can remove it.
-    """
-
+    #: May be an incomplete character.
     data: bytes
+    #: Bytes of the most likely tokens, in the order of `TokenDelta.top`.
     top: tuple[bytes, ...]
+    #: Number of the answer's first tokens whose text is final: it was sent, and no stop string can remove it.
     certain: int
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """A token that was drawn, and the text that became certain with it: none while a character is incomplete.
+    """One sampled token, and the text that became final with it.
 
-    `logprob` is the natural logarithm of its probability; `top` has (id, name, logprob) of the most likely tokens, the
-    likeliest first; `own` has the bytes of all these. All three are there only if they were asked for.
+    `logprob`, `top` and `own` are set only if the client asked for log probabilities.
     """
 
+    #: Id of the token.
     id: int
+    #: Empty while a character is incomplete, or while a stop string may remove it.
     text: str = ""
+    #: Natural logarithm of the token's probability.
     logprob: float | None = None
+    #: The most likely tokens as (id, name, logprob), the likeliest first.
     top: tuple[tuple[int, str, float], ...] = ()
+    #: The bytes of the token and of those in `top`.
     own: TokenBytes | None = None
 
 
@@ -87,14 +99,14 @@ def token_name(data: bytes) -> str:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A whole answer: its text, why it ended ("stop" or "length"), and its tokens.
-
-    `stop_reason` is the stop string, or the id in `stop_token_ids`, that ended it.
-    """
+    """A whole answer."""
 
     text: str
+    #: Why it ended: "stop" or "length".
     finish_reason: str
+    #: Its tokens.
     pieces: list[TokenDelta]
+    #: The stop string, or the id in `stop_token_ids`, that ended it.
     stop_reason: str | int | None = None
 
 
@@ -106,20 +118,21 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 
 class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One tool-call format. The first group of fields is for parsing, the second for grammars that enforce a call.
+    """One tool-call format.
 
-    A call begins after one of the marks `starts`. A line that begins with one of the characters in `bare` may also be
-    a call. `ends` are marks that may follow a call and are not part of the content. `inner` are marks within a call.
-
-    A grammar writes `open`, then calls separated by `between`, then `close`. A call is `head` with NAME replaced, the
-    arguments as JSON, then `tail`. If `written` is set, grammars use that format instead.
+    The first group of fields is for parsing, the second for grammars that enforce a call. A grammar writes `open`, then
+    calls separated by `between`, then `close`. A call is `head` with NAME replaced, the arguments as JSON, then `tail`.
     """
 
     name: str
     syntax: Syntax
+    #: Marks after which a call begins.
     starts: tuple[str, ...] = ()
+    #: Marks that may follow a call and are not part of the content.
     ends: tuple[str, ...] = ()
+    #: A line that begins with one of these characters may also be a call.
     bare: str = ""
+    #: Marks within a call.
     inner: tuple[str, ...] = ()
 
     open: str = ""
@@ -127,6 +140,7 @@ class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     tail: str = "}"
     between: str = ""
     close: str = ""
+    #: The format that grammars write instead of this one; None: they write this one.
     written: CallFormat | None = None
 
     @property
@@ -141,34 +155,42 @@ class CallFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The marks around reasoning. `name` is that of vLLM's parser. `always`: reasoning may start without `begin`."""
+    """The marks around the reasoning of an answer."""
 
+    #: Name of vLLM's reasoning parser.
     name: str
     begin: str = "<think>"
     end: str = "</think>"
+    #: Whether reasoning may start without `begin`.
     always: bool = False
 
 
 class AnswerParsing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to parse an answer.
+    """How an answer is parsed into content, tool calls and reasoning."""
 
-    `calls` and `reasoning` are formats (None: not parsed). `functions` maps each offered function to the types of its
-    parameters by name. `several` and `forced` are as in CallReader. `opened`: the prompt ends within reasoning.
-    `reasoned`: it has reasoning of this turn, which is over. With `hidden`, reasoning is not sent to clients.
-    """
-
+    #: None: tool calls are not parsed.
     calls: CallFormat | None = None
+    #: Each offered function, with the types of its parameters by name.
     functions: dict[str, dict[str, str]] = {}
+    #: As in CallReader.
     several: bool = True
+    #: As in CallReader.
     forced: bool = False
+    #: None: reasoning is not parsed.
     reasoning: ReasoningFormat | None = None
+    #: Whether the prompt ends within reasoning.
     opened: bool = False
+    #: Whether reasoning is kept from clients.
     hidden: bool = False
+    #: Whether the prompt has reasoning of this turn, which has ended.
     reasoned: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that may be special tokens of the model. They must be kept in the text, so that it can be parsed."""
+        """Marks that may be special tokens of the model.
+
+        Detokenizing must not drop them, since the parser needs them.
+        """
         calls = self.calls.marks if self.calls else ()
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return (*calls, *reasoning)

@@ -1,4 +1,4 @@
-"""The medium of text: what can be asked of a language model, in OpenAI's names, and JSON schemas."""
+"""The text modality: the parameters of language models, with OpenAI's names, and JSON schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unfuse.core.parameters import (
     text,
 )
 
-UNBOUNDED = -1  # as many tokens as fit
+UNBOUNDED = -1  # max_tokens: as many tokens as fit
 
 MAX_EFFORT = 64  # characters of a reasoning_effort
 
@@ -44,7 +44,7 @@ TEMPLATE = (
 """Parameters that control how messages become a prompt, with vLLM's names."""
 
 OWN = ("messages", "tools", "chat_template", "tokenize", "continue_final_message", "documents")
-"""Template variables that have another source, so chat_template_kwargs cannot set them."""
+"""Template variables that the server sets, so chat_template_kwargs cannot set them."""
 
 IGNORED = (
     "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -75,7 +75,7 @@ def check_stream_options(value: object, *, stream: bool) -> None:
     if not stream:
         message = "stream_options are only allowed when stream is true: set stream to true, or leave them out"
         raise InvalidParameter(message, "stream_options")
-    if not isinstance(value, dict) or not all(isinstance(one, bool | None) for one in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(option, bool | None) for option in value.values()):
         example = '{"include_usage": true}'
         message = f"stream_options must be an object of booleans, such as {example}, not {printable(value)}"
         raise InvalidParameter(message, "stream_options")
@@ -83,32 +83,39 @@ def check_stream_options(value: object, *, stream: bool) -> None:
 
 def template_kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat template's variables beside messages and tools. Raises InvalidParameter."""
-    read: Params = {one.name: one.read(fields[one.name], None) for one in TEMPLATE if fields.get(one.name) is not None}
-    own: Any = read.get("chat_template_kwargs", {})
-    if not isinstance(own, dict):
+    read: Params = {
+        parameter.name: parameter.read(fields[parameter.name], None)
+        for parameter in TEMPLATE
+        if fields.get(parameter.name) is not None
+    }
+    kwargs: Any = read.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
         example = '{"enable_thinking": false}'
-        message = f"chat_template_kwargs must be an object, such as {example}, not {printable(own)}"
+        message = f"chat_template_kwargs must be an object, such as {example}, not {printable(kwargs)}"
         raise InvalidParameter(message, "chat_template_kwargs")
-    if taken := sorted(own.keys() & {*OWN}):
-        raise InvalidParameter(f"chat_template_kwargs cannot set {taken[0]}: leave it out", "chat_template_kwargs")
-    goes_on, opens = bool(read.get("continue_final_message")), read.get("add_generation_prompt")
-    if goes_on and (opens or own.get("add_generation_prompt")):
+    if reserved := sorted(kwargs.keys() & {*OWN}):
+        raise InvalidParameter(f"chat_template_kwargs cannot set {reserved[0]}: leave it out", "chat_template_kwargs")
+
+    continues = bool(read.get("continue_final_message"))
+    opens = read.get("add_generation_prompt")
+    if continues and (opens or kwargs.get("add_generation_prompt")):
         message = "continue_final_message and add_generation_prompt cannot both be true: leave one of them out"
         raise InvalidParameter(message, "continue_final_message")
+
     passed = ("enable_thinking", "reasoning_effort", "add_generation_prompt")
-    said = {name: read[name] for name in passed if name in read} | own
-    return said | ({"continue_final_message": True} if goes_on else {})
+    variables = {name: read[name] for name in passed if name in read} | kwargs
+    return variables | ({"continue_final_message": True} if continues else {})
 
 
 MAX_STOPS, MAX_STOP = 64, 1000  # the most stop strings, and characters of one
-
-MAX_BIASES, MAX_STOP_IDS, MAX_BAD_WORDS = 1024, 256, 256
-
+MAX_BIASES = 1024
+MAX_STOP_IDS = 256
+MAX_BAD_WORDS = 256
 MAX_ASKED = (1 << 31) - 1  # the largest accepted number of tokens, above any context length
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """What the model's tokenizer makes of the fields of a chat."""
+    """A chat's fields as the model's tokenizer encodes them."""
 
     #: Number of tokens of the messages, as the chat template writes them.
     count: int
@@ -119,34 +126,45 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
 
 class TextLimits(msgspec.Struct, frozen=True):
-    """What a language model can be asked for: tokens of messages and answer together, ids of its `vocabulary`."""
+    """Limits of a language model."""
 
+    #: Maximum context length: tokens of messages and answer together.
     max_tokens: int
+    #: Number of token ids.
     vocabulary: int
+    #: The most answers of one request.
     max_n: int = 128
+    #: Characters of the messages.
     max_prompt_chars: int = 4_000_000
 
 
-def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any], tokens: PromptTokens) -> Params:
+def _complete(limits: TextLimits, params: Params, read: Mapping[str, Any], tokens: PromptTokens) -> Params:
+    """Return the further parameters of a chat (`Modality.settle`)."""
     check_modalities(read.get("modalities", ["text"]))
-    most = _most(limits, params, read, tokens.count)
+    most = _max_tokens(limits, params, read, tokens.count)
     if read.get("top_logprobs") and not read.get("logprobs"):
         raise InvalidParameter("top_logprobs says how many logprobs: send logprobs as true too", "top_logprobs")
     if "stream_options" in read:
         check_stream_options(read["stream_options"], stream=bool(read.get("stream")))
-    settled: Params = {"max_tokens": most}
-    settled["stop"] = json.dumps(_stops(read.get("stop", [])))
-    settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
-    settled["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
-    return settled | _ending(limits, read, most, tokens)
+
+    completed: Params = {"max_tokens": most}
+    completed["stop"] = json.dumps(_stops(read.get("stop", [])))
+    completed["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
+    completed["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
+    return completed | _stop_conditions(limits, read, most, tokens)
 
 
-def _most(limits: TextLimits, params: Params, read: Mapping[str, Any], prompt: int) -> int:
-    """Return the most tokens that the answer may have. Raises ContextLengthExceeded if they do not fit."""
+def _max_tokens(limits: TextLimits, params: Params, read: Mapping[str, Any], prompt: int) -> int:
+    """Return the most tokens of the answer, for a prompt of `prompt` tokens.
+
+    Raises ContextLengthExceeded if they do not fit.
+    """
     window = limits.max_tokens
-    asked, room = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED)), window - prompt
+    asked = read.get("max_completion_tokens", read.get("max_tokens", UNBOUNDED))
+    room = window - prompt
     if asked == 0:
         raise InvalidParameter("max_tokens must be at least 1, or -1 for as many as fit", "max_tokens")
+
     is_window = f"This model's maximum context length is {window} tokens."
     if room < 1:
         however = f"However, your messages resulted in {prompt} tokens, and the answer needs at least one."
@@ -157,17 +175,22 @@ def _most(limits: TextLimits, params: Params, read: Mapping[str, Any], prompt: i
         )
         advice = f"Please reduce the length of the messages, or ask for at most {room} tokens."
         raise ContextLengthExceeded(f"{is_window} {however}. {advice}", "messages")
+
     usual = params.get("max_tokens")
     return int(asked if asked != UNBOUNDED else min(room, usual if isinstance(usual, int) else room))
 
 
-def _ending(limits: TextLimits, read: Mapping[str, Any], most: int, tokens: PromptTokens) -> Params:
-    """Return the further parameters that decide where an answer ends and which texts it must not contain."""
-    settled: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
+def _stop_conditions(limits: TextLimits, read: Mapping[str, Any], most: int, tokens: PromptTokens) -> Params:
+    """Return the further parameters that decide where an answer ends.
+
+    They also have the texts that it must not contain.
+    """
+    params: Params = {name: True for name in ("ignore_eos", "include_stop_str_in_output") if read.get(name)}
     if least := read.get("min_tokens", 0):
         if least > most:
             raise InvalidParameter(f"min_tokens {least} must be at most the {most} tokens of the answer", "min_tokens")
-        settled["min_tokens"] = least
+        params["min_tokens"] = least
+
     stop_ids = [*tokens.special_stops]
     if "stop_token_ids" in read:
         ids = read["stop_token_ids"]
@@ -176,12 +199,13 @@ def _ending(limits: TextLimits, read: Mapping[str, Any], most: int, tokens: Prom
             raise InvalidParameter(message, "stop_token_ids")
         stop_ids += [integer("stop_token_ids", id, 0, limits.vocabulary - 1) for id in ids]
     if stop_ids:
-        settled["stop_token_ids"] = json.dumps(stop_ids)
+        params["stop_token_ids"] = json.dumps(stop_ids)
+
     if read.get("skip_special_tokens") is False:
-        settled["skip_special_tokens"] = False
+        params["skip_special_tokens"] = False
     if tokens.bad_words:
-        settled["bad_words"] = json.dumps(tokens.bad_words)
-    return settled
+        params["bad_words"] = json.dumps(tokens.bad_words)
+    return params
 
 
 def read_bad_words(value: object) -> list[str]:
@@ -192,6 +216,7 @@ def read_bad_words(value: object) -> list[str]:
 
 
 def _stops(value: object) -> list[str]:
+    """Return the checked stop strings."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise InvalidParameter(f"stop must be a text, or a list of at most {MAX_STOPS}", "stop")
@@ -199,6 +224,7 @@ def _stops(value: object) -> list[str]:
 
 
 def _biases(value: object, vocabulary: int) -> dict[int, float]:
+    """Return the checked `logit_bias`: numbers by token id."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise InvalidParameter(f"logit_bias must be an object of at most {MAX_BIASES} numbers by token", "logit_bias")
     return {
@@ -209,7 +235,7 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
 
 TEXT = Modality(
     "text", plural="texts", prefix="chatcmpl-", sign="max_tokens", least=1, limits=TextLimits,
-    settle=_settle,
+    settle=_complete,
     parameters=(
         Parameter("messages", "any", use="request", required=True, flag=None,
             description="what was said so far, as objects of role and content"),
@@ -299,13 +325,17 @@ UNSURE = {
 TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
+# keywords whose value has further schemas: by name, as one schema, or in a list
 BY_NAME = ("properties", "$defs", "definitions")
 BELOW = ("items", "additionalProperties", "additionalItems")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
 
 def strict_in(about: Mapping[Any, Any], param: str) -> bool:
-    """Return the field `strict` of an object, by default false. Raises InvalidParameter."""
+    """Return the field `strict` of an object; False if it is missing. Raises InvalidParameter.
+
+    `param` is the name of the object, for the error.
+    """
     strict = about.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{param}: strict must be true or false, not {printable(strict)}", param)
@@ -313,7 +343,7 @@ def strict_in(about: Mapping[Any, Any], param: str) -> bool:
 
 
 def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False) -> str:
-    """Return a JSON schema with llguidance's options.
+    """Return a JSON schema as text, with llguidance's options.
 
     Unless it is `strict`, keywords that llguidance does not support are ignored. With `relaxed`, the keywords in UNSURE
     are removed as well, if it is not strict. Raises InvalidParameter, naming `param`.
@@ -324,40 +354,48 @@ def schema_text(schema: object, strict: bool, param: str, relaxed: bool = False)
         raise InvalidParameter(f"{param}: a JSON schema must be an object, not {printable(schema)}", param)
     lenient = not strict
     try:
-        kept: dict[str, Any] = _relaxed(schema) if lenient and relaxed else schema
-        return json.dumps(kept | {"x-guidance": {**GUIDANCE, "lenient": lenient, "coerce_one_of": lenient}})
+        supported: dict[str, Any] = _relaxed(schema) if lenient and relaxed else schema
+        return json.dumps(supported | {"x-guidance": {**GUIDANCE, "lenient": lenient, "coerce_one_of": lenient}})
     except RecursionError as error:
         raise InvalidParameter(f"{param}: the JSON schema is nested too deeply", param) from error
 
 
 def _relaxed(schema: Any) -> Any:
-    """Return the schema without the keywords in UNSURE, nulls, unknown types and references to other documents."""
+    """Return the schema without the parts that llguidance may be unable to enforce.
+
+    These are the keywords in UNSURE, nulls, unknown types and references to other documents.
+    """
     if not isinstance(schema, dict):
         return schema
     if not str(schema.get("$ref", "#")).startswith("#"):
         return {}
-    found = {key: value for key, value in schema.items() if key not in UNSURE and (value is not None or key == "const")}
-    if "type" in found:
-        types = _known_types(found.pop("type"))
-        found |= {"type": types} if types else {}
-    for key in found.keys() & set(BY_NAME):
-        if isinstance(found[key], dict):
-            found[key] = {name: _relaxed(one) for name, one in found[key].items()}
-    for key in found.keys() & {*BELOW, *LISTS}:
-        value = found[key]
-        found[key] = [_relaxed(one) for one in value] if isinstance(value, list) else _relaxed(value)
-    return found
+    relaxed = {
+        key: value for key, value in schema.items() if key not in UNSURE and (value is not None or key == "const")
+    }
+    if "type" in relaxed:
+        types = _known_types(relaxed.pop("type"))
+        relaxed |= {"type": types} if types else {}
+    for key in relaxed.keys() & set(BY_NAME):
+        if isinstance(relaxed[key], dict):
+            relaxed[key] = {name: _relaxed(inner) for name, inner in relaxed[key].items()}
+    for key in relaxed.keys() & {*BELOW, *LISTS}:
+        value = relaxed[key]
+        relaxed[key] = [_relaxed(inner) for inner in value] if isinstance(value, list) else _relaxed(value)
+    return relaxed
 
 
-def _known_types(said: object) -> str | list[str]:
-    """Return the type or types of a schema in lower case; empty if one of them is unknown."""
-    types = [str(one).lower() for one in (said if isinstance(said, list) else [said])]
+def _known_types(value: object) -> str | list[str]:
+    """Return a schema's type or types in lower case; empty if one is unknown."""
+    types = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     known = types if {*types} <= {*TYPES} else []
-    return known if isinstance(said, list) or not known else known[0]
+    return known if isinstance(value, list) or not known else known[0]
 
 
 def types_of(schema: object) -> dict[str, str]:
-    """Return the type of each property of an object schema, several separated by |; "" if it gives none."""
+    """Return the type of each property of an object schema.
+
+    Several types are joined by "|". A property without a type has "".
+    """
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return {}
@@ -365,13 +403,14 @@ def types_of(schema: object) -> dict[str, str]:
 
 
 def _types(schema: object, depth: int = 4) -> set[str]:
+    """Return the types that a schema allows, down to `depth` levels of anyOf and oneOf."""
     if not isinstance(schema, dict) or depth == 0:
         return set()
-    said = schema.get("type")
-    found = {one for one in TYPES if one in (said if isinstance(said, list) else [said])}
-    if isinstance(values := schema.get("enum"), list) and not found:
-        found |= {"string"} if all(isinstance(value, str) for value in values) else set()
+    named = schema.get("type")
+    types = {name for name in TYPES if name in (named if isinstance(named, list) else [named])}
+    if isinstance(values := schema.get("enum"), list) and not types:
+        types |= {"string"} if all(isinstance(value, str) for value in values) else set()
     for key in ("anyOf", "oneOf"):
-        if isinstance(several := schema.get(key), list):
-            found |= set().union(*(_types(one, depth - 1) for one in several))
-    return found
+        if isinstance(alternatives := schema.get(key), list):
+            types |= set().union(*(_types(alternative, depth - 1) for alternative in alternatives))
+    return types

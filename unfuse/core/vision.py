@@ -1,4 +1,4 @@
-"""How a language model is shown pictures and videos: how many tokens each is, and where these stand."""
+"""How a language model sees pictures and videos: their tokens and places in the prompt."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import msgspec
 
 from unfuse.core.errors import InvalidParameter, PermanentError
 
-MAX_RATIO = 200  # the longer side of what is shown, in shorter ones, may be at most this
+MAX_RATIO = 200  # the longer side of a picture may be at most this many times the shorter one
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 
 
 class PixelBounds(msgspec.Struct, frozen=True):
-    """The fewest and most pixels to which a picture, or all frames of a video, are resized."""
+    """The range of a number, usually of pixels after resizing."""
 
     least: int
     most: int
 
 
 class Grid(NamedTuple):
-    """Groups of frames, and rows and columns of patches in each."""
+    """The patches of a picture or video: groups of frames, rows and columns."""
 
     frames: int
     rows: int
@@ -31,84 +31,109 @@ class Grid(NamedTuple):
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """A picture or a video of a prompt: its name, by content, and its grid of patches, which are so many `tokens`.
+    """A picture or a video in a prompt, with its grid of patches."""
 
-    `images` of a video are its frames, of which `frames` groups are made; 0: it is a picture. They are `picked` of
-    those of a file, or all of a list of pictures, which has none (""). A group lasts for so many `seconds`.
-    """
-
+    #: Hash of the content.
     shown: str
+    #: Name of its attachment.
     upload: str
+    #: Groups of frames of its grid; 1 for a picture.
     frames: Count
+    #: Rows of patches.
     rows: Count
+    #: Columns of patches.
     columns: Count
+    #: Number of tokens in the prompt.
     tokens: Count
+    #: Number of frames of a video; 0: it is a picture.
     images: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 0
+    #: Numbers of the frames that are sampled from a video file, joined by commas; "": all pictures are used.
     picked: str = ""
+    #: Duration of a group of frames, in seconds.
     seconds: float = 0.0
 
 
 class TokenRun(NamedTuple):
-    """Tokens of a prompt that stand in a row for a picture, or for all or one of the groups of a video.
+    """Consecutive tokens of a prompt that stand for one picture or video.
 
-    They begin at place `start`, and are those of `shown` from number `first` on.
+    For a `timed` video, a run stands for one group of its frames.
     """
 
+    #: Place of the first token in the prompt.
     start: int
     shown: MediaItem
+    #: Number of that token among the tokens of `shown`.
     first: int
+    #: The grid of this run.
     grid: Grid
 
 
 class VisionConfig(msgspec.Struct, frozen=True):
-    """What a language model makes of what it is shown. Lengths are pixels, tokens their ids.
+    """How a language model turns pictures and videos into tokens."""
 
-    Patches have sides of `patch`, and `merge` by `merge` of them are a token; a video has `group` frames in one. A
-    `picture` and a `video` have a token that stands for each of theirs, between `begin` and `end`. Groups of a `timed`
-    video follow texts that say when they are, each between tokens of its own; else positions go on by `pace` a second.
-    Of a video `rate` frames a second are shown, `images.least` to `images.most` in all.
-    """
-
+    #: Id of the token that stands for each token of a picture.
     picture: int
+    #: Id of the token that stands for each token of a video.
     video: int
+    #: Id of the token before a picture or video.
     begin: int
+    #: Id of the token after a picture or video.
     end: int
+    #: Side of a patch, in pixels.
     patch: int
+    #: `merge` by `merge` patches are one token.
     merge: int
+    #: Number of video frames in one group.
     group: int
+    #: Pixels to which pictures are resized.
     pictures: PixelBounds
+    #: Pixels to which videos are resized: of all frames if `timed`, else of each frame.
     videos: PixelBounds
+    #: The fewest and the most frames of a video.
     images: PixelBounds = PixelBounds(4, 768)
+    #: Frames that are sampled from one second of a video.
     rate: float = 2.0
+    #: Whether each group of frames follows a text with its time, and has begin and end tokens of its own.
     timed: bool = False
+    #: Without `timed`: how much the position grows per second of a video.
     pace: float = 1.0
 
     def picture_grid(self, width: int, height: int) -> Grid:
-        """The grid of a picture. Raises InvalidParameter for one that is too long."""
+        """Return the grid of a picture.
+
+        Raises InvalidParameter if one side is too long beside the other.
+        """
         return Grid(1, *self._resized(width, height, 1, 1, self.pictures))
 
     def video_grid(self, width: int, height: int, images: int) -> Grid:
-        """The grid of a video of so many frames. Raises InvalidParameter for one that is too long."""
+        """Return the grid of a video of `images` frames.
+
+        Raises InvalidParameter if one side is too long beside the other.
+        """
         groups = -(-images // self.group)
         if not self.timed:
             return Grid(groups, *self._resized(width, height, 1, 1, self.videos))
+
         side = self.patch * self.merge
         if min(width, height) < side:
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)
-        whole = round(images / self.group) * self.group
-        return Grid(groups, *self._resized(width, height, images, whole, self.videos))
+        counted = round(images / self.group) * self.group
+        return Grid(groups, *self._resized(width, height, images, counted, self.videos))
 
     def tokens(self, grid: Grid) -> int:
-        """How many tokens a grid has."""
+        """Return the number of tokens of a grid."""
         return math.prod(grid) // self.merge**2
 
     def picked(self, frames: int, rate: float) -> list[int]:
-        """The frames that are shown of a video of so many, as transformers chooses them; in whole groups, or timed.
+        """Return the numbers of the frames to sample from a video, as transformers does.
 
-        Of those that are not timed, its 32-bit floats have some fall one frame aside.
+        The video has `frames` frames, `rate` per second. Unless `timed`, the sampled frames are whole groups. In some
+        places transformers' 32-bit floats choose a neighbouring frame.
         """
-        wanted, least, most = frames / rate * self.rate, self.images.least, min(self.images.most, frames)
+        wanted = frames / rate * self.rate
+        least = self.images.least
+        most = min(self.images.most, frames)
         if self.timed:
             number = min(max(int(wanted), least), most)
             return [round(place * ((frames - 1) / max(1, number - 1))) for place in range(number)]
@@ -116,69 +141,94 @@ class VisionConfig(msgspec.Struct, frozen=True):
         return [place * frames // number for place in range(number)]
 
     def moments(self, picked: Sequence[int], rate: float) -> list[float]:
-        """When each group of the frames that are picked is, in seconds from the first: between its first and last."""
-        whole = [*picked, *[picked[-1]] * (-len(picked) % self.group)]
-        ends = zip(whole[:: self.group], whole[self.group - 1 :: self.group], strict=True)
+        """Return the time of each group of sampled frames, in seconds.
+
+        It is the middle between the first and the last frame of the group. `rate` is the video's frames per second.
+        """
+        padded = [*picked, *[picked[-1]] * (-len(picked) % self.group)]
+        ends = zip(padded[:: self.group], padded[self.group - 1 :: self.group], strict=True)
         return [(first / rate + last / rate) / 2 for first, last in ends]
 
-    def _resized(self, width: int, height: int, images: int, whole: int, bounds: PixelBounds) -> tuple[int, int]:
-        """Rows and columns of patches, as transformers has them, which keep the shape and are within the bounds.
+    def _resized(self, width: int, height: int, images: int, counted: int, bounds: PixelBounds) -> tuple[int, int]:
+        """Return (rows, columns) of patches, as in transformers.
 
-        These are of so many frames, `whole` of which count.
+        They preserve the shape and are within the bounds. `images` is the number of frames, `counted` the number of
+        them that counts toward the bounds.
         """
         if max(width, height) > MAX_RATIO * min(width, height):
             raise InvalidParameter(f"{width}x{height} pixels: no side may be more than {MAX_RATIO} of the other")
+
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
-        if whole * rows * columns * side**2 > bounds.most:
+        if counted * rows * columns * side**2 > bounds.most:
             smaller = math.sqrt(images * height * width / bounds.most)
             rows, columns = (max(1, math.floor(length / smaller / side)) for length in (height, width))
-        elif whole * rows * columns * side**2 < bounds.least:
+        elif counted * rows * columns * side**2 < bounds.least:
             larger = math.sqrt(bounds.least / (images * height * width))
             rows, columns = (math.ceil(length * larger / side) for length in (height, width))
         return rows * self.merge, columns * self.merge
 
     def expanded(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[int]:
-        """Ids that have as many tokens as each picture and video is, where they had one for each, or each group.
+        """Return token ids with each placeholder repeated for each of its tokens.
 
-        Raises InvalidParameter where ids have more, or fewer, for what is shown.
+        `ids` has one placeholder for each picture and video; for a `timed` video, one for each group of frames. Raises
+        InvalidParameter if `ids` has more or fewer placeholders than `shown` needs.
         """
-        made: list[int] = []
-        kinds = {self.picture: [one for one in shown if not one.images], self.video: self._groups(shown)}
-        left = {id: iter(of) for id, of in kinds.items()}
-        for id, of in kinds.items():
-            if (found := ids.count(id)) != len(of):
-                said = f"the messages have {found} places for {'videos' if id == self.video else 'pictures'}"
-                raise InvalidParameter(f"{said}, and {len(of)} are shown: leave out the tokens for them", "messages")
+        items_by_id = {self.picture: [item for item in shown if not item.images], self.video: self._groups(shown)}
+        remaining = {id: iter(items) for id, items in items_by_id.items()}
+        for id, items in items_by_id.items():
+            if (count := ids.count(id)) != len(items):
+                places = f"the messages have {count} places for {'videos' if id == self.video else 'pictures'}"
+                raise InvalidParameter(
+                    f"{places}, and {len(items)} are shown: leave out the tokens for them", "messages"
+                )
+
+        expanded: list[int] = []
         for id in ids:
-            one = next(left[id]) if id in left else None
-            made += [id] * self._length(one) if one else [id]
-        return made
+            item = next(remaining[id]) if id in remaining else None
+            expanded += [id] * self._run_tokens(item) if item else [id]
+        return expanded
 
     def _groups(self, shown: Sequence[MediaItem]) -> list[MediaItem]:
-        """The videos, each as often as it has tokens between tokens of its own."""
-        return [one for one in shown if one.images for _ in range(one.frames if self.timed else 1)]
+        """Return the videos, each repeated for each of its placeholders."""
+        return [item for item in shown if item.images for _ in range(item.frames if self.timed else 1)]
 
-    def _length(self, one: MediaItem) -> int:
-        return one.tokens // one.frames if one.images and self.timed else one.tokens
+    def _run_tokens(self, item: MediaItem) -> int:
+        """Return the number of tokens in one run (see TokenRun)."""
+        return item.tokens // item.frames if item.images and self.timed else item.tokens
 
     def runs(self, ids: Sequence[int], shown: Sequence[MediaItem]) -> Iterator[TokenRun]:
-        """Where expanded ids stand for what is shown. Raises PermanentError where they are not those of `shown`."""
-        left = {self.picture: iter([one for one in shown if not one.images]), self.video: iter(self._groups(shown))}
-        place, before, first = 0, "", 0
+        """Yield the runs of tokens in expanded ids, in order.
+
+        Raises PermanentError if the ids do not fit `shown`.
+        """
+        remaining = {
+            self.picture: iter([item for item in shown if not item.images]),
+            self.video: iter(self._groups(shown)),
+        }
+        place = 0
+        previous = ""
+        first = 0
         while place < len(ids):
-            if (id := ids[place]) not in left:
+            if (id := ids[place]) not in remaining:
                 place += 1
                 continue
-            one = next(left[id], None)
-            if one is None or {*ids[place : place + self._length(one)]} != {id}:
+
+            item = next(remaining[id], None)
+            if item is None or {*ids[place : place + self._run_tokens(item)]} != {id}:
                 raise PermanentError("the prompt does not show what it was said to show")
-            parted = bool(one.images) and self.timed
-            first = first if parted and one.shown == before and first < one.tokens else 0
-            yield TokenRun(place, one, first, Grid(1 if parted else one.frames, one.rows, one.columns))
-            place, before, first = place + self._length(one), one.shown, first + self._length(one)
+            is_group = bool(item.images) and self.timed
+            first = first if is_group and item.shown == previous and first < item.tokens else 0
+            yield TokenRun(place, item, first, Grid(1 if is_group else item.frames, item.rows, item.columns))
+
+            place += self._run_tokens(item)
+            previous = item.shown
+            first += self._run_tokens(item)
 
 
 def places_of(vision: VisionConfig, ids: Sequence[int], shown: Sequence[MediaItem]) -> list[tuple[int, str]]:
-    """Where in expanded ids stands what is shown: (place, all that there is to know of it, as JSON)."""
+    """Return the places of pictures and videos in expanded ids.
+
+    Each is (place of the first token, MediaItem as JSON).
+    """
     return [(run.start, msgspec.json.encode(run.shown).decode()) for run in vision.runs(ids, shown)]
