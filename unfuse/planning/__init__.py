@@ -1,1 +1,1 @@
-"""What a machine has, which layout fits, and where workers go."""
+"""Plans a deployment: resources of a machine, layouts of workers, placement on devices."""

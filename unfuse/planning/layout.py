@@ -1,4 +1,4 @@
-"""Chooses the layout: which stages share a worker, and how many workers there are (`--workers auto`)."""
+"""Chooses the layout for `--workers auto`: how many workers, and which stages share one."""
 
 from __future__ import annotations
 
@@ -29,26 +29,31 @@ from unfuse.planning.placement import (
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
 
 THREADS = 4
-"""The most threads of a worker on the CPU, and the least workers where there are as many cores: a forward in one thread
-is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
+"""The most threads of a worker on the CPU, and the fewest workers on a machine with as many cores.
+
+A forward in one thread waits for no other thread, and on few cores two threads are slow as soon as anything else runs.
+"""
 
 
 class HostResources(msgspec.Struct, frozen=True):
-    """What there is beside devices: cores, host memory a worker may take (0: any), and the file of costs."""
+    """The resources of a machine beside its devices."""
 
+    #: Number of CPU cores.
     cores: int = 1
+    #: Bytes of host memory that one worker may use; 0: no limit.
     memory_limit: int = 0
+    #: File with the measured costs of stages; None: there is none.
     costs: Path | None = None
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """A layout, as `--workers` has it: predicted requests a time, and why it cannot be ("" if it can).
+    """A layout with its predicted rate."""
 
-    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other.
-    """
-
+    #: The value of `--workers`.
     workers: str
+    #: Predicted rate, in units of one core (or GPU) that computes one request after the other.
     rate: float
+    #: Why the layout is impossible; "": it is possible.
     refusal: str = ""
     max_loaded_models: MaxLoadedModels = "all"
 
@@ -58,28 +63,34 @@ class Layout(msgspec.Struct, frozen=True):
         return self.workers + (" --max-loaded-models 1" if self.max_loaded_models == "1" else "")
 
     def of(self, wanted: WorkerPlan) -> WorkerPlan:
-        """The workers of this layout."""
+        """Return the plan with the workers of this layout."""
         counts = parse_workers(self.workers)
         return replace(wanted, auto=False, counts=counts, max_loaded_models=self.max_loaded_models)
 
 
 class LayoutSearch(msgspec.Struct, frozen=True):
-    """All that were looked at, the best first, whether their stages were measured, and the roles of these."""
+    """The layouts that were compared."""
 
+    #: The best one first.
     found: tuple[Layout, ...]
+    #: Whether the costs of all stages were measured.
     measured: bool
+    #: The roles of the models' stages.
     roles: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Layout:
-        """The best one that can be, else the split if there is one: its refusal says what would help."""
-        able = (layout for layout in self.found if not layout.refusal)
+        """The best possible layout.
+
+        If none is possible, it is the split, whose refusal names what would help.
+        """
+        possible = (layout for layout in self.found if not layout.refusal)
         split = (layout for layout in self.found if layout.workers == SPLIT)
-        return next(able, None) or next(split, self.found[0])
+        return next(possible, None) or next(split, self.found[0])
 
     @property
     def why(self) -> str:
-        """One line: what was chosen, and why."""
+        """One line with the chosen layout and the reason."""
         workers = self.chosen.workers
         main = workers.rpartition(",")[2].partition("=")[0]
         if self.chosen.max_loaded_models == "1":
@@ -100,16 +111,18 @@ class LayoutSearch(msgspec.Struct, frozen=True):
 def layouts(
     cards: Iterable[ModelSpec], needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], means: HostResources
 ) -> LayoutSearch:
-    """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
+    """Return the layouts that could serve these models, the best first.
 
-    They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what requests
-    took says only how much better one is, so a restart changes nothing.
+    They are sorted by the rate that is guessed from models, memory and cores, without measured costs, so that a restart
+    never changes the order. Of equal layouts, the one with whole models comes first. `Layout.rate` is predicted from
+    measured costs, where there are any.
     """
     cards = list(cards)
-    (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
+    shares, measured = parts(cards, means.costs)
+    guessed_shares, _ = parts(cards, None)
 
-    def judged(workers: str, loaded: MaxLoadedModels = "all") -> tuple[float, Layout]:
-        """The guessed rate of a layout, by which it is ordered, and the layout."""
+    def judge(workers: str, loaded: MaxLoadedModels = "all") -> tuple[float, Layout]:
+        """Return the guessed rate of a layout, by which layouts are sorted, and the layout."""
         layout = Layout(workers, 0.0, max_loaded_models=loaded)
         try:
             placed = place(needs, layout.of(wanted), devices)
@@ -117,57 +130,71 @@ def layouts(
             return 0.0, replace(layout, refusal=str(error))
         refusal = _too_large(placed, means.memory_limit)
         layout = replace(layout, rate=rate(placed, shares, wanted, means), refusal=refusal)
-        return rate(placed, guessed, wanted, means), layout
+        return rate(placed, guessed_shares, wanted, means), layout
 
-    names = () if wanted.max_loaded_models == "1" else _names(needs, wanted, devices, means.cores)
-    found = [judged(workers) for workers in names]
-    if not found or (len(cards) > 1 and all(layout.refusal for _, layout in found)):
-        found.append(judged(f"{ALL}={len(devices_of(ALL, wanted, devices))}", "1"))
-    ordered = sorted(found, key=lambda one: -round(one[0], 3))
+    candidates = () if wanted.max_loaded_models == "1" else _candidates(needs, wanted, devices, means.cores)
+    judged = [judge(workers) for workers in candidates]
+    if not judged or (len(cards) > 1 and all(layout.refusal for _, layout in judged)):
+        judged.append(judge(f"{ALL}={len(devices_of(ALL, wanted, devices))}", "1"))
+    ordered = sorted(judged, key=lambda pair: -round(pair[0], 3))
     return LayoutSearch(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 
 def parts(cards: Iterable[ModelSpec], costs: Path | None) -> tuple[dict[str, float], bool]:
-    """The share of each role in the seconds of a request with default parameters; whether all were measured."""
-    known, seconds, measured = Costs(costs), dict[str, float](), True
+    """Return each role's share of a request's seconds, and whether all were measured.
+
+    The request has the default parameters. Without the file `costs`, shares are guessed.
+    """
+    known = Costs(costs)
+    seconds: dict[str, float] = {}
+    measured = True
     for card in cards:
         pools = card.pools()
         for stage in card.pipeline.stages:
             work = stage.work.of(card.defaults)
-            took = known.seconds(pools[stage.name], work)
-            measured = measured and took is not None
-            seconds[stage.role] = seconds.get(stage.role, 0.0) + (took or UNMEASURED_S * prod(work))
-    whole = sum(seconds.values())
-    return {role: part / whole for role, part in seconds.items()}, measured
+            stage_seconds = known.seconds(pools[stage.name], work)
+            measured = measured and stage_seconds is not None
+            seconds[stage.role] = seconds.get(stage.role, 0.0) + (stage_seconds or UNMEASURED_S * prod(work))
+    total = sum(seconds.values())
+    return {role: part / total for role, part in seconds.items()}, measured
 
 
 def rate(
     placed: Iterable[PlacedWorker], shares: Mapping[str, float], wanted: WorkerPlan, means: HostResources
 ) -> float:
-    """Requests at a time that these workers can do, if one core, or GPU, could do one."""
+    """Return the predicted rate of these workers.
+
+    Its unit is one core (or GPU) that computes one request after the other. `shares` is each role's share of the
+    seconds of a request.
+    """
     placed = list(placed)
     gpus = {worker.device for worker in placed if not worker.on_cpu}
     threads = wanted.compute.threads or max(1, means.cores // len(placed))
     most = float(len(gpus)) if gpus else float(means.cores)
 
     def speed(worker: PlacedWorker) -> float:
-        """On a GPU workers take turns."""
+        """Return the cores of a worker, or its share of its GPU, where workers take turns."""
         if worker.on_cpu:
             return float(min(threads * len(worker.devices), means.cores))
         return 1.0 / sum(other.device == worker.device for other in placed)
 
-    whole = sum(speed(worker) for worker in placed if worker.role == ALL)
-    own = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
-    low, high = 0.0, most
+    # workers of all roles do the work that the workers of single roles leave: find the highest rate for which that fits
+    whole_speed = sum(speed(worker) for worker in placed if worker.role == ALL)
+    role_speed = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
+    low = 0.0
+    high = most
     for _ in range(40):
         middle = (low + high) / 2
-        left = sum(max(0.0, middle * share - own[role]) for role, share in shares.items())
-        low, high = (middle, high) if left <= whole else (low, middle)
+        remaining = sum(max(0.0, middle * share - role_speed[role]) for role, share in shares.items())
+        low, high = (middle, high) if remaining <= whole_speed else (low, middle)
     return low
 
 
-def _names(needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
-    """Layouts to look at. The main role is the one that is placed first: that of the stages with many forwards."""
+def _candidates(needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
+    """Yield the values of `--workers` to compare.
+
+    The main role, whose workers are placed first, is that of the stages with many forwards.
+    """
     (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
     gpus = [name for name in devices_of(ALL, wanted, devices) if name != CPU]
     most = len(gpus) or max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
@@ -180,9 +207,9 @@ def _names(needs: Needs, wanted: WorkerPlan, devices: tuple[Device, ...], cores:
 
 
 def _too_large(placed: Iterable[PlacedWorker], limit: int) -> str:
-    """Why workers may not be as large as these."""
+    """Return why one of these workers exceeds the memory limit; "" if none does."""
     for worker in placed:
-        takes = PROCESS + sum(part.bytes for part in worker.parts)
-        if limit and worker.on_cpu and takes > limit:
-            return f"it would take {readable_bytes(takes)}, and --memory-limit allows {readable_bytes(limit)}"
+        size = PROCESS + sum(part.bytes for part in worker.parts)
+        if limit and worker.on_cpu and size > limit:
+            return f"it would take {readable_bytes(size)}, and --memory-limit allows {readable_bytes(limit)}"
     return ""

@@ -1,4 +1,4 @@
-"""What this machine has, read without loading anything heavy."""
+"""The CPUs, memory, GPUs and libraries of this machine, read without importing torch."""
 
 from __future__ import annotations
 
@@ -22,41 +22,64 @@ from unfuse.core.errors import UsageError
 from unfuse.planning.placement import CPU, Device
 
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi")
+
 ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
+"""The command that lists NVIDIA GPUs."""
+
+GPU_ANSWER_S = 10.0  # the most seconds that it may take
+
 BUILDS = ("+xpu", "+rocm")
+"""Marks in the version of torch builds for GPUs that nvidia-smi does not list."""
+
 ASK_TORCH = (sys.executable, "-m", "unfuse.parallel.devices")
-GPU_ANSWER_S = 10.0
+"""The command that lists the GPUs of those builds, in a process of its own."""
+
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 """The folder with the limits of this process's control group."""
+
 DEVICE_NAME = re.compile(r"cpu|(cuda|xpu|mps):\d{1,4}")
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # with it users choose a process's GPUs, by index or the beginning of the UUID
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # users choose a process's GPUs with it, by index or the beginning of the UUID
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU; memory in bytes. Its kind is torch's name for devices like it."""
+    """One GPU."""
 
     name: str
+    #: Bytes.
     memory: int
+    #: Free bytes.
     free: int
+    #: torch's device type, such as "cuda".
     kind: str = "cuda"
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Processors and memory in bytes that this process may use, GPUs in the order it numbers them, software."""
+    """What this process may use of the machine, and the installed software."""
 
+    #: Operating system.
     system: str
+    #: Version of Python.
     python: str
+    #: Number of processors that this process may use.
     cpus: float
+    #: Bytes of host memory.
     memory: int
+    #: Bytes of host memory that are available.
     available: int
+    #: In the order in which this process numbers them.
     gpus: tuple[Gpu, ...]
+    #: Version of each library; None: it is not installed.
     libraries: dict[str, str | None]
+    #: Whether each port of the loopback address is free.
     ports: dict[int, bool]
 
 
 def look(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
-    """This machine, and which of these loopback ports are free."""
+    """Return what this machine has, and whether these ports of the loopback address are free.
+
+    `group` is the folder with the limits of this process's control group.
+    """
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
@@ -70,10 +93,11 @@ def look(ports: tuple[int, ...], group: Path = CONTROL_GROUP) -> Machine:
 
 
 def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = False) -> tuple[Device, ...]:
-    """The devices that workers may use on this machine: no GPU if torch is built without one.
+    """Return the devices that workers may use on this machine.
 
-    Of a device in `caps` at most so many bytes. Raises ConfigError for one that is not there. Workers `elsewhere` have
-    what `caps` says, and what is here of others.
+    There is no GPU if torch is built without GPU support. `caps` limits the bytes of devices, by name. Raises
+    ConfigError for a name that this machine does not have. If workers run `elsewhere`, `caps` adds devices and replaces
+    sizes instead.
     """
     usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
     free = {CPU: available_memory(), **{f"{gpu.kind}:{n}": gpu.free for n, gpu in enumerate(usable)}}
@@ -85,10 +109,12 @@ def devices(caps: Mapping[str, int] = MappingProxyType({}), elsewhere: bool = Fa
 
 
 def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
-    """The devices to plan for where somebody asks what a machine needs, and whether they are this machine's.
+    """Return the devices to plan for, and whether they are this machine's.
 
-    If a device in `caps` is not here, or has less, they are those of another machine: exactly these, and the memory of
-    this host unless that is named. Raises ConfigError for what is no name of a device.
+    If this machine lacks a device in `caps`, or has less memory on one, `caps` describes another machine: then exactly
+    these devices are returned, with the memory of this host unless `caps` names it.
+
+    Raises ConfigError for an invalid name.
     """
     for name in caps:
         if not DEVICE_NAME.fullmatch(name):
@@ -101,7 +127,10 @@ def devices_to_size(caps: Mapping[str, int]) -> tuple[tuple[Device, ...], bool]:
 
 
 def cpus(group: Path) -> float:
-    """How many processors this process may use, by its affinity and the control group's quota."""
+    """Return the number of processors this process may use.
+
+    The CPU affinity and the control group's quota limit it.
+    """
     allowed = float(len(os.sched_getaffinity(0)))
     file = group / "cpu.max"
     quota, period = file.read_text().split() if file.is_file() else ("max", "1")
@@ -109,11 +138,12 @@ def cpus(group: Path) -> float:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that the driver's tool reports, or torch itself where it is built for others; none without either."""
+    """Return the GPUs that nvidia-smi lists, or torch for other builds; none without either."""
     if any(kind in (_version("torch") or "") for kind in BUILDS):
-        told = subprocess.run(ASK_TORCH, capture_output=True, text=True, check=False).stdout
-        lines = (line.split(",", 3) for line in told.splitlines())
-        return tuple(Gpu(name, int(all_of_it), int(free), kind) for kind, free, all_of_it, name in lines)
+        listing = subprocess.run(ASK_TORCH, capture_output=True, text=True, check=False).stdout
+        lines = (line.split(",", 3) for line in listing.splitlines())
+        return tuple(Gpu(name, int(total), int(free), kind) for kind, free, total, name in lines)
+
     if shutil.which(ASK_GPUS[0]) is None:
         return ()
     answer = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)
@@ -121,12 +151,12 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     rows = list(csv.reader(answer.stdout.splitlines(), skipinitialspace=True))
     visible = os.environ.get(VISIBLE, ",".join(index for index, *_ in rows)).split(",")
-    seen = (row for name in visible for row in rows if name and (row[0] == name or row[1].startswith(name)))
-    return tuple(Gpu(name, int(total) << 20, int(free) << 20) for _, _, name, total, free in seen)
+    visible_rows = (row for name in visible for row in rows if name and (row[0] == name or row[1].startswith(name)))
+    return tuple(Gpu(name, int(total) << 20, int(free) << 20) for _, _, name, total, free in visible_rows)
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on that port of the loopback address."""
+    """Return whether a server could listen on this port of the loopback address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -137,6 +167,7 @@ def is_free(port: int) -> bool:
 
 
 def _version(library: str) -> str | None:
+    """Return the installed version of a library; None if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:

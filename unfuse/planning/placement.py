@@ -1,4 +1,4 @@
-"""Decides which worker runs on which device, by the components' bytes and the devices' free bytes."""
+"""Places workers on devices, by the bytes of components and free memory."""
 
 from __future__ import annotations
 
@@ -27,36 +27,41 @@ from unfuse.core.plan import ALL, roles_of
 
 CPU = "cpu"
 AUTO, SPLIT, NONE = "auto", "split", "none"
-"""The values of `--workers` that are no plan: what fits, one worker for each role, and no worker."""
+"""The values of `--workers` that are no plan: choose a layout, one worker for each role, and no worker."""
 
 CONTEXT = 512 << 20  # GPU memory that a process takes before its first weight: the context and the libraries' kernels
 PROCESS = 288 << 20  # host memory that a worker takes beside its weights and its arena, for libraries
-NO_DEVICE = "there is no device"  # the beginning of the refusal of a device that is named and not there
-MOST = 1024  # the most workers of one kind
+NO_DEVICE = "there is no device"  # the beginning of the error for a device that the machine does not have
+MOST = 1024  # the most workers of one role
 LAYER = 2 << 30  # more bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary
-Needs = Mapping[str, "tuple[ComponentMemory, ...]"]  # what each worker of a role holds, by role
+
+Needs = Mapping[str, "tuple[ComponentMemory, ...]"]
+"""The components that each worker of a role loads, by role."""
 
 
 class ComponentMemory(msgspec.Struct, frozen=True):
-    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype, on each rank. Of these
-    ranks have a share each of `shared`, if they are spread by `tensor`.
-
-    What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once. A worker has one
-    that is there `once` for all of its stages. In host memory its ranks have one together, unless it is `parted`, so
-    that each has another part.
-    """
+    """The memory of one loaded component in one worker."""
 
     component: str
     dtype: str
+    #: Bytes in this dtype, on each rank.
     bytes: int
+    #: Names of the models that use the component.
     models: tuple[str, ...] = ()
+    #: Whether it is mapped from files without conversion: on CPUs, all workers share that memory.
     mapped: bool = False
+    #: Bytes, out of `bytes`, that ranks divide among themselves with tensor parallelism.
     shared: int = 0
+    #: Whether one copy serves all stages of the worker.
     once: bool = False
+    #: Whether each rank has another part of it. Otherwise the ranks of a worker share one copy in host memory.
     parted: bool = False
 
     def stored_as(self, dtype: str) -> ComponentMemory:
-        """The same component in float32 or bfloat16. Of a VAE, and of what is not float32, there is no bfloat16."""
+        """Return the component in float32 or bfloat16; unchanged if it cannot have that dtype.
+
+        Only a float32 component that is no VAE can be bfloat16.
+        """
         has_half = self.dtype == "float32" and not self.component.startswith("vae")
         if self.dtype == dtype or not (has_half or dtype == "float32"):
             return self
@@ -65,72 +70,84 @@ class ComponentMemory(msgspec.Struct, frozen=True):
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
     def of_rank(self, spread: ParallelDegrees) -> ComponentMemory:
-        """What a rank has of it."""
-        lacks = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
-        own = -(-(self.bytes - lacks) // spread.parts)
-        return replace(self, bytes=own, mapped=False, parted=True) if own < self.bytes else self
+        """Return the part of it on one rank."""
+        missing = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
+        rank_bytes = -(-(self.bytes - missing) // spread.parts)
+        return replace(self, bytes=rank_bytes, mapped=False, parted=True) if rank_bytes < self.bytes else self
 
     def resident(self, offload: Offload) -> int:
-        """The most bytes of it that are on a GPU at one time. A VAE is loaded whole, others also layer by layer."""
+        """Return the most bytes of it on a GPU at one time, with this offload.
+
+        With `sequential`, that is one layer; a VAE is always loaded whole.
+        """
         layers = offload == "sequential" and not self.component.startswith("vae")
         return min(self.bytes, LAYER) if layers else self.bytes
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A device that workers may use, and its free bytes; "cpu" is the host and its memory."""
+    """A device that workers may use."""
 
+    #: Such as "cuda:0"; "cpu" is the host and its memory.
     name: str
+    #: Free bytes.
     free: int
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """Workers to start, and how they compute.
+    """The workers to start, and how they compute.
 
-    A worker is named by what it serves: a role, several as `a+b`, or all. `counts` is how many there are of each; None
-    is one for each role. `place` has the devices that were named for them. With `auto`, all of that is still to be
-    chosen. Workers of the roles in `first` are placed first; `parted` are roles of which a rank can hold a part of the
-    weights.
+    A worker is named by the stages that it runs: a role, several roles as `a+b`, or `all`.
     """
 
+    #: Number of workers of each name; None: one for each role.
     counts: Mapping[str, int] | None = None
+    #: Devices that `--place` names for workers, by the worker's name.
     place: Mapping[str, tuple[str, ...]] = {}
     compute: ComputeOptions = ComputeOptions()
+    #: Bytes of each worker's arena.
     arena: int = 0
+    #: Roles whose workers are placed before others.
     first: frozenset[str] = frozenset()
+    #: Roles whose weights can be sharded over ranks.
     parted: frozenset[str] = frozenset()
+    #: Whether `counts` and `max_loaded_models` are still to be chosen (`--workers auto`).
     auto: bool = False
     max_loaded_models: MaxLoadedModels = "all"
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
-        """The number of workers by roles, for models with these roles.
+        """Return the number of workers of each name, for models with these roles.
 
         Raises ConfigError for an unknown role, and for a place of a worker that is not started.
         """
         known = list(roles)
-        for named in (*self.place, *(self.counts or ())):
-            if unknown := sorted((roles_of(named) or set()) - {*known}):
+        for name in (*self.place, *(self.counts or ())):
+            if unknown := sorted((roles_of(name) or set()) - {*known}):
                 raise UsageError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
+
         words = joined_by(self.compute.parallel)
         one_each = {words.get(role, role): 1 for role in known}
-        found = one_each if self.counts is None else dict(self.counts)
-        if idle := [name for name in self.place if not found.get(name)]:
-            started = ", ".join(name for name, count in found.items() if count)
+        counts = one_each if self.counts is None else dict(self.counts)
+        if idle := [name for name in self.place if not counts.get(name)]:
+            started = ", ".join(name for name, count in counts.items() if count)
             raise UsageError(
                 f"--place {idle[0]}: no worker of that name is started, only: {started or NONE}; place one of these, "
                 f"or write {idle[0]}=1 in --workers"
             )
-        return found
+        return counts
 
     def goes_first(self, worker: str) -> bool:
-        """Whether a worker of these roles is placed before others."""
+        """Whether a worker of this name is placed before others."""
         return bool((roles_of(worker) or self.first) & self.first)
 
 
 class PlacedWorker(msgspec.Struct, frozen=True):
-    """A worker to start and the most that it has loaded at a time; device `cuda:0+cuda:1` is for two ranks."""
+    """A worker to start, on its device."""
 
+    #: Name of the worker: a role, several roles as `a+b`, or `all`.
     role: str
+    #: Device, or one for each rank, as in `cuda:0+cuda:1`.
     device: str
+    #: The largest set of components that are loaded at one time, on each rank.
     parts: tuple[ComponentMemory, ...]
 
     @property
@@ -144,11 +161,13 @@ class PlacedWorker(msgspec.Struct, frozen=True):
         return only_cpu([self.device])
 
     def takes(self, wanted: WorkerPlan) -> Counter[str]:
-        """The bytes that it takes, by device, without activations."""
-        ranks, weights = len(self.devices), sum(part.bytes for part in self.parts)
+        """Return the bytes that it needs on each device, without activations."""
+        ranks = len(self.devices)
+        weights = sum(part.bytes for part in self.parts)
         host = ranks * PROCESS + wanted.arena
         if self.on_cpu:
             return Counter({CPU: host + sum(part.bytes * (ranks if part.parted else 1) for part in self.parts)})
+
         offload = wanted.compute.offload
         if offload == "none":
             return Counter(dict.fromkeys(self.devices, CONTEXT + weights) | {CPU: host})
@@ -157,66 +176,73 @@ class PlacedWorker(msgspec.Struct, frozen=True):
 
 
 def parse_place(text: str) -> dict[str, tuple[str, ...]]:
-    """Devices by role, of `encoder=cuda:0,denoiser=cuda:0,denoiser=cuda:1`. Raises ConfigError.
+    """Return the devices by role in a text like `encoder=cuda:0,denoiser=cuda:0,denoiser=cuda:1`.
 
-    `denoiser=cuda:0+cuda:1` is one worker, with a rank on each.
+    `denoiser=cuda:0+cuda:1` is one worker, with a rank on each device. Raises ConfigError.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    places: dict[str, tuple[str, ...]] = {}
     for entry in filter(None, text.split(",")):
         role, _, devices = entry.partition("=")
         if not role.strip() or not devices.strip():
             raise UsageError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
-        found[role.strip()] = (*found.get(role.strip(), ()), numbered(devices))
-    return found
+        places[role.strip()] = (*places.get(role.strip(), ()), numbered(devices))
+    return places
 
 
 def parse_workers(text: str) -> dict[str, int] | None:
-    """Return the counts of a plan like `all=2` or `encoder+decoder=1,denoiser=2`, none of "none", None of "split".
+    """Return the counts in a plan like `all=2` or `encoder+decoder=1,denoiser=2`.
 
-    Raises ConfigError.
+    They are empty for "none", and None for "split". Raises ConfigError.
     """
     if text == SPLIT:
         return None
     if text == NONE:
         return {}
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for entry in filter(None, text.split(",")):
         role, equals, count = (part.strip() for part in entry.partition("="))
-        roles_of(role)
-        if role in found or (equals and not (count.isdecimal() and int(count) <= MOST)):
+        roles_of(role)  # raises ConfigError for an empty role
+        if role in counts or (equals and not (count.isdecimal() and int(count) <= MOST)):
             raise UsageError(f"--workers {text}: {entry!r} is not ROLE=N, each role once and N at most {MOST}")
-        found[role] = int(count or 1)
-    if not found:
+        counts[role] = int(count or 1)
+    if not counts:
         raise UsageError(f"--workers {text!r}: write auto, none, split, or a plan like all=2 or encoder=1,denoiser=2")
-    return found
+    return counts
 
 
 def devices_of(role: str, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[str, ...]:
-    """The devices a role may run on: those named for it, else `--device`, else every GPU, else the CPU.
+    """Return the devices that a role may run on.
 
-    Where `--device` names ranks, roles that are not spread may run on any of them.
+    They are those of `--place`, else `--device`, else every GPU, else the CPU. If `--device` names a device for each
+    rank, roles without parallelism may run on any of them.
     """
     if role in wanted.place:
         return wanted.place[role]
     if wanted.compute.device != "auto":
-        named = numbered(wanted.compute.device)
-        return (named,) if own_spreads(wanted.compute.parallel, roles_of(role)) else (*dict.fromkeys(named.split("+")),)
+        device = numbered(wanted.compute.device)
+        has_ranks = own_spreads(wanted.compute.parallel, roles_of(role))
+        return (device,) if has_ranks else (*dict.fromkeys(device.split("+")),)
     return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
 
 
 def only_cpu(devices: Iterable[str]) -> bool:
-    """Whether no GPU is among these, ranks' devices included."""
+    """Whether none of these devices is a GPU.
+
+    An entry may have a device for each rank, as in `cuda:0+cuda:1`.
+    """
     return all(device == CPU for names in devices for device in names.split("+"))
 
 
 def place(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
-    """The workers to start, each on a device that has room for it and for the others there.
+    """Return the workers to start, each on a device with enough free memory.
 
-    A role has a worker for each device that was named for it, and takes turns if more are wanted; the rest go where
-    most is free, those of the roles that are `first` before others. Workers that have one model loaded at a time take
-    turns over all devices. With `--offload model`, roles that would share a GPU are one worker of all, so that one
-    component at a time is on it. Raises ConfigError for a device that is not there and for what cannot fit: it says the
-    sums, what is free, and what would help.
+    A role with named devices has at least one worker on each, and more workers go to them in turn. All others go to the
+    device with most free memory, those of `WorkerPlan.first` before the rest. Workers that load one model at a time
+    (model swapping) go to all devices in turn. With `--offload model`, roles that would share a GPU become one worker
+    of all roles, so that one component at a time is on the GPU.
+
+    Raises ConfigError for an unknown device, and if the workers do not fit: the message has the sums, the free memory,
+    and what would help.
     """
     if not any(wanted.numbers(needs).values()):
         return ()
@@ -231,85 +257,103 @@ def place(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[
 
 
 def taken(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> Counter[str]:
-    """The bytes that these workers take together, by device."""
+    """Return the bytes that these workers need together, by device."""
     return sum(each_takes(placed, wanted), Counter())
 
 
 def each_takes(placed: Sequence[PlacedWorker], wanted: WorkerPlan) -> list[Counter[str]]:
-    """The bytes that each of these workers takes, by device; what several map counts for the first of them."""
-    known: set[ComponentMemory] = set()
-    found = []
+    """Return the bytes that each of these workers needs, by device.
+
+    Memory that several workers map together counts for the first of them.
+    """
+    counted: set[ComponentMemory] = set()
+    needed: list[Counter[str]] = []
     for worker in placed:
         mapped = {part for part in worker.parts if part.mapped and worker.on_cpu}
-        found.append(worker.takes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & known)}))
-        known |= mapped
-    return found
+        needed.append(worker.takes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & counted)}))
+        counted |= mapped
+    return needed
 
 
 def _arrange(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> tuple[PlacedWorker, ...]:
-    room = {device.name: device.free for device in devices}
+    """Choose a device for each worker, without a check that all of them fit."""
+    free = {device.name: device.free for device in devices}
     placed: list[PlacedWorker] = []
     counts = wanted.numbers(needs)
     for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
-        able = devices_of(role, wanted, devices)
-        if missing := sorted({name for names in able for name in names.split("+")} - {*room}):
-            raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; there are {', '.join(room)}")
-        named, spreads = wanted.place.get(role, ()), own_spreads(wanted.compute.parallel, roles_of(role))
-        turns = named or (able if wanted.max_loaded_models == "1" else ())
+        allowed = devices_of(role, wanted, devices)
+        if missing := sorted({name for names in allowed for name in names.split("+")} - {*free}):
+            raise ConfigError(f"{NO_DEVICE} {missing[0]} for the {role}; there are {', '.join(free)}")
+
+        named = wanted.place.get(role, ())
+        spreads = own_spreads(wanted.compute.parallel, roles_of(role))
+        in_turn = named or (allowed if wanted.max_loaded_models == "1" else ())
         for number in range(max(counts[role], len(named))):
-            name = turns[number % len(turns)] if turns else _roomiest(able, room, spreads)
+            name = in_turn[number % len(in_turn)] if in_turn else _roomiest(allowed, free, spreads)
             worker = PlacedWorker(role, "+".join(ranked(name, spreads)), parts_of(role, needs, spreads))
             placed.append(worker)
-            for where, size in worker.takes(wanted).items():
-                room[where] -= size
+            for device, size in worker.takes(wanted).items():
+                free[device] -= size
+
     order = list(counts)
-    return _together(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
+    return _join_offloaded(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
 
 
 def _largest_model(needs: Needs) -> Needs:
-    """What the roles of the largest model hold. Workers do not map it together: each may have another model loaded."""
+    """Return the needs of the largest model alone, for model swapping.
+
+    Its memory is not mapped by several workers together, because each worker may have another model loaded.
+    """
 
     def of_model(name: str) -> Needs:
-        own = {role: (part for part in parts if name in part.models) for role, parts in needs.items()}
-        return {role: tuple(replace(part, mapped=False) for part in parts) for role, parts in own.items()}
+        used = {role: (part for part in parts if name in part.models) for role, parts in needs.items()}
+        return {role: tuple(replace(part, mapped=False) for part in parts) for role, parts in used.items()}
 
     models = dict.fromkeys(name for parts in needs.values() for part in parts for name in part.models)
-    return max(map(of_model, models), key=lambda own: sum(part.bytes for part in parts_of(ALL, own, {})), default=needs)
+    return max(
+        map(of_model, models),
+        key=lambda candidate: sum(part.bytes for part in parts_of(ALL, candidate, {})),
+        default=needs,
+    )
 
 
-def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str, ParallelDegrees]) -> str:
-    """Where most is free: one device, or of GPUs as many as there are ranks."""
-    ordered = sorted(able, key=lambda name: -min(room[one] for one in name.split("+")))
+def _roomiest(allowed: Sequence[str], free: Mapping[str, int], spreads: Mapping[str, ParallelDegrees]) -> str:
+    """Return the device with most free memory, or a GPU for each rank."""
+    ordered = sorted(allowed, key=lambda names: -min(free[name] for name in names.split("+")))
     size = next((spread.size for spread in spreads.values()), 1)
     if size == 1 or ordered[0] == CPU or "+" in ordered[0]:
         return ordered[0]
     if size > len(ordered):
-        said = ",".join(f"{role}={spread}" for role, spread in spreads.items())
-        raise ConfigError(f"--parallel {said} needs {size} GPUs, and there are {len(ordered)}: {', '.join(able)}")
+        parallel = ",".join(f"{role}={spread}" for role, spread in spreads.items())
+        raise ConfigError(
+            f"--parallel {parallel} needs {size} GPUs, and there are {len(ordered)}: {', '.join(allowed)}"
+        )
     return "+".join(ordered[:size])
 
 
 def parts_of(role: str, needs: Needs, spreads: Mapping[str, ParallelDegrees]) -> tuple[ComponentMemory, ...]:
-    """What a worker with these roles holds, or each of its ranks."""
-    roles, spread = roles_of(role), {name: spreads.get(name, ParallelDegrees()) for name in needs}
-    own = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
-    held = [part for _, part in own]
-    parts = [(name, part) for at, (name, part) in enumerate(own) if not (part.once and part in held[:at])]
-    return tuple(part.of_rank(spread[name]) for name, part in parts)
+    """Return the components that a worker of these roles loads, per rank."""
+    roles = roles_of(role)
+    spread_by_role = {name: spreads.get(name, ParallelDegrees()) for name in needs}
+    named = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
+    components = [part for _, part in named]
+    distinct = [(name, part) for at, (name, part) in enumerate(named) if not (part.once and part in components[:at])]
+    return tuple(part.of_rank(spread_by_role[name]) for name, part in distinct)
 
 
-def _together(placed: list[PlacedWorker], needs: Needs, wanted: WorkerPlan) -> tuple[PlacedWorker, ...]:
-    """One worker for all roles of a GPU whose components take turns."""
+def _join_offloaded(placed: list[PlacedWorker], needs: Needs, wanted: WorkerPlan) -> tuple[PlacedWorker, ...]:
+    """With `--offload model`, join the workers of all roles on one GPU into one worker."""
     gpus = dict.fromkeys(worker.device for worker in placed if not worker.on_cpu)
     for gpu in gpus if wanted.compute.offload == "model" else ():
-        here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
-        if here.keys() == needs.keys() and len(here) > 1:
-            whole = PlacedWorker(ALL, gpu, tuple(part for parts in here.values() for part in parts))
-            placed = [*(worker for worker in placed if worker.device != gpu), whole]
+        parts_here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
+        if parts_here.keys() == needs.keys() and len(parts_here) > 1:
+            joined = PlacedWorker(ALL, gpu, tuple(part for parts in parts_here.values() for part in parts))
+            placed = [*(worker for worker in placed if worker.device != gpu), joined]
     return tuple(placed)
 
 
 def _short(placed: Sequence[PlacedWorker], wanted: WorkerPlan, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices on which these workers need more than is free."""
     needed = taken(placed, wanted)
     return [device for device in devices if needed[device.name] > device.free]
 
@@ -317,30 +361,41 @@ def _short(placed: Sequence[PlacedWorker], wanted: WorkerPlan, devices: Sequence
 def _refusal(
     short: list[Device], placed: Sequence[PlacedWorker], needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]
 ) -> str:
+    """Return the error message for workers that do not fit.
+
+    It has the sums, the free memory, and what would help.
+    """
     sums = []
-    takes = each_takes(placed, wanted)
+    needed = each_takes(placed, wanted)
     for device in short:
-        each = [(worker.role, take[device.name]) for worker, take in zip(placed, takes, strict=True)]
-        shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in each if size)
-        total = readable_bytes(sum(size for _, size in each))
+        sizes = [(worker.role, by_device[device.name]) for worker, by_device in zip(placed, needed, strict=True)]
+        shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in sizes if size)
+        total = readable_bytes(sum(size for _, size in sizes))
         sums.append(f"{device.name} would hold {total} ({shares}) and has {readable_bytes(device.free)} free")
     others = [f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in short]
-    ways = [way for way, other, less in _ways(needs, wanted, devices) if _fits(other, less, devices)]
-    helps = f"it would fit with {', or with '.join(ways)}" if ways else (
-        "none of fewer workers, --arena, --dtype, --parallel, --offload and --place is enough alone: "
-        "it takes more memory"
-    )  # fmt: skip
+
+    ways = [
+        way for way, other_needs, other_plan in _ways(needs, wanted, devices) if _fits(other_needs, other_plan, devices)
+    ]
+    if ways:
+        helps = f"it would fit with {', or with '.join(ways)}"
+    else:
+        helps = (
+            "none of fewer workers, --arena, --dtype, --parallel, --offload and --place is enough alone: "
+            "it takes more memory"
+        )
     return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {helps}"
 
 
 def _fits(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> bool:
-    with suppress(ConfigError):  # of ranks there are more than devices
+    """Return whether these workers can be placed and fit."""
+    with suppress(ConfigError):  # there may be more ranks than devices
         return not _short(_arrange(needs, wanted, devices), wanted, devices)
     return False
 
 
 def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, WorkerPlan]]:
-    """What a person could do if the workers do not fit, and what would then be needed and wanted."""
+    """Yield changes with which the workers may fit: (text, its needs, its plan)."""
     numbers = wanted.numbers(needs)
     counts = {role: min(1, count) for role, count in numbers.items()}
     if counts != numbers:
@@ -348,26 +403,30 @@ def _ways(needs: Needs, wanted: WorkerPlan, devices: Sequence[Device]) -> Iterat
     yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
     halved = {role: tuple(part.stored_as("bfloat16") for part in parts) for role, parts in needs.items()}
     yield "--dtype bfloat16", halved, wanted
-    roles = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
+
+    on_gpu = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
     spreads = parse_parallel(wanted.compute.parallel)
     parted = {role for role, spread in spreads.items() if {*PARTING} & {*spread.degrees}}
     for role in sorted(wanted.parted - parted):
         spread = spreads.get(role, ParallelDegrees())
-        more = spreads | {role: ParallelDegrees({**spread.degrees, SHARD: max(2, spread.size)})}
-        text = ",".join(f"{role}={how}" for role, how in more.items())
+        sharded = spreads | {role: ParallelDegrees({**spread.degrees, SHARD: max(2, spread.size)})}
+        text = ",".join(f"{name}={degrees}" for name, degrees in sharded.items())
         yield f"--parallel {text}", needs, replace(wanted, compute=replace(wanted.compute, parallel=text))
-    offloads: tuple[Offload, ...] = ("model", "sequential") if roles and not parted else ()
+
+    offloads: tuple[Offload, ...] = ("model", "sequential") if on_gpu and not parted else ()
     for offload in offloads:
         yield f"--offload {offload}", needs, replace(wanted, compute=replace(wanted.compute, offload=offload))
-    for role in roles:
-        whose = roles_of(role)
+
+    for role in on_gpu:
+        roles = roles_of(role)
         moved = {
-            name: tuple(part.stored_as("float32") for part in parts) if whose is None or name in whose else parts
+            name: tuple(part.stored_as("float32") for part in parts) if roles is None or name in roles else parts
             for name, parts in needs.items()
         }
         yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})
 
 
 def numbered(name: str) -> str:
-    """One device, or those of ranks, with the number that a kind alone stands for."""
-    return "+".join(f"{one}:0" if one != CPU and ":" not in one else one for one in map(str.strip, name.split("+")))
+    """Return a device name, or those of ranks, with a number: `cuda` becomes `cuda:0`."""
+    devices = map(str.strip, name.split("+"))
+    return "+".join(f"{device}:0" if device != CPU and ":" not in device else device for device in devices)
