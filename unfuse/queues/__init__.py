@@ -1,4 +1,4 @@
-"""Queues: where tasks wait and contexts live."""
+"""Queue backends by name, and `open` for a queue's URL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.registry import resolve
 from unfuse.queues.base import QueueBackend
 
+#: The class of each backend, by the first part of its URLs.
 BACKENDS = {
     "memory": "unfuse.queues.memory:MemoryQueue",
     "redis": "unfuse.queues.redis:RedisQueue",
@@ -19,13 +20,15 @@ BACKENDS = {
 
 
 def open(url: str, clock: Clock | None = None) -> QueueBackend:
-    """Open the queue at `url`: the name of a backend, which may be followed by ":" and an address for that backend.
+    """Open the queue at `url`.
 
-    A backend outside unfuse is named `module:attr`, which may be followed by "://" and an address. Raises ConfigError
-    for an unknown backend, and TransientError if the queue cannot be opened now.
+    `url`: the name of a backend, optionally with ":" and an address. A backend outside unfuse is named `module:attr`,
+    optionally with "://" and an address.
+    `clock`: replaces the clock of the backend.
+    Raises ConfigError for an unknown backend, and TransientError if the queue cannot be opened now.
     """
-    known = url.partition(":")[0]
-    name = known if known in BACKENDS else url.partition("://")[0]
+    scheme = url.partition(":")[0]
+    name = scheme if scheme in BACKENDS else url.partition("://")[0]
     backend: type[QueueBackend] = resolve(BACKENDS, name, "queue")
     return backend.at(url, clock)
 

@@ -1,4 +1,4 @@
-"""The way to a queue in Redis: its address, why a server can never be the queue, calls of the script, and news."""
+"""Redis connections of a queue: addresses, permanent errors, pipelined script calls and pub/sub."""
 
 from __future__ import annotations
 
@@ -34,51 +34,59 @@ from unfuse.core.supervisor import Supervisor
 from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, NamedTasks, RemoteWaiters
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
 
-#: The longest time, in seconds, for an answer of the queue's server, of one that another may have replaced meanwhile,
-#: and of a Sentinel that is asked who that is.
-ANSWER_S, SILENT_S, NAME_S = 15.0, 5.0, 2.0
+#: Timeout for replies of a server at a fixed address, in seconds.
+ANSWER_S = 15.0
+#: Timeout for replies of a server behind Sentinels or in a cluster, where another may have replaced it, in seconds.
+SILENT_S = 5.0
+#: Timeout for replies of Sentinels and cluster servers about who the primary is, in seconds.
+NAME_S = 2.0
 
+#: The form of addresses, for error messages.
 ADDRESS = (
     "redis://[user:password@]host[:port][/database][?prefix=name][&replicas=number], with [&shards=number] at one host "
     "or at several, divided by commas; redis+sentinel://[user:password@]host[:port][,host[:port]…]/service[,service…]"
     "[/database][?…]; redis+cluster://[user:password@]host[:port][,host[:port]…][?…]; rediss for TLS"
 )
+#: Most shards of a queue.
 MOST_SHARDS = 64
 
 
 class ClusterSlots:
-    """Knows a Redis Cluster by some of its servers, as a client of Sentinels knows those: it is asked who has a tag."""
+    """Finds the server of a hash tag in a Redis Cluster, with the interface of redis-py's `Sentinel`."""
 
     def __init__(self, hosts: Sequence[tuple[str, int]], **options: Any) -> None:
         self.sentinels = [Redis(host=host, port=port, **options) for host, port in hosts]
 
     async def discover_master(self, tag: str) -> tuple[str, int]:
-        """The server that has the slot of a tag. Raises ConnectionError if none says so."""
+        """Return the server that has the slot of a tag. Raises ConnectionError if no server names one."""
         slot = key_slot(tag.encode())
-        for one in self.sentinels:
+        for client in self.sentinels:
             with suppress(RedisError, OSError):
-                found = await one.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
-                for first, last, (host, port, *_), *_ in found:
+                ranges = await client.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+                for first, last, (host, port, *_), *_ in ranges:
                     if first <= slot <= last:
                         return host.decode(), port
         raise ConnectionError(f"no server of the cluster says who has {tag}")
 
 
 class RedisAddress(msgspec.Struct, frozen=True):
-    """`server` is the server's URL, or of a `service` or a cluster that of the first of `hosts`, with the user that all
-    have.
+    """The address of a Redis queue, or of one of its shards."""
 
-    What a queue does is acknowledged when `replicas` have it too. All keys have the `tag`, and are those of a `part` of
-    a queue, in words, or of one without shards, "". `beside` a shard are the keys that a queue without any would have.
-    """
-
+    #: URL of the server. Of a service or a cluster: that of the first host, with the user of all hosts.
     server: str
+    #: The hash tag that all keys share.
     tag: str
+    #: Name of the part of the queue, as in "shard 0 of 4". "": the queue has no shards.
     part: str
+    #: Number of replicas that must have a change before it is acknowledged.
     replicas: int
+    #: Host and port of the servers, of the cluster's servers, or of the Sentinels.
     hosts: tuple[tuple[str, int], ...]
+    #: "sentinel", "cluster", or "" for plain servers.
     kind: str
+    #: Name of the service that Sentinels monitor.
     service: str
+    #: The address, at this shard's server, of a queue without shards. None: this queue has no shards.
     beside: RedisAddress | None = None
 
     @property
@@ -89,25 +97,27 @@ class RedisAddress(msgspec.Struct, frozen=True):
         return f"{server} ({name})" if name else server
 
     def connect(self) -> Redis:
-        """A client of the server; of a service or a cluster, each new connection goes to who has the tag then."""
+        """Return a client. With Sentinels or a cluster, each new connection goes to the present primary."""
         options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": ANSWER_S}
         if not self.kind:
             return Redis.from_url(self.server, **options)
+
         options |= parse_url(self.server) | {"socket_timeout": SILENT_S}
         ssl = options.pop("connection_class", None) is not None
         del options["host"], options["port"]
-        asked = {"ssl": ssl, "socket_timeout": NAME_S, "retry": options["retry"]}
+        discovery = {"ssl": ssl, "socket_timeout": NAME_S, "retry": options["retry"]}
         if self.kind == "cluster":
-            slots = ClusterSlots(self.hosts, **options | asked)
+            slots = ClusterSlots(self.hosts, **options | discovery)
             pool = SentinelConnectionPool(self.tag, slots, ssl=ssl, **options)  # type: ignore[no-untyped-call]
             return Redis.from_pool(pool)
-        sentinel = Sentinel(self.hosts, sentinel_kwargs=asked, ssl=ssl, **options)  # type: ignore[no-untyped-call]
+        sentinel = Sentinel(self.hosts, sentinel_kwargs=discovery, ssl=ssl, **options)  # type: ignore[no-untyped-call]
         return cast(Redis, sentinel.master_for(self.service))
 
 
 def parse_address(url: str) -> list[RedisAddress]:
-    """What an address says: where the one server of a queue is, or each of its shards, which take turns at the servers
-    that are named, or the services. Raises ConfigError for a malformed one.
+    """Return the address of each shard of a queue, or the one of a queue without shards.
+
+    Shards are assigned to the servers or services of the URL round-robin. Raises ConfigError for a malformed URL.
     """
     try:
         parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
@@ -117,38 +127,41 @@ def parse_address(url: str) -> list[RedisAddress]:
             "shards": "1",
             **dict(parse_qsl(parts.query, keep_blank_values=True)),
         }
-        prefix, replicas, shards = options.pop("prefix"), int(options.pop("replicas")), int(options.pop("shards"))
-        user, at, named = parts.netloc.rpartition("@")
+        prefix = options.pop("prefix")
+        replicas = int(options.pop("replicas"))
+        shards = int(options.pop("shards"))
+        user, at, locations = parts.netloc.rpartition("@")
         scheme, _, kind = parts.scheme.partition("+")
-        hosts = tuple(_host(one, 26379 if kind == "sentinel" else 6379) for one in named.split(","))
+        hosts = tuple(_host(text, 26379 if kind == "sentinel" else 6379) for text in locations.split(","))
         pattern = r"/([\w.-]+(?:,[\w.-]+)*)(/\d*)?" if kind == "sentinel" else r"()(/?\d*)"
         services, path = re.fullmatch(pattern, parts.path).groups("")  # type: ignore[union-attr]
-        places = services.split(",") if services else [""] if kind else named.split(",")
+        places = services.split(",") if services else [""] if kind else locations.split(",")
         if options or replicas < 0 or not re.fullmatch(r"[\w.-]{1,64}", prefix):
             raise ValueError
         if not len(places) <= shards <= MOST_SHARDS or len({*places}) < len(places):
             raise ValueError
     except (ValueError, AttributeError):
         raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
+
     host, port = hosts[0]
     first = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    found = []
+    addresses = []
     for shard in range(shards):
         place = places[shard % len(places)]
         netloc = f"{user}{at}{first if kind else place}"
         server = parts._replace(scheme=scheme, netloc=netloc, path=path, query="").geturl()
-        one = RedisAddress(server, f"{{{prefix}}}", "", replicas, hosts, kind, place if services else "")
+        address = RedisAddress(server, f"{{{prefix}}}", "", replicas, hosts, kind, place if services else "")
         if shards > 1:
-            here = ", ".join(str(one) for one in range(shard % len(places), shards, len(places)))
-            beside = msgspec.structs.replace(one, part=f"shards {here} of {shards}")
+            here = ", ".join(str(number) for number in range(shard % len(places), shards, len(places)))
+            beside = msgspec.structs.replace(address, part=f"shards {here} of {shards}")
             part = f"shard {shard} of {shards}"
-            one = msgspec.structs.replace(one, tag=f"{{{prefix}:{shard}}}", part=part, beside=beside)
-        found.append(one)
-    return found
+            address = msgspec.structs.replace(address, tag=f"{{{prefix}:{shard}}}", part=part, beside=beside)
+        addresses.append(address)
+    return addresses
 
 
 async def close(redis: Redis) -> None:
-    """Close its connections, also those to Sentinels."""
+    """Close all connections of a client, those to Sentinels included."""
     await redis.aclose()
     if isinstance(redis.connection_pool, SentinelConnectionPool):
         for sentinel in redis.connection_pool.sentinel_manager.sentinels:
@@ -156,20 +169,28 @@ async def close(redis: Redis) -> None:
 
 
 def _host(text: str, port: int) -> tuple[str, int]:
+    """Parse `host[:port]`. `port` is the default. Raises ValueError."""
     parts = urlsplit(f"//{text}")
     if not parts.hostname or parts.port == 0:
         raise ValueError(text)
     return parts.hostname, parts.port or port
 
 
-#: A server that hangs up TRIES times in a row is not Redis; one that is just shutting down does not do so.
-TRIES, PAUSE_S, LOOK_S = 3, 0.2, 3.0
+#: A server that hangs up this often in a row is not Redis. A Redis server that shuts down does not do that.
+TRIES = 3
+#: Seconds between two tries.
+PAUSE_S = 0.2
+#: Timeout of a try, in seconds.
+LOOK_S = 3.0
 
 HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss:// (TLS)"
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
-    """Why `ask` can never succeed, in words; "" if it succeeds, or may succeed later."""
+    """Return why calls of the server at `url` can never succeed, or "" if they may.
+
+    `ask`: makes one call. It is repeated while the server hangs up.
+    """
     for _ in range(TRIES):
         try:
             async with asyncio.timeout(LOOK_S):
@@ -179,15 +200,15 @@ async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
             plain = url.startswith("rediss") and await _answers_plainly(url)
             return "it is Redis without TLS: write redis://, or give it a certificate" if plain else ""
         except RedisError as error:
-            found = _permanent_reason(error)
-            if found != HANGS_UP:
-                return found
+            reason = _permanent_reason(error)
+            if reason != HANGS_UP:
+                return reason
         await asyncio.sleep(PAUSE_S)
     return HANGS_UP
 
 
 def _permanent_reason(error: RedisError) -> str:
-    """Why this error will not pass, in words; "" for one that may pass."""
+    """Return why this error is permanent, or "" if it may be transient."""
     match error:
         case AuthenticationError():
             return f"it refuses the user or the password ({error}): write redis://user:password@host"
@@ -195,8 +216,8 @@ def _permanent_reason(error: RedisError) -> str:
             return f"its user may not do what a queue does ({error})"
         case ResponseError() if "DB index" in str(error):
             return f"it has no database of that number ({error}): the number is what stands behind the last /"
-        case ResponseError() if (told := str(error)).startswith("MISPLACED"):
-            return told.partition(" ")[2]
+        case ResponseError() if (message := str(error)).startswith("MISPLACED"):
+            return message.partition(" ")[2]
         case ResponseError() if "unknown command" in str(error):
             return f"it is no Redis of 6.2 or later ({error})"
         case MovedError():
@@ -206,14 +227,16 @@ def _permanent_reason(error: RedisError) -> str:
             )
         case InvalidResponse():
             return f"something else than Redis answers there ({error})"
-    causes = list(_chain(error))
-    if found := next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None):
-        return f"TLS fails ({found.reason or found}): is its certificate trusted, or is it redis:// without TLS?"
+    causes = list(_causes(error))
+    if tls_error := next((cause for cause in causes if isinstance(cause, ssl.SSLError)), None):
+        reason = tls_error.reason or tls_error
+        return f"TLS fails ({reason}): is its certificate trusted, or is it redis:// without TLS?"
     hung_up = any(isinstance(cause, ConnectionResetError | BrokenPipeError) for cause in causes)
     return HANGS_UP if hung_up or "closed by server" in str(error) else ""
 
 
 async def _answers_plainly(url: str) -> bool:
+    """Return whether the server of this URL answers PING without TLS."""
     parts = urlsplit(url)
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(LOOK_S):
@@ -225,76 +248,84 @@ async def _answers_plainly(url: str) -> bool:
     return False
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-Call = tuple[str, bytes]  # a verb of the script, and its arguments
+#: A verb of the script, and its encoded arguments.
+Call = tuple[str, bytes]
 
-#: The most calls in one run of the script, and the most bytes of their arguments: other clients wait for its end.
-RUN_CALLS, RUN_BYTES = 32, 2**20
+#: Most calls in one run of the script, which blocks all other clients of the server.
+RUN_CALLS = 32
+#: Most bytes of the arguments of one run.
+RUN_BYTES = 2**20
 
-REPLICATED_MS = 1000  # the longest time, in milliseconds, for replicas to have what was changed
+#: Longest time for replicas to receive a change, in milliseconds.
+REPLICATED_MS = 1000
 
 
 def runs(calls: Sequence[Call]) -> list[list[Call]]:
-    """These calls in their order, as many in a run as RUN_CALLS and RUN_BYTES allow; a longer one runs alone."""
-    found: list[list[Call]] = []
+    """Split calls, in order, into runs of at most RUN_CALLS calls and RUN_BYTES. A larger call runs alone."""
+    batches: list[list[Call]] = []
     nbytes = 0
     for call in calls:
         nbytes += len(call[1])
-        if not found or len(found[-1]) == RUN_CALLS or nbytes > RUN_BYTES:
-            found.append([])
+        if not batches or len(batches[-1]) == RUN_CALLS or nbytes > RUN_BYTES:
+            batches.append([])
             nbytes = len(call[1])
-        found[-1].append(call)
-    return found
+        batches[-1].append(call)
+    return batches
 
 
 async def answers(redis: Redis, tag: str, calls: Sequence[Call], replicas: int = 0) -> list[Any]:
-    """The answer to each of these calls, or its error, in one round trip. Raises what the connection does.
+    """Return the reply or the error of each call, in one round trip. Raises the connection's errors.
 
-    Raises RedisError too if fewer than `replicas` have what was changed.
+    Raises RedisError too if fewer than `replicas` replicas received the changes within REPLICATED_MS.
     """
-    shared = runs(calls)
+    batches = runs(calls)
     async with redis.pipeline(transaction=False) as pipeline:
-        for run in shared:
-            words: list[str | bytes] = [word for call in run for word in call]
+        for batch in batches:
+            words: list[str | bytes] = [word for call in batch for word in call]
             pipeline.evalsha(SCRIPT_ID, 1, tag, *words)
         if replicas:
             pipeline.execute_command("WAIT", replicas, REPLICATED_MS)
         replies = await pipeline.execute(raise_on_error=False)
     if replicas and (reached := replies.pop()) not in range(replicas, 1000):
         raise RedisError(f"replicas that have what it was told: {reached}, wanted: {replicas}")
-    found: list[Any] = []
-    for run, reply in zip(shared, replies, strict=True):
+
+    results: list[Any] = []
+    for batch, reply in zip(batches, replies, strict=True):
         if isinstance(reply, NoScriptError):
             await redis.script_load(SCRIPT)
-            found += await answers(redis, tag, run, replicas)
+            results += await answers(redis, tag, batch, replicas)
         else:
-            found += [reply] * len(run) if isinstance(reply, Exception) else reply
-    if any(isinstance(one, ReadOnlyError | MovedError) for one in found):  # a primary no more: ask again who is
+            results += [reply] * len(batch) if isinstance(reply, Exception) else reply
+    if any(isinstance(result, ReadOnlyError | MovedError) for result in results):
+        # The server is not the primary any more: new connections find the present one.
         await redis.connection_pool.disconnect()
-    return found
+    return results
 
 
 class PipelinedCalls:
-    """Calls that wait to be sent, by `execute`: those that come while others are under way go together."""
+    """Batches calls of the script: calls made during a round trip share the next one."""
 
     def __init__(self, execute: Callable[[Sequence[Call]], Awaitable[list[Any]]], background: NamedTasks) -> None:
-        self._execute, self._background = execute, background
+        self._execute = execute
+        self._background = background
         self._unsent: list[tuple[Call, asyncio.Future[Any]]] = []
 
     async def answer(self, verb: str, args: bytes) -> Any:
-        """The answer to one call. Raises what its verb does, and the connection."""
+        """Return the reply to one call. Raises the errors of its verb and of the connection."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._unsent.append(((verb, args), answer))
         self._background.run("send", self._send)
         return await answer
 
     async def _send(self) -> None:
-        """Send all calls that wait, MAX_BATCH in a round trip, until there are none."""
+        """Send all unsent calls, MAX_BATCH in a round trip, until none is left."""
         while self._unsent:
             batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
             try:
@@ -308,70 +339,73 @@ class PipelinedCalls:
                     answer.set_exception(reply)
                 else:
                     answer.set_result(reply)
-            await asyncio.sleep(0)  # what those who were answered ask next goes together
+            await asyncio.sleep(0)  # the next calls of all answered callers then share a round trip
 
 
-SWEEP_S = 5.0  # seconds without a message after which all waiters look at the queue anyway
+#: Seconds without a message after which all waiters are woken anyway.
+SWEEP_S = 5.0
 
 
 class Subscription:
-    """One subscription for all callers in this process that wait for tasks or follow requests."""
+    """One pub/sub subscription for all callers in this process that wait for tasks or follow requests."""
 
     def __init__(self, redis: Redis, tag: str, waiting: RemoteWaiters) -> None:
-        self._redis, self._waiting = redis, waiting
+        self._redis = redis
+        self._waiting = waiting
         self._channel = f"{tag}:news"
         self._supervisor = Supervisor()
         self._followers: dict[str, list[asyncio.Future[None]]] = {}
         self._closed = False
 
     def news_of(self, request: str) -> asyncio.Future[None]:
-        """A future that is done when the request has changed, or may have."""
-        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._followers.setdefault(request, []).append(news)
-        return news
+        """Return a future that completes when the request has changed, or may have changed."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._followers.setdefault(request, []).append(changed)
+        return changed
 
     def notify(self, *requests: str) -> None:
         """Complete the futures of these requests."""
-        for news in [news for request in requests for news in self._followers.pop(request, ())]:
-            if not news.done():
-                news.set_result(None)
+        for changed in [changed for request in requests for changed in self._followers.pop(request, ())]:
+            if not changed.done():
+                changed.set_result(None)
 
     async def listen(self) -> None:
-        """Receive messages until `close`, on one connection after the other."""
+        """Receive messages until `close`. Reconnects after RETRY_S."""
         while not self._closed:
             with self._supervisor.besides("hearing what changed"), suppress(RedisError, OSError):
-                await self._hear_changes()
+                await self._receive_messages()
             await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Wake everyone who waits."""
+        """Stop listening, and wake all waiters and followers."""
         self._closed = True
         self._waiting.close()
         self.notify(*self._followers)
 
-    async def _hear_changes(self) -> None:
-        """Receive messages; after connecting, and after SWEEP_S without a message, wake everyone.
+    async def _receive_messages(self) -> None:
+        """Receive messages on one connection. Wakes all waiters after connecting and after each silence of SWEEP_S.
 
-        Then the server is asked for a sign of life: one that gives none may not be who the others talk to any more.
+        A silent server is pinged. Returns if it does not reply, since another server may be the primary now.
         """
         async with self._redis.pubsub() as channel:
             await channel.subscribe(self._channel)
-            is_asked = False
+            is_pinged = False
             while not self._closed:
                 message = await channel.get_message(timeout=SWEEP_S)
-                self._hear(message)
-                if message is None and is_asked:
+                self._process_message(message)
+                if message is None and is_pinged:
                     return
-                if is_asked := message is None:
+                if is_pinged := message is None:
                     await channel.ping()
 
-    def _hear(self, message: dict[str, Any] | None) -> None:
+    def _process_message(self, message: dict[str, Any] | None) -> None:
+        """Wake the callers that a message names. Without a message, and for one of the server itself, wake all."""
         if message is None or message["type"] != "message":
             self._waiting.serve()
             self.notify(*self._followers)
             return
-        for what in message["data"].decode(errors="replace").split("\0"):
-            kind, _, name = what.partition(":")
+        for change in message["data"].decode(errors="replace").split("\0"):
+            kind, _, name = change.partition(":")
             if kind == "request":
                 self.notify(name)
             elif self._waiting.waits_for(name):

@@ -1,4 +1,4 @@
-"""Indexes in memory: requests with their event histories, and encoder outputs by key."""
+"""In-memory indexes of requests and encoder outputs, and the event history of a request."""
 
 from __future__ import annotations
 
@@ -26,24 +26,34 @@ from unfuse.queues.base import (
 )
 from unfuse.queues.tasks import QueuedTask
 
-MAX_EVENTS = 512  # events kept of one request
-PASSING = ("progress", "preview")  # events that may be dropped, because a later one replaces them
-APPENDED = "appended"  # the event of which only the last one of each stage is kept
+#: Most events in the history of one request.
+MAX_EVENTS = 512
+#: Types of events that may be dropped, because a later event replaces them.
+PASSING = ("progress", "preview")
+#: The type of which only the last event of each stage is stored.
+APPENDED = "appended"
 
 
 class EventHistory:
-    """Numbered events. Above MAX_EVENTS the oldest is dropped: progress first, then any."""
+    """The bounded history of a request's numbered events, with streams that follow it.
+
+    Above MAX_EVENTS the oldest event is dropped: PASSING ones first, then any.
+    """
 
     def __init__(self, events: Iterable[Event] = (), last: int = 0) -> None:
         self._events = {event.seq: event for event in events}
+        #: Numbers of the PASSING events, in order.
         self._droppable: deque[int] = deque()
+        #: Number of the last APPENDED event, by stage.
         self._appended: dict[str, int] = {}
-        self.last = last  # the highest number that an event has got
-        self.ended = False  # whether no more events will come
+        #: Highest number of an event so far.
+        self.last = last
+        #: Whether no more events will come.
+        self.ended = False
         self._followers: list[asyncio.Future[None]] = []
 
     def publish(self, event: Event, wall: float) -> None:
-        """Give an event its number, and a time if it has none, and wake who follows."""
+        """Number and store an event, and wake the streams. `wall` is the time of events without one."""
         self.last += 1
         self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
         if event.type in PASSING:
@@ -56,20 +66,20 @@ class EventHistory:
         self._wake_followers()
 
     def above(self, after: int) -> list[Event]:
-        """The events with a number above `after`."""
+        """Return the events with a number above `after`."""
         return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
     def lasting(self) -> tuple[Event, ...]:
-        """The events that must not be lost: all but the PASSING ones, and those that only count pieces."""
+        """Return the events that must be durable: all but PASSING and APPENDED ones."""
         return tuple(event for event in self._events.values() if event.type not in (*PASSING, APPENDED))
 
     def end(self) -> None:
-        """No more events will come: who follows reads the last ones."""
+        """End all streams after their last event."""
         self.ended = True
         self._wake_followers()
 
     async def follow(self, after: int) -> AsyncIterator[Event]:
-        """Events with a number above `after`; waits for more until the history has ended."""
+        """Yield events with a number above `after`, as they come, until the history has ended."""
         while True:
             while unseen := self.above(after):
                 for event in unseen:
@@ -77,33 +87,37 @@ class EventHistory:
                 after = unseen[-1].seq
             if self.ended:
                 return
-            news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._followers.append(news)
+
+            woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._followers.append(woken)
             try:
-                await news
+                await woken
             finally:
-                self._followers.remove(news)
+                self._followers.remove(woken)
 
     def _wake_followers(self) -> None:
-        for news in self._followers:
-            if not news.done():
-                news.set_result(None)
+        for woken in self._followers:
+            if not woken.done():
+                woken.set_result(None)
 
 
 @dataclass(eq=False, slots=True)
 class IndexEntry:
-    """A stored request and its history. `tasks` has the task of each stage that had one so far: None where it is gone.
-
-    `appended` says how many pieces of each stage are recorded. The index maintains the other fields.
-    """
+    """A stored request with its tasks, its event history, and its place in the index."""
 
     context: RequestContext
+    #: Number of arrival. Lists are sorted by it.
     number: int
+    #: The task of each stage that ever had one; None once it is neither waiting nor leased.
     tasks: dict[str, QueuedTask | None] = field(default_factory=dict)
     history: EventHistory = field(default_factory=EventHistory)
+    #: The displayed status. Set by the index, as are `headings` and `ended`.
     status: RequestStatus = "queued"
+    #: The keys under which it is indexed.
     headings: tuple[Heading, ...] = ()
+    #: When it ended, in Unix seconds; None if it is active.
     ended: float | None = None
+    #: Number of recorded output deltas, by stage.
     appended: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -112,7 +126,7 @@ class IndexEntry:
         return [queued for queued in self.tasks.values() if queued]
 
     def fits(self, which: RequestFilter) -> bool:
-        """Whether the filter selects this request."""
+        """Return whether the filter selects this request."""
         return all(
             (self.status if name == "status" else INDEXED_FIELDS[name](self.context)) == value
             for name, value in which.asked().items()
@@ -124,18 +138,21 @@ _end = attrgetter("ended", "number")
 
 
 class RequestIndex:
-    """Every stored request under each of its headings, sorted by number; ended ones also by the time of their end.
+    """An index of all stored requests by each of their keys (`Heading`), sorted by number of arrival.
 
-    Adding or removing one is a bisection and a move of pointers: microseconds at 100,000 requests.
+    Ended requests are also sorted by the time of their end. Adding or removing a request is a bisection and a move of
+    pointers: microseconds at 100,000 requests.
     """
 
     def __init__(self) -> None:
+        #: Entries by key, with the key itself: all entries share this one tuple, which saves memory.
         self._under: dict[Heading, tuple[Heading, list[IndexEntry]]] = {}
         self._over: list[IndexEntry] = []
 
     def put(self, entry: IndexEntry, status: RequestStatus) -> None:
-        """Index an entry by its present context, and by the status that is shown for it."""
-        context, entry.status = entry.context, status
+        """Index an entry by its present context and its displayed status."""
+        context = entry.context
+        entry.status = status
         self._list(entry, _headings(context, status), (context.completed_at or 0.0) if context.over else None)
 
     def remove(self, entry: IndexEntry) -> None:
@@ -143,31 +160,33 @@ class RequestIndex:
         self._list(entry, (), None)
 
     def find(self, which: RequestFilter, behind: int | None = None, oldest_first: bool = False) -> Iterator[IndexEntry]:
-        """The entries that the filter selects, newest or oldest first, starting behind the number `behind`."""
-        listed = self._listed(which.heading)
+        """Yield the entries that the filter selects, newest or oldest first, after the number `behind`."""
+        entries = self._listed(which.heading)
         if oldest_first:
-            places = range(0 if behind is None else bisect_right(listed, behind, key=_number), len(listed))
+            places = range(0 if behind is None else bisect_right(entries, behind, key=_number), len(entries))
         else:
-            places = range(len(listed) if behind is None else bisect_left(listed, behind, key=_number))[::-1]
-        return (entry for place in places if (entry := listed[place]).fits(which))
+            places = range(len(entries) if behind is None else bisect_left(entries, behind, key=_number))[::-1]
+        return (entry for place in places if (entry := entries[place]).fits(which))
 
     def count_active(self, tenant: str | None = None) -> int:
-        """The number of requests that are not over, of one tenant or of all."""
+        """Return the number of requests that are not over, of one tenant or of all."""
         return len(self._listed((tenant, "over", False)))
 
     def repeated(self, context: RequestContext) -> IndexEntry | None:
-        """The stored request of the same tenant and idempotency key, if any."""
+        """Return the stored request of the same tenant and idempotency key, or None."""
         key = context.caller.idempotency_key
         return next(self.find(RequestFilter(tenant=context.caller.tenant, idempotency_key=key)), None) if key else None
 
     def over_before(self, time: float) -> list[IndexEntry]:
-        """The requests that ended before this Unix time, in the order of their ends."""
+        """Return the requests that ended before this Unix time, in the order of their ends."""
         return self._over[: bisect_left(self._over, (time, -1), key=_end)]
 
     def _listed(self, heading: Heading) -> list[IndexEntry]:
+        """Return the entries of a key, by number."""
         return self._under[heading][1] if heading in self._under else []
 
     def _list(self, entry: IndexEntry, headings: tuple[Heading, ...], ended: float | None) -> None:
+        """Index an entry under these keys and no others, and by the time of its end, if it has ended."""
         if ended != entry.ended:
             if entry.ended is not None:
                 del self._over[bisect_left(self._over, _end(entry), key=_end)]
@@ -176,10 +195,11 @@ class RequestIndex:
                 insort(self._over, entry, key=_end)
         if headings == entry.headings:
             return
+
         for heading in set(entry.headings).difference(headings):
-            listed = self._listed(heading)
-            del listed[bisect_left(listed, entry.number, key=_number)]
-            if not listed:
+            entries = self._listed(heading)
+            del entries[bisect_left(entries, entry.number, key=_number)]
+            if not entries:
                 del self._under[heading]
         for heading in set(headings).difference(entry.headings):
             insort(self._under.setdefault(heading, (heading, []))[1], entry, key=_number)
@@ -187,20 +207,21 @@ class RequestIndex:
 
 
 def _headings(context: RequestContext, status: RequestStatus) -> tuple[Heading, ...]:
-    """Every value of `RequestFilter.heading` that must find this request."""
+    """Return all index keys of a request: every `RequestFilter.heading` that must find it."""
     fields: list[tuple[str, object]] = [("", ""), ("status", status)]
     fields += [(name, value) for name, value in LISTED_VALUES.items() if INDEXED_FIELDS[name](context) == value]
-    own = [(name, value) for name in TENANT_FIELDS if (value := INDEXED_FIELDS[name](context))]
+    tenant_fields = [(name, value) for name in TENANT_FIELDS if (value := INDEXED_FIELDS[name](context))]
     return (
         *((None, name, value) for name, value in fields),
-        *((context.caller.tenant, name, value) for name, value in [*fields, *own]),
+        *((context.caller.tenant, name, value) for name, value in [*fields, *tenant_fields]),
     )
 
 
 class MemoryEncoderIndex(EncoderIndex):
-    """Refs of cached encoder outputs by cache key, the least recently used first."""
+    """An LRU index of encoder outputs in memory."""
 
     def __init__(self) -> None:
+        #: Refs by cache key, the least recently used first.
         self._refs: dict[str, ObjectRef] = {}
         self._nbytes = 0
 
@@ -216,11 +237,11 @@ class MemoryEncoderIndex(EncoderIndex):
 
     @override
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        found = {key: self._refs[key] for key in keys if key in self._refs}
+        refs = {key: self._refs[key] for key in keys if key in self._refs}
         for key in keys:
-            if use and key in found:
+            if use and key in refs:
                 self._refs[key] = self._refs.pop(key)
-        return found
+        return refs
 
     @override
     async def cached_bytes(self) -> int:

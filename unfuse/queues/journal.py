@@ -1,4 +1,4 @@
-"""The file of a SQLite queue: one row a request, one process, one thread that writes what has changed."""
+"""The write-behind journal of a SQLite queue: one row for each request, written by one thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from unfuse.core.task import OutputDeltas, Task
 from unfuse.queues.base import SCHEMA, DeclaredModels
 from unfuse.queues.index import IndexEntry
 
-APPLICATION = 0x756E6675  # SQLite's application_id of a queue of unfuse
+#: SQLite's application_id of an unfuse queue.
+APPLICATION = 0x756E6675
 
+#: The schema. A row of `pieces` has the output deltas of one call: those with numbers `first` ≤ number < `after`.
 TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB NOT NULL) STRICT;
 CREATE TABLE starts (number INTEGER NOT NULL) STRICT;
@@ -36,79 +38,95 @@ CREATE TABLE pieces (
 CREATE TABLE secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID, STRICT;
 CREATE TABLE declarations (name TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID, STRICT;
 """
-"""A row of `pieces` has what was recorded at one time: the pieces from number `first` up to `after`."""
 
+#: Selects up to `limit` rows of a stage, starting with the row that has delta number `after`.
 FIND_PIECES = """
 SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
     SELECT coalesce(max(first), 0) FROM pieces WHERE id = :id AND stage = :stage AND first <= :after
 ) ORDER BY first LIMIT :limit
 """
-"""As many rows as there may be pieces, beginning with the one that has number `after`."""
 
-MAGIC = b"SQLite format 3\0"  # the first bytes of every SQLite database
+#: The first bytes of every SQLite database.
+MAGIC = b"SQLite format 3\0"
 
+#: The mount table of this process.
 MOUNTS = Path("/proc/self/mountinfo")
+#: Types of network file systems.
 REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
+#: The only FUSE file system that is known to be local.
 LOCAL_FUSE = "fuse.fuse-overlayfs"
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the errors of the system when the disk is full
+#: The system's errors when the disk or the quota is full.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_ROOM = "the disk of the queue is full: make room there"
+
+#: Seconds between two tries to write to a full disk.
+FULL_PAUSE_S = 1.0
 
 log = structlog.get_logger(__name__)
 
 
 class StoredTask(msgspec.Struct, frozen=True, array_like=True):
-    """A task that is queued, or leased if it has a token: then to `worker`, `since` that time.
+    """A stored task: queued, or leased if it has a token."""
 
-    `returned` counts how often each worker has turned it down. `since` and `pushed` are Unix seconds.
-    """
-
+    #: Number of arrival among all pushed tasks.
     arrival: int
     task: Task
+    #: When it was pushed, in Unix seconds.
     pushed: float
+    #: How often each worker has turned it down.
     returned: dict[str, int]
+    #: The worker that leased it.
     worker: str = ""
+    #: The lease token. Empty: the task is queued.
     token: bytes = b""
+    #: When it was leased, in Unix seconds.
     since: float = 0.0
 
 
 class RequestRow(msgspec.Struct, frozen=True):
-    """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
+    """A whole stored request. Any change replaces its row."""
 
     context: RequestContext
+    #: All stages that ever had a task.
     stages: tuple[str, ...]
+    #: Tasks that wait or are leased.
     tasks: tuple[StoredTask, ...]
+    #: The durable events (`EventHistory.lasting`).
     events: tuple[Event, ...]
+    #: Highest number of an event so far.
     last: int
 
 
 class Journal:
-    """The file. It is locked while it is open, and one thread writes it.
+    """The SQLite file of a queue. It is locked while it is open, and written by one thread.
 
-    `rows` and `declared` have what the file held at the start, `appended` how many pieces it has by request and stage.
-    `damaged` maps the id of a row that cannot be read to its number and the error.
-
-    Raises TransientError if the disk is full, and ConfigError if the queue cannot be kept there for another reason.
+    Raises TransientError if the disk is full, and ConfigError if the file cannot be used for another reason.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._decoder = path, msgspec.msgpack.Decoder(RequestRow)
+        self.path = path
+        self._decoder = msgspec.msgpack.Decoder(RequestRow)
+        #: All readable rows at the start, with their numbers of arrival.
         self.rows: list[tuple[int, RequestRow]] = []
+        #: Number of arrival and error of each unreadable row, by request id.
         self.damaged: dict[str, tuple[int, str]] = {}
+        #: Number of output deltas at the start, by request and stage.
         self.appended: dict[str, dict[str, int]] = {}
+        #: All readable declarations at the start, by name.
         self.declared: dict[str, DeclaredModels] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_remote(path)
             _refuse_foreign(path)
-            with ExitStack() as opened:
+            with ExitStack() as resources:
                 lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-                _lock(path, opened.enter_context(os.fdopen(lock, "r+b", 0)))
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                _lock(path, resources.enter_context(os.fdopen(lock, "r+b", 0)))
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite itself would use wider permissions
                 self._file = apsw.Connection(str(path))
-                opened.callback(self._file.close, force=True)
+                resources.callback(self._file.close, force=True)
                 self._read()
-                self._opened = opened.pop_all()
+                self._resources = resources.pop_all()
         except (InUse, TransientError):
             raise
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
@@ -121,53 +139,56 @@ class Journal:
     def write(
         self, rows: Sequence[tuple[int, RequestRow | None]], durable: bool, pieces: Sequence[OutputDeltas] = ()
     ) -> None:
-        """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
+        """Write rows and output deltas in one transaction. To be called in the writer thread.
 
-        That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
-        the disk is full.
+        `rows`: the new row by number of arrival. None deletes the row and its deltas.
+        `durable`: whether to sync the disk.
+        Raises TransientError, with nothing changed, if the disk is full.
         """
-        kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
-        gone = [(number,) for number, row in rows if row is None]
-        grown = [
-            (*one.claim.key, one.offset, one.offset + len(one.pieces), msgspec.msgpack.encode(one.pieces))
-            for one in pieces
+        changed = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
+        deleted = [(number,) for number, row in rows if row is None]
+        appended = [
+            (*new.claim.key, new.offset, new.offset + len(new.pieces), msgspec.msgpack.encode(new.pieces))
+            for new in pieces
         ]
         with self._disk_may_be_full():
             self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
             self._file.execute("BEGIN IMMEDIATE")
-            if gone:
-                self._file.executemany("DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", gone)
-                self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
-            self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
-            self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", grown)
-            if gone:
+            if deleted:
+                self._file.executemany(
+                    "DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", deleted
+                )
+                self._file.executemany("DELETE FROM requests WHERE number = ?", deleted)
+            self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", changed)
+            self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", appended)
+            if deleted:
                 self._file.execute("PRAGMA incremental_vacuum").fetchall()
             self._file.execute("COMMIT")
 
     def row(self, number: int) -> RequestRow | None:
-        """The row of that number as it is in the file, if there is one; to be called in the thread that writes."""
-        found = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
-        return self._decoder.decode(cast(bytes, found[0][0])) if found else None
+        """Return the stored row of this number, or None. To be called in the writer thread."""
+        rows = self._file.execute("SELECT body FROM requests WHERE number = ?", (number,)).fetchall()
+        return self._decoder.decode(cast(bytes, rows[0][0])) if rows else None
 
     def pieces(self, id: str, stage: str, after: int, limit: int) -> list[bytes]:
-        """The pieces of a stage from number `after` on, up to `limit`; to be called in the thread that writes."""
-        found: list[bytes] = []
-        asked = {"id": id, "stage": stage, "after": after, "limit": limit}
-        for first, body in self._file.execute(FIND_PIECES, asked):
-            found += msgspec.msgpack.decode(cast(bytes, body), type=list[bytes])[max(0, after - cast(int, first)) :]
-        return found[:limit]
+        """Return up to `limit` output deltas from number `after` on. To be called in the writer thread."""
+        deltas: list[bytes] = []
+        parameters = {"id": id, "stage": stage, "after": after, "limit": limit}
+        for first, body in self._file.execute(FIND_PIECES, parameters):
+            deltas += msgspec.msgpack.decode(cast(bytes, body), type=list[bytes])[max(0, after - cast(int, first)) :]
+        return deltas[:limit]
 
     def secret(self, name: str, proposed: str) -> str:
-        """Return the secret of that name, stored durably. Must be called in the writer thread."""
+        """Return the secret of this name, stored durably. To be called in the writer thread."""
         self._file.pragma("synchronous", "FULL")
         self._file.execute("INSERT OR IGNORE INTO secrets VALUES (?, ?)", (name, proposed))
         ((value,),) = self._file.execute("SELECT value FROM secrets WHERE name = ?", (name,))
         return str(value)
 
     def declare(self, name: str, declaration: DeclaredModels) -> None:
-        """Replace the declaration of that name durably; to be called in the thread that writes.
+        """Replace the declaration of this name durably. To be called in the writer thread.
 
-        Raises TransientError, with nothing changed, when the disk is full.
+        Raises TransientError, with nothing changed, if the disk is full.
         """
         self._file.pragma("synchronous", "FULL")
         with self._disk_may_be_full():
@@ -175,13 +196,13 @@ class Journal:
             self._file.execute("INSERT OR REPLACE INTO declarations VALUES (?, ?)", (name, body))
 
     def close(self) -> None:
-        """Close and unlock the file."""
+        """Stop the writer thread, then close and unlock the file."""
         self.thread.shutdown()
-        self._opened.close()
+        self._resources.close()
 
     @contextmanager
     def _disk_may_be_full(self) -> Iterator[None]:
-        """A context that raises TransientError, with nothing changed, where the disk is full."""
+        """Roll back and raise TransientError if the disk is full. A context manager."""
         try:
             yield
         except apsw.Error as error:
@@ -192,24 +213,28 @@ class Journal:
             raise TransientError(NO_ROOM) from error
 
     def _read(self) -> None:
-        """Prepare the file, and read what it holds. Raises TransientError if the disk is full."""
+        """Prepare the file and load its content. Raises TransientError if the disk is full."""
         with self._disk_may_be_full():
-            self.start = self._begin()
+            #: How often the file was opened before.
+            self.start = self._prepare()
+
         for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
             try:
                 self.rows.append((cast(int, number), self._decoder.decode(cast(bytes, body))))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 self.damaged[str(id)] = cast(int, number), str(error)
+
         for name, body in self._file.execute("SELECT name, body FROM declarations"):
             try:
                 self.declared[str(name)] = msgspec.msgpack.decode(cast(bytes, body), type=DeclaredModels)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 log.error("a declaration cannot be read, and is left out", name=name, reason=str(error))
+
         for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
             self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
 
-    def _begin(self) -> int:
-        """Check and prepare the file; returns how often it was opened before."""
+    def _prepare(self) -> int:
+        """Check the file, and create its tables if it is new. Returns how often it was opened before."""
         file = self._file
         file.pragma("locking_mode", "EXCLUSIVE")
         is_new = not file.pragma("schema_version")
@@ -230,7 +255,7 @@ class Journal:
 
 
 def _lock(path: Path, file: FileIO) -> None:
-    """Lock this file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
+    """Lock the queue's lock file, and write our process id into it. Raises InUse if it is locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -244,36 +269,36 @@ def _lock(path: Path, file: FileIO) -> None:
 
 
 def _check_ours(file: apsw.Connection) -> None:
-    """Raise UsageError for a database that is not a queue of this schema."""
+    """Raise UsageError unless the database is empty or a queue of this schema version."""
     if not file.pragma("schema_version"):
         return
     if file.pragma("application_id") != APPLICATION:
         raise UsageError("it holds something else: give this one a file of its own, with --queue sqlite:PATH")
-    if (found := file.pragma("user_version")) != SCHEMA:
+    if (version := file.pragma("user_version")) != SCHEMA:
         raise UsageError(
-            f"it was written by another version of unfuse (schema {found}, this one reads {SCHEMA}): name another "
+            f"it was written by another version of unfuse (schema {version}, this one reads {SCHEMA}): name another "
             "file with --queue sqlite:PATH, or delete this one"
         )
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise UsageError for a file of something else. The file is only read: nothing changes in it or beside it."""
+    """Raise UsageError for a file that is not a queue, without changing it or creating files beside it."""
     if not path.exists():
         return
     if not path.is_file():
         raise UsageError("it is no file: give this one a file of its own")
     with path.open("rb") as file:
-        begins = file.read(len(MAGIC))
-    if begins not in (b"", MAGIC):
+        first_bytes = file.read(len(MAGIC))
+    if first_bytes not in (b"", MAGIC):
         raise UsageError("it is not a database, it holds something else: give this one a file of its own")
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-    # a torn database may still be repaired from its journal, when it is opened
-    with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as look:
-        _check_ours(look)
+    # SQLite errors are ignored: a torn database may still be repaired from its journal when it is opened.
+    with suppress(apsw.Error), closing(apsw.Connection(f"{path.as_uri()}?immutable=1", flags=flags)) as connection:
+        _check_ours(connection)
 
 
 def _refuse_remote(path: Path) -> None:
-    """Raise ConfigError if the folder is on a network file system, where locks and syncs cannot be trusted."""
+    """Raise ConfigError if the folder is on a network file system, where locks and syncs are unreliable."""
     device = path.parent.stat().st_dev
     for line in MOUNTS.read_text().splitlines():
         kind = line.partition(" - ")[2].split()[0]
@@ -284,21 +309,22 @@ def _refuse_remote(path: Path) -> None:
             )
 
 
-FULL_PAUSE_S = 1.0  # seconds until a write is tried again after the disk was full
-
-
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """One transaction: changed requests, new pieces by requests' numbers; `done` is set when it has ended."""
+    """The content of one transaction."""
 
+    #: Completed when the transaction has ended, successfully or not.
     done: asyncio.Future[None]
+    #: Changed requests, by number of arrival.
     entries: dict[int, IndexEntry] = field(default_factory=dict)
+    #: New output deltas, by number of arrival of their request.
     pieces: dict[int, list[OutputDeltas]] = field(default_factory=dict)
+    #: Whether to sync the disk.
     durable: bool = False
 
 
-def _merged(batches: Sequence[_Batch]) -> _Batch:
-    """One batch with the content of these."""
+def _merge(batches: Sequence[_Batch]) -> _Batch:
+    """Return one batch with the content of all of these."""
     merged = _Batch(asyncio.get_running_loop().create_future())
     for batch in batches:
         merged.entries |= batch.entries
@@ -309,20 +335,27 @@ def _merged(batches: Sequence[_Batch]) -> _Batch:
 
 
 class JournalWriter:
-    """Writes one transaction after the other; each has all that changed during the one before.
+    """Batches changes into transactions: each has all changes made during the one before.
 
-    `row` gives the row of an entry when its transaction begins. While the disk is full, writing is tried again. When
-    the file cannot be written for another reason, `broken` is called, and nothing is written any more.
+    `row` returns the row of an entry when its transaction begins, None if the request was dropped. While the disk is
+    full, the write is repeated. If the file cannot be written for another reason, `broken` is called, and nothing is
+    written any more.
     """
 
     def __init__(
         self, journal: Journal, row: Callable[[IndexEntry], RequestRow | None], broken: Callable[[], object]
     ) -> None:
-        self._journal, self._row, self._on_broken = journal, row, broken
+        self._journal = journal
+        self._row = row
+        self._on_broken = broken
+        #: The batch that is being written.
         self._writing: _Batch | None = None
+        #: The batch of the next transaction.
         self._next: _Batch | None = None
-        self._broken = self._full = ""
-        self._trying: asyncio.TimerHandle | None = None
+        #: Why nothing can be written any more, or at present. "": it can.
+        self._broken = ""
+        self._full = ""
+        self._retry: asyncio.TimerHandle | None = None
 
     def check(self) -> None:
         """Raise TransientError while nothing can be written. To be called before each change."""
@@ -331,32 +364,32 @@ class JournalWriter:
             raise TransientError(self._full)
 
     def check_file(self) -> None:
-        """Raise TransientError once writing has failed for good."""
+        """Raise TransientError once writing has failed permanently."""
         if self._broken:
             raise TransientError(self._broken)
 
     def note(self, entry: IndexEntry, durable: bool = False) -> None:
-        """Have the next transaction write this entry, and sync the disk if `durable`."""
-        if batch := self._upcoming():
+        """Add an entry to the next transaction. `durable` syncs the disk."""
+        if batch := self._next_batch():
             batch.entries[entry.number] = entry
             batch.durable |= durable
 
     def append(self, entry: IndexEntry, pieces: OutputDeltas) -> None:
-        """Have the next transaction add pieces of an entry's stage, and sync the disk."""
-        if batch := self._upcoming():
+        """Add output deltas of an entry's stage to the next transaction, which syncs the disk."""
+        if batch := self._next_batch():
             batch.pieces.setdefault(entry.number, []).append(pieces)
             batch.durable = True
 
     def is_blocked(self, entry: IndexEntry) -> bool:
-        """Whether a change of the entry waits for room on the disk."""
+        """Return whether the entry has unwritten changes while the disk is full."""
         return bool(self._full and self._unwritten(entry))
 
     def is_written(self, entry: IndexEntry) -> bool:
-        """Whether no change of the entry waits to be written."""
+        """Return whether the entry has no unwritten changes."""
         return not self._unwritten(entry)
 
     async def wait_until_written(self, entry: IndexEntry) -> None:
-        """Wait until the entry is written as it is now. Raises TransientError if the disk is full or writing failed."""
+        """Wait until the entry's present state is written. Raises TransientError if the disk is full or broken."""
         for batch in self._unwritten(entry)[-1:]:
             await asyncio.shield(batch.done)
             if self.is_blocked(entry):
@@ -364,14 +397,14 @@ class JournalWriter:
         self.check_file()
 
     async def close(self) -> None:
-        """Write everything that is left, unless the disk is full."""
+        """Write all changes, unless the disk is full."""
         while (batch := self._next or self._writing) and not self._full:
             await batch.done
-        if self._trying is not None:
-            self._trying.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
 
-    def _upcoming(self) -> _Batch | None:
-        """The batch of the next transaction, if there will be one."""
+    def _next_batch(self) -> _Batch | None:
+        """Return the batch of the next transaction, or None if the file is broken."""
         if self._next is None and not self._broken:
             loop = asyncio.get_running_loop()
             self._next = _Batch(loop.create_future())
@@ -379,26 +412,27 @@ class JournalWriter:
         return self._next
 
     def _unwritten(self, entry: IndexEntry) -> list[_Batch]:
+        """Return the batches with changes of an entry, the running transaction first."""
         batches = [batch for batch in (self._writing, self._next) if batch]
         return [batch for batch in batches if entry.number in batch.entries or entry.number in batch.pieces]
 
     def _flush(self) -> None:
-        """Begin the next transaction, unless one is being written."""
+        """Start the next transaction, unless one is running."""
         if self._writing is None and self._next is not None:
             batch, self._next = self._next, None
             self._writing = batch
             try:
                 rows = [(number, self._row(entry)) for number, entry in batch.entries.items()]
                 dropped = {number for number, row in rows if row is None}
-                pieces = [one for number in batch.pieces.keys() - dropped for one in batch.pieces[number]]
+                pieces = [deltas for number in batch.pieces.keys() - dropped for deltas in batch.pieces[number]]
                 loop = asyncio.get_running_loop()
-                writing = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable, pieces)
-                writing.add_done_callback(lambda written: self._written(written.exception()))
+                write = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable, pieces)
+                write.add_done_callback(lambda write: self._on_written(write.exception()))
             except Exception as error:  # otherwise callers would wait for ever
-                self._written(error)
+                self._on_written(error)
 
-    def _written(self, error: BaseException | None) -> None:
-        """A transaction has ended: begin the next one, or the same again later if the disk was full."""
+    def _on_written(self, error: BaseException | None) -> None:
+        """Complete a transaction, then start the next one, or repeat it later if the disk is full."""
         batches, self._writing = [self._writing], None
         if error is not None:
             batches, self._next = [*batches, self._next], None
@@ -407,8 +441,8 @@ class JournalWriter:
         self._full = ""
         if isinstance(error, TransientError):
             self._full = "the disk of the queue is full: nothing is accepted or changed until there is room again"
-            self._next = _merged([batch for batch in batches if batch])
-            self._trying = asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._flush)
+            self._next = _merge([batch for batch in batches if batch])
+            self._retry = asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._flush)
         elif error is not None:
             self._broken = (
                 f"the queue's file cannot be written ({error}): repair the disk, then start the server again; "

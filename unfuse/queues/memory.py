@@ -1,4 +1,4 @@
-"""The queue in this process's memory, for tests and small installations. It says what every other backend has to do.
+"""An in-memory queue for tests and small installations: the reference that every other backend matches.
 
 A method is a transaction because it does not await between its first check and its last effect, and the event loop runs
 one task at a time.
@@ -44,16 +44,19 @@ from unfuse.queues.base import (
 from unfuse.queues.index import IndexEntry, MemoryEncoderIndex, RequestIndex
 from unfuse.queues.tasks import Leases, PoolQueues, QueuedTask
 
-MICROSECONDS = 10**6  # rates are whole microseconds, which every backend adds exactly
+#: Rate limits count whole microseconds, which every backend adds exactly.
+MICROSECONDS = 10**6
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A caller of `lease` that waits. A change in one of `pools` may let it take a task."""
+    """A caller of `lease` that waits for a task."""
 
     worker: str
     wanted: LeaseRequest
+    #: Pools whose changes may make a task available to it.
     pools: frozenset[str]
+    #: Done when the caller should try to lease again.
     woken: asyncio.Future[None]
 
     def wake(self) -> None:
@@ -62,7 +65,7 @@ class _Waiter:
 
 
 class MemoryQueue(MemoryEncoderIndex, QueueBackend):
-    """A queue of one process and one event loop; it ends with them.
+    """A queue backend in the memory of one process and one event loop. Its state is lost with the process.
 
     A backend that also stores the state elsewhere overrides `_on_change`, `_wait_until_stored`, `_check_writable` and
     `_check_readable`, which do nothing here.
@@ -73,37 +76,43 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._clock = clock
         self._requests: dict[str, IndexEntry] = {}
         self._index = RequestIndex()
-        self._pools, self._leases = PoolQueues(), Leases()
+        self._pools = PoolQueues()
+        self._leases = Leases()
         self._arrivals = 0
+        #: Sums over all active requests: their cost, and predicted nanoseconds by pool.
         self._cost = 0.0
-        self._left = Counter[str]()  # predicted nanoseconds by pool, of all active requests
-        self._rate_whole_at: dict[str, int] = {}  # when each tenant has all of its rate again, in microseconds
+        self._remaining = Counter[str]()
+        #: When each tenant has its whole rate limit again, in microseconds of the queue's clock.
+        self._rate_whole_at: dict[str, int] = {}
         self._members: dict[str, RegisteredWorker] = {}
         self._declared: dict[str, DeclaredModels] = {}
         self._secrets: dict[str, str] = {}
+        #: Recorded output deltas, by request and stage.
         self._pieces = defaultdict[str, defaultdict[str, list[bytes]]](lambda: defaultdict(list))
         self._waiters: dict[_Waiter, None] = {}
-        self._changed_pools: dict[str, None] = {}  # where a waiter may find something new
+        #: Pools that have changed since waiters were woken, as an ordered set.
+        self._changed_pools: dict[str, None] = {}
+        #: The time for which the alarm is set, or None.
         self._due: float | None = None
         self._withdraw_alarm: Callable[[], None] = lambda: None
         self._closed = False
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> MemoryQueue:
-        """A new, empty queue: memory has no address."""
+        """Return a new, empty queue. The address is ignored."""
         return cls(clock or SystemClock())
 
     def _on_change(self, entry: IndexEntry) -> None:
-        """Called with each request that has changed, except for its progress."""
+        """React to a change of a request, other than its progress."""
 
     async def _wait_until_stored(self, entry: IndexEntry, durable: bool = False) -> None:
-        """Return when a request is stored as it is now; with `durable`, so that it survives a loss of power."""
+        """Wait until the present state of a request is stored; with `durable`, so that it survives a power loss."""
 
     def _check_writable(self) -> None:
-        """Raise TransientError if nothing can be changed now."""
+        """Raise TransientError while changes are impossible."""
 
     def _check_readable(self) -> None:
-        """Raise TransientError if changes in memory can no longer be stored."""
+        """Raise TransientError once changes in memory can no longer be stored."""
 
     @override
     async def now(self) -> float:
@@ -122,7 +131,8 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         entry = self._requests.get(context.id) or self._index.repeated(context)
         if entry is None:
             whole_at = self._require_allowance(context.caller.tenant, limits.tenant)
-            self._require_room(context, tasks, limits)
+            self._require_capacity(context, tasks, limits)
+
             if limits.tenant.rate:
                 self._rate_whole_at[context.caller.tenant] = whole_at
             self._arrivals = max(self._arrivals, int(self._clock.wall() * 1e6))
@@ -131,26 +141,31 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             self._account(entry, None)
         return await self._stored_record(entry)
 
-    def _require_allowance(self, tenant: str, may: TenantLimits) -> int:
-        """Return when the tenant has all of its rate again if a request is accepted now, in microseconds.
+    def _require_allowance(self, tenant: str, allowance: TenantLimits) -> int:
+        """Apply the tenant's limits to one more request. Raises LimitReached.
 
-        Raises LimitReached if it may not have another request.
+        Returns the time at which the tenant has its whole rate limit again if this request is accepted, in
+        microseconds.
         """
-        if may.concurrent and (has := self._index.count_active(tenant)) >= may.concurrent:
-            message = f"{tenant} has {has} requests in progress, its key allows {may.concurrent}"
+        concurrent = allowance.concurrent
+        if concurrent and (active := self._index.count_active(tenant)) >= concurrent:
+            message = f"{tenant} has {active} requests in progress, its key allows {concurrent}"
             raise LimitReached(f"{message}: try again when one is over")
+
+        # a token bucket, stored as the time at which it is full: each request moves that by period / rate
         now = int(self._clock.now() * MICROSECONDS)
-        each = may.per_s * MICROSECONDS // may.rate if may.rate else 0
-        whole_at = max(self._rate_whole_at.get(tenant, 0), now) + each
-        early = whole_at - now - may.per_s * MICROSECONDS
-        if may.rate and early > 0:
+        period = allowance.per_s * MICROSECONDS
+        refill = period // allowance.rate if allowance.rate else 0
+        whole_at = max(self._rate_whole_at.get(tenant, 0), now) + refill
+        early = whole_at - now - period
+        if allowance.rate and early > 0:
             wait = ceil(early / MICROSECONDS)
-            message = f"the key of {tenant} allows {may.rate} requests in {may.per_s} s: try again in {wait} s"
-            raise LimitReached(message, early / MICROSECONDS)
+            limit = f"{allowance.rate} requests in {allowance.per_s} s"
+            raise LimitReached(f"the key of {tenant} allows {limit}: try again in {wait} s", early / MICROSECONDS)
         return whole_at
 
-    def _require_room(self, context: RequestContext, tasks: Sequence[Task], limits: QueueLimits) -> None:
-        """Raise Overloaded if the queue may not have another request with these tasks."""
+    def _require_capacity(self, context: RequestContext, tasks: Sequence[Task], limits: QueueLimits) -> None:
+        """Apply admission control to one more request with these tasks. Raises Overloaded."""
         active = self._index.count_active()
         if active >= limits.max_active:
             raise Overloaded(f"{active} requests are in progress, no more are accepted: try again later")
@@ -165,7 +180,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Returns before the leases are stored: after a crash, a task may be leased a second time."""
+        """Return before the leases are stored: after a crash, a task may be leased a second time."""
         self._check_writable()
         until = self._clock.now() + wait
         while True:
@@ -177,20 +192,22 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             await self._wait(worker, wanted, until)
 
     def _claim(self, worker: str, wanted: LeaseRequest, ttl: float) -> builtins.list[Lease]:
-        """Claim tasks, without waiting."""
+        """Lease tasks, without waiting."""
         leases: list[Lease] = []
         used = Counter[str]()
         while len(leases) < wanted.slots and (queued := self._next_task(worker, wanted, used)) is not None:
             task = queued.task
             used.update(task.resources)
             self._pools.remove(queued)
-            now, wall, entry = self._clock.now(), self._clock.wall(), self._requests[task.request]
+
+            now, wall = self._clock.now(), self._clock.wall()
+            entry = self._requests[task.request]
             lease = Lease(task, worker, secrets.token_bytes(16), now + ttl)
             self._leases.give(queued, lease, now, wall)
             leases.append(msgspec.structs.replace(lease, appended=entry.appended.get(task.stage, 0)))
             self._publish(entry, [Event("stage_started", wall, task.stage, task.attempt, worker)])
             self._note_change(entry)
-        if leases:  # all pools: a caller may have been woken for another task than it took
+        if leases:  # all pools: the caller may have been woken for another task than it leased
             self._changed_pools |= dict.fromkeys(wanted.pools)
         return leases
 
@@ -199,7 +216,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return self._pools.next(worker, wanted, self._clock.now(), used)
 
     async def _wait(self, worker: str, wanted: LeaseRequest, until: float) -> None:
-        """Wait until there may be a task for a worker, or the time is over."""
+        """Wait until there may be a task for a worker, or the clock reaches `until`."""
         waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
         withdraw_alarm = self._clock.call_at(until, waiter.wake)
@@ -214,22 +231,24 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             del self._waiters[waiter]
 
     def _wake(self) -> None:
-        """For each pool that has changed, wake the first waiter that can take a task there now.
+        """For each changed pool, wake the first waiter that can lease a task now, and set the alarm.
 
-        One waiter is enough, since its claim is a change again. An alarm wakes waiters for tasks that are delayed.
-        Whoever changes the state calls this before it awaits anything.
+        One waiter is enough, since its lease changes the pool again. The alarm wakes waiters for delayed tasks.
+        Methods that change the state call this before their first await.
         """
-        pools, self._changed_pools = self._changed_pools, {}
-        for pool in pools:
-            self._wake_for(pool)
+        changed_pools, self._changed_pools = self._changed_pools, {}
+        for pool in changed_pools:
+            self._wake_first(pool)
+
         due = None if self._closed else self._pools.next_due()
         if due != self._due:
             self._withdraw_alarm()
-            self._due, self._withdraw_alarm = due, lambda: None
+            self._due = due
+            self._withdraw_alarm = lambda: None
             if due is not None:
                 self._withdraw_alarm = self._clock.call_at(due, partial(self._wake_at, due))
 
-    def _wake_for(self, pool: str) -> None:
+    def _wake_first(self, pool: str) -> None:
         for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
             is_waiting = pool in waiter.pools and not waiter.woken.done()
             if is_waiting and self._next_task(waiter.worker, waiter.wanted, Counter()):
@@ -264,22 +283,24 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     async def append_all(self, grown: Sequence[OutputDeltas]) -> builtins.list[bool]:
         self._check_writable()
         check_growth(grown)
-        held = [self._leases.held(one.claim) is not None for one in grown]
-        outputs = [(one, self._requests[one.claim.request]) for one in compress(grown, held)]
-        for one, entry in outputs:
-            check_gap(one, entry.appended.get(one.claim.stage, 0))
-        for one, entry in outputs:
-            claim, recorded = one.claim, entry.appended.get(one.claim.stage, 0)
-            if new := one.pieces[recorded - one.offset :]:
+        has_lease = [self._leases.held(deltas.claim) is not None for deltas in grown]
+        outputs = [(deltas, self._requests[deltas.claim.request]) for deltas in compress(grown, has_lease)]
+        for deltas, entry in outputs:
+            check_gap(deltas, entry.appended.get(deltas.claim.stage, 0))
+
+        for deltas, entry in outputs:
+            claim = deltas.claim
+            recorded = entry.appended.get(claim.stage, 0)
+            if new := deltas.pieces[recorded - deltas.offset :]:
                 self._store_pieces(entry, OutputDeltas(claim, recorded, new))
                 count = entry.appended[claim.stage] = recorded + len(new)
                 self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
-        for _, entry in outputs:  # also of a repeat, of which the first may not be stored yet
+        for _, entry in outputs:  # also if nothing is new: the call that is repeated may not be stored yet
             await self._wait_until_stored(entry)
-        return held
+        return has_lease
 
     def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
-        """Store new pieces of an output. To be called before their event is published."""
+        """Store new output deltas. To be called before their event is published."""
         self._pieces[entry.context.id][grown.claim.stage] += grown.pieces
 
     @override
@@ -303,24 +324,27 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         leases = self._claim(worker, wanted, ttl)
         try:
             return await self._stored_record(entry), leases
-        except BaseException:  # nobody learns of these leases
+        except BaseException:  # the caller does not get these leases
             for lease in leases:
                 self._hand_back(lease.claim)
             raise
 
     def _commit(self, change: Change) -> IndexEntry:
+        """Apply a transition in memory. Raises what `commit` raises."""
         context, claim = change.context, change.claim
         check_storable(context, *change.push, *change.events)
         entry = self._entry(context.id)
         before = entry.context
+
         if claim is not None:
             state = before.stages.get(claim.stage)
             if state and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
-                return entry
+                return entry  # this commit was already applied
             if self._leases.held(claim) is None:
                 raise _lost(claim)
         if context.version != before.version + 1:
             raise Conflict(f"{context.id} is at version {before.version}: {context.version} does not follow it")
+
         entry.context = context
         for request, stage in (claim.key, *change.close) if claim is not None else change.close:
             if closed := self._requests.get(request):
@@ -351,12 +375,13 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return excluded
 
     def _hand_back(self, claim: Claim) -> IndexEntry | None:
-        """Return a leased task to its place, as the next attempt. Returns its request; None if it is not held."""
+        """Return a leased task to its place, as the next attempt. Returns its request, or None without the lease."""
         leased = self._leases.held(claim)
         if leased is None:
             return None
         self._leases.end(claim.key)
-        queued, entry = leased.queued, self._requests[claim.request]
+        queued = leased.queued
+        entry = self._requests[claim.request]
         queued.task = msgspec.structs.replace(queued.task, attempt=queued.task.attempt + 1)
         self._put(queued)
         self._note_change(entry)
@@ -376,7 +401,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     def _pool_stats(self, pool: str) -> PoolStats:
         wall = self._clock.wall()
         oldest = max((wall - queued.pushed for queued in self._pools.front(pool, FRONT)), default=0.0)
-        return PoolStats(self._pools.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
+        return PoolStats(self._pools.size(pool), max(0.0, oldest), self._remaining[pool] / NANOSECONDS)
 
     @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
@@ -398,10 +423,10 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
     ) -> builtins.list[RequestRecord]:
         self._check_readable()
         if isinstance(after, str):
-            behind = self._entry(after)
-            if which.tenant not in (None, behind.context.caller.tenant):
+            start = self._entry(after)
+            if which.tenant not in (None, start.context.caller.tenant):
                 raise _unknown(after)
-            after = behind.number
+            after = start.number
         return [self._record(entry) for entry in islice(self._index.find(which, after, oldest_first), limit)]
 
     @override
@@ -465,7 +490,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._end()
 
     def _end(self) -> None:
-        """Give all callers that wait an empty answer, and end all streams."""
+        """Return an empty list to all waiting callers, and end all event streams."""
         self._closed = True
         for waiter in self._waiters:
             waiter.wake()
@@ -474,7 +499,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             entry.history.end()
 
     def _entry(self, request: str) -> IndexEntry:
-        """The stored request. Raises NotFound."""
+        """Return the stored request. Raises NotFound."""
         self._check_readable()
         entry = self._requests.get(request)
         if entry is None:
@@ -482,24 +507,24 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         return entry
 
     def _record(self, entry: IndexEntry) -> RequestRecord:
-        """The record of a request, with what runs now and its position."""
-        queued = entry.queued
-        running = self._leases.running([one.task.key for one in queued], self._clock.now())
+        """Return the record of a request, with its running stages or its position."""
+        tasks = entry.queued
+        running = self._leases.running([queued.task.key for queued in tasks], self._clock.now())
         if running:
             return RequestRecord(entry.context, running, None, entry.number)
         self._release_due()
-        position = min((self._pools.position(one) for one in queued), default=None)
+        position = min((self._pools.position(queued) for queued in tasks), default=None)
         return RequestRecord(entry.context, (), position, entry.number)
 
     async def _stored_record(self, entry: IndexEntry) -> RequestRecord:
-        """Wait until a request that was changed is stored, and return its record as it is now."""
+        """Wait until a changed request is stored. Returns its record as it was before the wait."""
         self._wake()
         record = self._record(entry)
         await self._wait_until_stored(entry, durable=True)
         return record
 
     def _apply(self, entry: IndexEntry, tasks: Sequence[Task], events: Sequence[Event]) -> None:
-        """Push tasks and publish events of a request that is new, or has a new context."""
+        """Push tasks and publish events of a new or changed request."""
         for task in tasks:
             self._remove_task(entry, task.stage)
             excluded = {task.avoids: MOST_RETURNS} if task.avoids else {}
@@ -512,6 +537,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._note_change(entry)
 
     def _arrival(self) -> int:
+        """Return the next number of arrival, which orders requests and tasks."""
         self._arrivals += 1
         return self._arrivals - 1
 
@@ -520,7 +546,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._changed_pools[queued.task.planned.pool] = None
 
     def _remove_task(self, entry: IndexEntry, stage: str) -> None:
-        """Remove a task from its queue or end its lease, whichever there is."""
+        """Remove a queued task, or end the lease of a leased one."""
         queued = entry.tasks.get(stage)
         if queued is None:
             return
@@ -530,7 +556,7 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
             self._changed_pools[queued.task.planned.pool] = None
 
     def _release_due(self, now: float | None = None) -> None:
-        """Let the delayed tasks whose time has come be leased."""
+        """Queue the delayed tasks whose `not_before` has passed."""
         self._changed_pools |= dict.fromkeys(self._pools.release_due(self._clock.now() if now is None else now))
 
     def _publish(self, entry: IndexEntry, events: Sequence[Event]) -> None:
@@ -549,12 +575,15 @@ class MemoryQueue(MemoryEncoderIndex, QueueBackend):
         self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
     def _account(self, entry: IndexEntry, before: RequestContext | None) -> None:
-        """Update the sums for a new request, or for one whose context was `before`. The index has it already."""
+        """Update the sums over active requests. `before` is the last context, None for a new request.
+
+        To be called after the index is updated.
+        """
         change = (not entry.context.over) - (before is not None and not before.over)
         self._cost = self._cost + change * entry.context.cost if self._index.count_active() else 0.0
-        self._left.update(remaining_of(entry.context))
-        self._left.subtract(remaining_of(before) if before is not None else {})
-        self._left = +self._left
+        self._remaining.update(remaining_of(entry.context))
+        self._remaining.subtract(remaining_of(before) if before is not None else {})
+        self._remaining = +self._remaining  # drops pools whose sum is 0
 
 
 def _unknown(request: str) -> NotFound:

@@ -1,7 +1,7 @@
-"""The queue in Redis (6.2 or later) or Valkey: any number of schedulers share one server.
+"""A queue in Redis (6.2 or later) or Valkey that any number of schedulers share.
 
-Every verb is one run of the Lua script in `scripts/`, so it is a transaction. Callers that wait are woken by pub/sub,
-and whenever the subscription has a new connection, so that they miss nothing.
+Every method is one run of the Lua script in `scripts/`, so it is a transaction. Waiting callers are woken by pub/sub
+messages, and whenever the subscription reconnects, so that they miss no message.
 """
 
 from __future__ import annotations
@@ -56,21 +56,26 @@ try:
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
-CHECK_S = 2.0  # the longest time, in seconds, for `check`
-SCANNED = 500  # how many requests one run of the script may read
+#: Longest time for `check`, in seconds.
+CHECK_S = 2.0
+#: Most requests that one run of the script reads.
+SCANNED = 500
 
 
 class RedisQueue(QueueBackend):
-    """A queue that many processes share. Its clock is the server's wall clock, made to never run backwards.
+    """A queue backend in Redis or Valkey. Its clock is the server's, which never runs backwards here.
 
-    A method raises TransientError when the server does not answer; then it may have had its effect or not. Callers of
-    `lease` that wait, and `watch`, go on when the server is back.
+    A method raises TransientError when the server does not answer; then its effect is unknown. Waiting calls of `lease`
+    and streams of `watch` continue when the server is back.
     """
 
     shared = True
 
     def __init__(self, at: connection.RedisAddress, clock: Clock | None) -> None:
-        self._address, self._tag, self._servers_time = at, at.tag, clock
+        self._address = at
+        self._tag = at.tag
+        #: Replaces the server's clock, if not None.
+        self._clock = clock
         self._redis = at.connect()
         self._background = NamedTasks()
         self._calls = connection.PipelinedCalls(self._execute, self._background)
@@ -83,10 +88,10 @@ class RedisQueue(QueueBackend):
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> QueueBackend:
-        """Open the queue, or its shards, at such an address as ADDRESS says. A given clock replaces the servers'."""
-        found = connection.parse_address(url)
-        shards = [cls(one, clock) for one in found]
-        beside = [cls(one, clock) for one in {one.beside for one in found if one.beside}]
+        """Open the queue, or its shards, at a URL of the form `connection.ADDRESS`. `clock` replaces the servers'."""
+        addresses = connection.parse_address(url)
+        shards = [cls(address, clock) for address in addresses]
+        beside = [cls(address, clock) for address in {address.beside for address in addresses if address.beside}]
         return ShardedQueue(shards, beside) if len(shards) > 1 else shards[0]
 
     @override
@@ -97,12 +102,12 @@ class RedisQueue(QueueBackend):
     @override
     async def reach(self) -> None:
 
-        async def ask() -> None:
+        async def probe() -> None:
             (reply,) = await self._execute([("now", encode({"part": self._address.part}))])
             if isinstance(reply, Exception):
                 raise reply
 
-        if reason := await connection.obstacle(self._address.server, ask):
+        if reason := await connection.obstacle(self._address.server, probe):
             raise UsageError(f"the queue at {self._address.shown} cannot be used: {reason}")
 
     @override
@@ -117,8 +122,10 @@ class RedisQueue(QueueBackend):
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: QueueLimits
     ) -> RequestRecord:
-        fields, more = script.context_fields(context, tasks, events), Counter(task.planned.pool for task in tasks)
-        return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
+        fields = script.context_fields(context, tasks, events)
+        more = Counter(task.planned.pool for task in tasks)
+        reply = await self._call("submit", **fields, limits=limits, more=more)
+        return self._known.keep(script.record(reply, context))
 
     @override
     async def lease(self, worker: str, wanted: LeaseRequest, ttl: float, wait: float = 0.0) -> list[Lease]:
@@ -130,9 +137,11 @@ class RedisQueue(QueueBackend):
 
     @override
     async def renew(self, claims: Sequence[Claim], ttl: float) -> RenewalResult:
-        held = await self._call("renew", claims=[script.claim_fields(claim) for claim in claims], ttl=ttl)
-        marked = list(zip(claims, held, strict=True))
-        return RenewalResult(tuple(c for c, held in marked if held), tuple(c for c, held in marked if not held))
+        replies = await self._call("renew", claims=[script.claim_fields(claim) for claim in claims], ttl=ttl)
+        results = list(zip(claims, replies, strict=True))
+        renewed = tuple(claim for claim, is_renewed in results if is_renewed)
+        ended = tuple(claim for claim, is_renewed in results if not is_renewed)
+        return RenewalResult(renewed, ended)
 
     @override
     async def progress(self, claim: Claim, events: Sequence[Event], used: Timings | None = None) -> bool:
@@ -142,8 +151,8 @@ class RedisQueue(QueueBackend):
     @override
     async def append_all(self, grown: Sequence[OutputDeltas]) -> list[bool]:
         check_growth(grown)
-        held = await self._call("append_all", grown=[script.grown_fields(one) for one in grown])
-        return [bool(one) for one in held]
+        replies = await self._call("append_all", grown=[script.grown_fields(deltas) for deltas in grown])
+        return [bool(has_lease) for has_lease in replies]
 
     @override
     async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
@@ -151,22 +160,26 @@ class RedisQueue(QueueBackend):
 
     @override
     async def commit(self, change: Change) -> RequestRecord:
-        answer = await self._call("commit", **script.change_fields(change))
-        return self._known.keep(script.record(answer, change.context))
+        reply = await self._call("commit", **script.change_fields(change))
+        return self._known.keep(script.record(reply, change.context))
 
     @override
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: LeaseRequest, ttl: float
     ) -> tuple[RequestRecord, list[Lease]]:
-        asking = LeaseWaiter(worker, wanted, ttl, patient=False)
-        record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
-        kept = self._known.keep(script.record(record, change.context))
-        return kept, self._read_leases(asking, claims, now, wall)
+        waiter = LeaseWaiter(worker, wanted, ttl, patient=False)
+        reply, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=waiter.ask)
+        record = self._known.keep(script.record(reply, change.context))
+        return record, self._read_leases(waiter, claims, now, wall)
 
     def _read_leases(
         self, waiter: LeaseWaiter, claims: list[tuple[bytes, bytes, int]], now: bytes, wall: bytes
     ) -> builtins.list[Lease]:
-        """The leases that the script made for a waiter, each with the next one of its tokens."""
+        """Read a waiter's new leases from a reply of the script. Each gets the next of the waiter's tokens.
+
+        `claims`: the stored task, the attempt, and the number of recorded output deltas, for each lease.
+        `now`, `wall`: the queue's time and the Unix time of the leases.
+        """
         tokens = (waiter.tokens[at : at + 16] for at in range(0, len(waiter.tokens), 16))
         leases = []
         for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
@@ -186,8 +199,10 @@ class RedisQueue(QueueBackend):
 
     @override
     async def expired(self, ttl: float) -> list[Lease]:
-        found = await self._call("expired", ttl=ttl)
-        leases = (self._unreadable.read("lease", script.printable_name(one[5]), script.lease, *one) for one in found)
+        stored = await self._call("expired", ttl=ttl)
+        leases = (
+            self._unreadable.read("lease", script.printable_name(fields[5]), script.lease, *fields) for fields in stored
+        )
         return [lease for lease in leases if lease]
 
     @override
@@ -207,41 +222,44 @@ class RedisQueue(QueueBackend):
         self, which: RequestFilter, *, after: str | int | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[RequestRecord]:
         tenant, field, value = which.heading
-        asked = {name: script.text(value) for name, value in which.asked().items()}
-        asks = {"which": asked, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
-        found: list[RequestRecord] = []
+        conditions = {name: script.text(value) for name, value in which.asked().items()}
+        query = {"which": conditions, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
+        records: list[RequestRecord] = []
         beyond: str | None = "-inf" if oldest_first else "+inf"
         if isinstance(after, int):
             after, beyond = None, str(after)
-        while beyond is not None and len(found) < limit:
-            left = limit - len(found)
-            last, page, damaged = await self._call("list", **asks, after=after, beyond=beyond, limit=left)
-            records = (
-                self._unreadable.read("request", script.printable_name(one[3]), script.record, one) for one in page
+
+        # One run of the script reads a bounded number of requests: `beyond` is where the next run continues.
+        while beyond is not None and len(records) < limit:
+            left = limit - len(records)
+            last, page, damaged = await self._call("list", **query, after=after, beyond=beyond, limit=left)
+            readable = (
+                self._unreadable.read("request", script.printable_name(reply[3]), script.record, reply)
+                for reply in page
             )
-            found += [record for record in records if record]
+            records += [record for record in readable if record]
             for id in damaged:
                 self._unreadable.note("request", script.printable_name(id), "it is not the record of a request")
             after, beyond = None, last and last.decode()
-        return found
+        return records
 
     @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        pieces = [requests[first : first + SCANNED] for first in range(0, len(requests), SCANNED)]
-        answers = await asyncio.gather(*(self._call("over", ids=piece) for piece in pieces))
-        found = (is_over for answer in answers for is_over in answer)
-        return [request for request, is_over in zip(requests, found, strict=True) if is_over]
+        batches = [requests[first : first + SCANNED] for first in range(0, len(requests), SCANNED)]
+        replies = await asyncio.gather(*(self._call("over", ids=batch) for batch in batches))
+        results = (is_over for reply in replies for is_over in reply)
+        return [request for request, is_over in zip(requests, results, strict=True) if is_over]
 
     @override
     async def stats(self, pools: Sequence[str]) -> QueueStats:
-        active, lines = await self._call("stats", pools=list(pools), front=FRONT)
-        shown = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
-        return QueueStats(int(active), dict(zip(pools, shown, strict=True)))
+        active, replies = await self._call("stats", pools=list(pools), front=FRONT)
+        stats = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in replies)
+        return QueueStats(int(active), dict(zip(pools, stats, strict=True)))
 
     @override
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        found = await self._call("peek", pool=pool, limit=limit)
-        return [one for kept in found if (one := self._unreadable.read("task", pool, script.task, *kept))]
+        stored = await self._call("peek", pool=pool, limit=limit)
+        return [task for fields in stored if (task := self._unreadable.read("task", pool, script.task, *fields))]
 
     @override
     async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
@@ -259,12 +277,13 @@ class RedisQueue(QueueBackend):
                 except TransientError:
                     await asyncio.sleep(RETRY_S)
                     continue
-                is_known, is_over = True, over == b"1"
-                for event in events:
-                    found = self._unreadable.read("event", request, decode, event, Event)
-                    if found:
-                        yield found
-                        after = found.seq
+                is_known = True
+                is_over = over == b"1"
+                for data in events:
+                    event = self._unreadable.read("event", request, decode, data, Event)
+                    if event:
+                        yield event
+                        after = event.seq
                 if not is_over:
                     await news
         finally:
@@ -272,13 +291,13 @@ class RedisQueue(QueueBackend):
 
     @override
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
-        kept = {"id": ref.id, "nbytes": ref.nbytes, "ref": script.raw(encode(ref))}
-        await self._call("cache", key=key, room=room, most=MAX_CACHED, **kept)
+        entry = {"id": ref.id, "nbytes": ref.nbytes, "ref": script.raw(encode(ref))}
+        await self._call("cache", key=key, room=room, most=MAX_CACHED, **entry)
 
     @override
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        found = await self._call("cached", keys=keys, use=use)
-        stored = [(key, ref) for key, ref in zip(keys, found, strict=True) if ref]
+        replies = await self._call("cached", keys=keys, use=use)
+        stored = [(key, ref) for key, ref in zip(keys, replies, strict=True) if ref]
         refs = {key: self._unreadable.read("cached output", key, decode, ref, ObjectRef) for key, ref in stored}
         return {key: ref for key, ref in refs.items() if ref}
 
@@ -292,8 +311,8 @@ class RedisQueue(QueueBackend):
 
     @override
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelSpec] = ()) -> None:
-        brought = script.raw(encode(tuple(cards))) if cards else None
-        await self._call("hello", worker=worker.id, info=script.raw(encode(worker)), cards=brought)
+        encoded_cards = script.raw(encode(tuple(cards))) if cards else None
+        await self._call("hello", worker=worker.id, info=script.raw(encode(worker)), cards=encoded_cards)
 
     @override
     async def bye(self, worker: str) -> None:
@@ -312,35 +331,39 @@ class RedisQueue(QueueBackend):
     async def declared(self) -> dict[str, DeclaredModels]:
         stored = await self._call("declared")
         named = [(script.printable_name(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
-        read = {
+        declarations = {
             by: self._unreadable.read("declaration", by, script.decoded, data, DeclaredModels) for by, data in named
         }
-        return {by: found for by, found in read.items() if found}
+        return {by: declaration for by, declaration in declarations.items() if declaration}
 
     @override
     async def workers(self) -> Sequence[RegisteredWorker]:
-        found: list[RegisteredWorker] = []
-        for id, info, brought, seen, leased in await self._call("workers"):
+        members: list[RegisteredWorker] = []
+        for id, info, stored_cards, seen, leased in await self._call("workers"):
             name = script.printable_name(id)
-            cards = brought and self._unreadable.read("card", name, script.decoded, brought, tuple[ModelSpec, ...])
+            cards = stored_cards and self._unreadable.read(
+                "card", name, script.decoded, stored_cards, tuple[ModelSpec, ...]
+            )
             member = self._unreadable.read("worker", name, script.member, info, cards or (), seen, leased)
-            found += [member] if member else []
-        return found
+            members += [member] if member else []
+        return members
 
     @override
     async def damaged(self) -> Sequence[DamagedRecord]:
-        await self.workers()
-        for one in [one for one in self._unreadable.all() if one.kind == "request"]:
+        await self.workers()  # notes the workers that are unreadable now
+        for record in [record for record in self._unreadable.all() if record.kind == "request"]:
+            # A request that is gone, or readable again, is not damaged any more.
             with suppress(Damaged):
                 with suppress(NotFound):
-                    await self.load(one.id)
-                self._unreadable.forget(one.id)
-        aside = await self._call("damaged")
-        pairs = zip(aside[::2], aside[1::2], strict=True)
-        found = [
+                    await self.load(record.id)
+                self._unreadable.forget(record.id)
+
+        reply = await self._call("damaged")
+        pairs = zip(reply[::2], reply[1::2], strict=True)
+        incomplete = [
             DamagedRecord(script.printable_name(name), kind.decode(), "its task is not whole") for name, kind in pairs
         ]
-        return [*(one for one in self._unreadable.all() if one.kind in script.DROPPABLE), *found]
+        return [*(record for record in self._unreadable.all() if record.kind in script.DROPPABLE), *incomplete]
 
     @override
     async def discard(self, id: str) -> None:
@@ -349,10 +372,10 @@ class RedisQueue(QueueBackend):
 
     @override
     async def forget(self, before: float) -> Sequence[str]:
-        old: list[str] = []
-        while some := await self._call("forget", before=before):
-            old += [script.printable_name(request) for request in some]
-        return old
+        dropped: list[str] = []
+        while batch := await self._call("forget", before=before):
+            dropped += [script.printable_name(request) for request in batch]
+        return dropped
 
     @override
     async def drop(self, request: str) -> None:
@@ -367,14 +390,16 @@ class RedisQueue(QueueBackend):
         await connection.close(self._redis)
 
     async def _call(self, verb: str, **args: Any) -> Any:
-        """Run a verb of the script. Raises TransientError, and its errors."""
+        """Run a verb of the script. Raises TransientError, and the errors of the verb."""
         if self._closed and "undo" not in args:
             raise TransientError("this queue was closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
         args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix, "part": self._address.part}
-        if self._servers_time:
-            args |= {"now": self._servers_time.now(), "wall": self._servers_time.wall()}
-        if args.get("push"):  # who waits here asks in the same run: what is taken at once wakes nobody elsewhere
+        if self._clock:
+            args |= {"now": self._clock.now(), "wall": self._clock.wall()}
+        if args.get("push"):
+            # The waiters of this process ask for tasks in the same run of the script. A task that they lease at once
+            # does not wake other processes.
             self._waiting.serve()
         try:
             return await self._calls.answer(verb, encode(args))

@@ -1,4 +1,4 @@
-"""The Lua script of the queue in Redis: its arguments, its answers, and what this process remembers of those."""
+"""The Lua script of the Redis queue: encoding of arguments, decoding of replies, and caches of records."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from unfuse.core.supervisor import RepeatedErrors
 from unfuse.core.task import Claim, Lease, OutputDeltas, Task
 from unfuse.queues.base import INDEXED_FIELDS, SCHEMA, DamagedRecord, RegisteredWorker, check_numbers, remaining_of
 
+#: The files of the script, in order.
 PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 #: All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded.
 SCRIPT = "\n".join(
@@ -33,6 +34,7 @@ SCRIPT = "\n".join(
 )
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
+#: The exception for each error code of the script. "LIMITED", which has a number, is apart: see `error`.
 REFUSALS: dict[str, type[errors.UnfuseError]] = {
     "NOTFOUND": errors.NotFound,
     "LEASELOST": errors.LeaseLost,
@@ -42,11 +44,11 @@ REFUSALS: dict[str, type[errors.UnfuseError]] = {
     "PROTOCOL": errors.ProtocolError,
     "MISPLACED": errors.ConfigError,
 }
-#: Kinds of unreadable records that can be dropped; others, such as an event, are only passed over.
+#: Kinds of unreadable records that can be dropped. Others, for example an event, are skipped.
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
-#: Errors of the server when the script finds data that it does not expect.
+#: The server's errors when the script finds data that it does not expect.
 BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a valid float")
-#: The error of the server when it may take no more memory.
+#: The server's error when it is out of memory.
 FULL = re.compile(r"\bOOM\b|used memory > 'maxmemory'")
 
 
@@ -54,45 +56,47 @@ T = TypeVar("T")
 
 
 def raw(data: bytes) -> msgspec.Raw:
-    """Bytes as a msgpack string, since the script's decoder has no binary type."""
+    """Return bytes as a msgpack string, since the script's decoder has no binary type."""
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
 def text(value: object) -> str:
-    """A field of a request as text, in the form that is stored and searched for."""
+    """Return a field of a request as text, in the form that is stored and compared."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _mark(attempt: int, token: bytes) -> msgspec.Raw:
+    """Return the value that identifies a lease in the script: attempt and token."""
     return raw(b"%d:%b" % (attempt, token))
 
 
 def claim_fields(claim: Claim) -> dict[str, Any]:
-    """A claim for the script, which compares its mark."""
+    """Encode a claim for the script."""
     mark = _mark(claim.attempt, claim.token)
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
 
 
 def grown_fields(grown: OutputDeltas) -> dict[str, Any]:
-    """What an output has grown by, for the script."""
+    """Encode output deltas for the script."""
     pieces = [raw(piece) for piece in grown.pieces]
     return {"claim": claim_fields(grown.claim), "offset": grown.offset, "pieces": pieces}
 
 
 def task(task: bytes, attempt: bytes) -> Task:
-    """A stored task, with the attempt that is stored beside it."""
+    """Decode a stored task. Its attempt is stored separately."""
     return msgspec.structs.replace(decode(task, Task), attempt=int(attempt))
 
 
 def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: bytes, _: bytes) -> Lease:
-    """A lease from the fields of an answer."""
+    """Decode a lease from the fields of a reply. The last field, the name of the task, is not used."""
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
 def record(reply: Sequence[Any], sent: RequestContext | None = None) -> RequestRecord:
-    """A record from the fields of an answer, which leaves out the context if it is the one that was sent.
+    """Decode a record from the fields of a reply.
 
-    A number that cannot be read is 0: it costs its place in lists.
+    `sent`: the context of the call. The reply leaves it out if it is the stored one.
+    An unreadable number of arrival becomes 0: the record loses its place in lists.
     """
     data, running, position, _, number = reply
     context = sent if data is None and sent else decode(data, RequestContext)
@@ -101,7 +105,7 @@ def record(reply: Sequence[Any], sent: RequestContext | None = None) -> RequestR
 
 
 def error(met: Exception, place: str) -> errors.UnfuseError:
-    """The exception for an error of the script, or of the server at `place`."""
+    """Return the exception for an error of the script, or of the server at `place`."""
     kind, _, text = str(met).partition(" ")
     if kind == "LIMITED":
         seconds, _, text = text.partition(" ")
@@ -116,39 +120,41 @@ def error(met: Exception, place: str) -> errors.UnfuseError:
 
 
 def member(info: bytes, cards: tuple[ModelSpec, ...], seen: bytes, leased: bytes) -> RegisteredWorker:
-    """A worker from the fields of an answer, with its cards."""
+    """Decode a worker from the fields of a reply."""
     return RegisteredWorker(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
 
 
 def printable_name(name: bytes) -> str:
-    """A name as text that people can read, whatever bytes it has."""
+    """Return a name as printable text. Bytes that are not UTF-8 are escaped."""
     return name.decode(errors="backslashreplace")
 
 
 def raw_name(shown: str) -> msgspec.Raw:
-    """The bytes of the name that `printable_name` returned, as a msgpack string."""
-    return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), shown.encode()))
+    """Return the bytes of a printable name, as a msgpack string: the inverse of `printable_name`."""
+    return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), shown.encode()))
 
 
 @lru_cache(maxsize=128)
 def decoded(stored: bytes, kind: type[T]) -> T:
-    """A declaration, or a worker's cards; cached, because they are read often and hardly ever change."""
+    """Decode a declaration or a worker's model specs. Cached: they are read often and rarely change."""
     return decode(stored, kind)
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """A task for the script. Its rank is bytes that sort like (−priority, order); the bits of a float sort like it
-    once the sign bit, and for negative numbers every bit, is inverted.
+    """Encode a task for the script, with a rank of 16 bytes that sort like (−priority, order).
+
+    The bits of a float sort like the float once the sign bit, and for negative numbers every bit, is inverted.
     """
-    (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))
+    (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))  # + 0.0 turns −0.0 into 0.0
     rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
-    names, planned = ("stage", "attempt", "near", "affinity", "priority", "not_before", "avoids"), task.planned
+    names = ("stage", "attempt", "near", "affinity", "priority", "not_before", "avoids")
+    planned = task.planned
     fields = {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
     return fields | {"pool": planned.pool, "room": planned.room, "needs": planned.needs}
 
 
 def context_fields(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
-    """The arguments of `submit` and `commit`: the context, the fields that the script reads, tasks and events.
+    """Encode the arguments of `submit` and `commit`: context, indexed fields, tasks and events.
 
     Raises ProtocolError for a number that cannot be stored.
     """
@@ -173,62 +179,66 @@ def context_fields(context: RequestContext, push: Sequence[Task], events: Sequen
 
 
 def change_fields(change: Change) -> dict[str, Any]:
-    """The arguments of `commit`."""
+    """Encode the arguments of `commit`."""
     more = {"close": change.close, "claim": change.claim and claim_fields(change.claim)}
     return context_fields(change.context, change.push, change.events) | more
 
 
-MOST = 1000  # how many are remembered: enough to begin a repair
+#: Most unreadable records that are remembered: enough to start a repair.
+MOST = 1000
 
 
 class UnreadableRecords:
-    """Records that could not be read, by kind and id. The records themselves stay in Redis."""
+    """Records that could not be decoded, by kind and id. The records themselves stay in Redis."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
         self._errors = RepeatedErrors()
 
     def read(self, kind: str, id: str, read: Callable[..., T], *stored: Any) -> T | None:
-        """Return what `read` makes of the stored record; None, and log it, if it cannot be read."""
+        """Decode a stored record with `read`. An unreadable record is logged, and None is returned."""
         try:
-            found = read(*stored)
+            record = read(*stored)
         except (ProtocolError, TypeError, ValueError) as error:
             self.note(kind, id, str(error))
             return None
         self._reasons.pop((kind, id), None)
-        return found
+        return record
 
     def note(self, kind: str, id: str, reason: str) -> None:
-        """Log and remember a record that cannot be read."""
+        """Log and remember an unreadable record."""
         self._errors.log(f"reading a {kind}", ProtocolError(reason), id=id)
         if len(self._reasons) < MOST:
             self._reasons[kind, id] = reason
 
     def forget(self, id: str) -> None:
-        """Forget the records of this id, because they are gone."""
+        """Forget the records of this id, because they were dropped or are readable again."""
         self._reasons = {key: reason for key, reason in self._reasons.items() if key[1] != id}
 
     def all(self) -> list[DamagedRecord]:
-        """All records that are remembered."""
+        """Return all remembered records."""
         return [DamagedRecord(id, kind, reason) for (kind, id), reason in self._reasons.items()]
 
 
-MOST_KNOWN = 1024  # requests that are known at most: those that were stored last
-KNOWN_S = 10.0  # the longest time, in seconds, that a record is known: the queue may have left out a gap since
+#: Most cached records. The one that was stored longest ago is evicted.
+MOST_KNOWN = 1024
+#: Longest age of a cached record, in seconds. Its `ran_s` is extrapolated, but `TaskQueue.expired` may leave out gaps.
+KNOWN_S = 10.0
 
 
 class KnownRecords:
-    """What a queue was told of its active records, but for steps. Another process may have changed them since.
+    """A cache of active records, possibly stale: other processes may have changed them. Steps are not updated.
 
-    What is decided by one is checked when it is committed: by its version, and by the lease that is shown.
+    `commit` detects stale records, by their version and the claim's lease.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        #: Records by request id, in the order of `keep`, each with the time of its last update.
         self._records: dict[str, tuple[RequestRecord, float]] = {}
 
     def keep(self, record: RequestRecord) -> RequestRecord:
-        """This is how a record was stored just now. Returns it."""
+        """Cache a record that was stored just now, unless its request is over. Returns the record."""
         self._records.pop(record.context.id, None)
         if not record.context.over:
             self._records[record.context.id] = record, self._clock.now()
@@ -237,26 +247,26 @@ class KnownRecords:
         return record
 
     def leased(self, leases: Iterable[Lease], since: float) -> None:
-        """These leases were given, at that time in Unix seconds."""
+        """Add new leases to the cached records. `since` is the Unix time of the leases."""
         for lease in leases:
             task = lease.task
             if record := self._current(task.request):
                 others = (run for run in record.running if run.stage != task.stage)
                 running = (*others, RunningStage(task.stage, task.attempt, lease.worker, since))
-                known = msgspec.structs.replace(record, running=running, position=None)
-                self._records[task.request] = known, self._clock.now()
+                updated = msgspec.structs.replace(record, running=running, position=None)
+                self._records[task.request] = updated, self._clock.now()
 
     def of(self, claim: Claim) -> RequestRecord | None:
-        """The record of a leased task's request, if that lease was heard of."""
+        """Return the cached record of a leased task's request, or None if it does not show this lease."""
         record = self._current(claim.request)
-        held = record and any((run.stage, run.attempt) == (claim.stage, claim.attempt) for run in record.running)
-        return record if held else None
+        has_lease = record and any((run.stage, run.attempt) == (claim.stage, claim.attempt) for run in record.running)
+        return record if has_lease else None
 
     def _current(self, request: str) -> RequestRecord | None:
-        """The record of a request with the time that its stages have run by now; None if that is not known."""
-        record, heard = self._records.get(request, (None, 0.0))
-        passed = self._clock.now() - heard
-        if record is None or passed > KNOWN_S:
+        """Return a cached record with `ran_s` as of now, or None if none is recent."""
+        record, cached_at = self._records.get(request, (None, 0.0))
+        age = self._clock.now() - cached_at
+        if record is None or age > KNOWN_S:
             return None
-        running = (msgspec.structs.replace(run, ran_s=run.ran_s + passed) for run in record.running)
+        running = (msgspec.structs.replace(run, ran_s=run.ran_s + age) for run in record.running)
         return msgspec.structs.replace(record, running=tuple(running))

@@ -1,8 +1,9 @@
-"""The queue on disk, for one scheduler process: the state in memory decides, and SQLite is its journal.
+"""A durable queue in a SQLite file, for one scheduler process.
 
-A method applies a change in memory, as MemoryQueue does, and returns when it is committed to the file. Readers, too,
-wait until what they read is committed. Everything that changes while a transaction is being written goes into the next
-one, as memory has it at one moment: so the file always has a state that memory had.
+The state is in memory, and SQLite is its journal. A method applies a change in memory, as MemoryQueue does, and returns
+once it is committed to the file. Readers also wait until the state that they return is committed. All changes made
+while a transaction is written go into the next one, in their state at one moment: so the file always has a state that
+memory had.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from unfuse.queues.tasks import QueuedTask
 
 T = TypeVar("T")
 
-EVENTS_A_START = 2**24  # above a request's events between two starts: numbers go on at the next multiple after one
+#: More than the events of a request between two starts. After a start, their numbers continue at the next multiple,
+#: so that no number of an event that was not stored is used twice.
+EVENTS_A_START = 2**24
 
 
 class _UnixClock(Clock):
-    """A clock whose readings stay valid after a restart: Unix time at the start plus monotonic seconds since."""
+    """A clock that stays valid across restarts: Unix time at the start plus monotonic seconds since."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -51,26 +54,32 @@ class _UnixClock(Clock):
 
 
 class SqliteQueue(MemoryQueue):
-    """A queue that survives its process. While the disk is full, methods that change anything raise TransientError, and
-    what is not written yet waits. If the file cannot be written for another reason, all methods raise TransientError.
+    """A queue backend in a SQLite file that survives its process.
+
+    While the disk is full, methods that change the queue raise TransientError, and unwritten changes wait. If the file
+    cannot be written for another reason, all methods raise TransientError.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
         super().__init__(_UnixClock(clock))
         self._journal = Journal(path)
         self._writer = JournalWriter(self._journal, self._row, self._end)
-        self._restored = set[Claim]()  # of leases from before the start that were not renewed since
-        rows, self._journal.rows = self._journal.rows, []
+        #: Claims of leases from before the start that were not renewed since.
+        self._restored = set[Claim]()
+
+        rows, self._journal.rows = self._journal.rows, []  # the journal's copy is not needed any more
         for number, row in rows:
             self._restore(number, row)
         self._arrivals = max([self._arrivals, *(number + 1 for number, _ in self._journal.damaged.values())])
-        self._declared, self._declaring = self._journal.declared, asyncio.Lock()
+        self._declared = self._journal.declared
+        #: Serializes `declare`, whose check and change have an await between them.
+        self._declaring = asyncio.Lock()
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> SqliteQueue:
         """Open the queue in the file `sqlite:PATH`.
 
-        Raises ConfigError if it cannot be kept there, and TransientError while the disk is full.
+        Raises ConfigError if the file cannot be used, and TransientError while the disk is full.
         """
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
@@ -103,7 +112,7 @@ class SqliteQueue(MemoryQueue):
 
     @override
     def _store_pieces(self, entry: IndexEntry, grown: OutputDeltas) -> None:
-        """Memory has only the number of pieces; the file has the pieces."""
+        """Only the file has the output deltas; memory has their number."""
         self._writer.append(entry, grown)
 
     @override
@@ -119,12 +128,12 @@ class SqliteQueue(MemoryQueue):
 
     @override
     async def expired(self, ttl: float) -> builtins.list[Lease]:
-        """A lease from before the start that was never renewed since is handed back."""
-        late = await super().expired(ttl)
-        for lease in late:
+        """Leases from before the start that were not renewed since are handed back, not returned."""
+        expired = await super().expired(ttl)
+        for lease in expired:
             if lease.claim in self._restored:
                 await self.hand_back(lease.claim)
-        return [lease for lease in late if lease.claim not in self._restored]
+        return [lease for lease in expired if lease.claim not in self._restored]
 
     @override
     async def load(self, request: str) -> RequestRecord:
@@ -136,10 +145,10 @@ class SqliteQueue(MemoryQueue):
 
     @override
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Leaves out a request whose end cannot be stored now."""
-        found = await super().over([request for request in requests if request not in self._journal.damaged])
-        over = [(request, self._requests.get(request)) for request in found]
-        return [request for request, entry in over if entry is None or await self._is_stored(entry)]
+        """Requests whose end cannot be stored, because the disk is full, are left out."""
+        over = await super().over([request for request in requests if request not in self._journal.damaged])
+        entries = [(request, self._requests.get(request)) for request in over]
+        return [request for request, entry in entries if entry is None or await self._is_stored(entry)]
 
     @override
     async def list(
@@ -148,13 +157,13 @@ class SqliteQueue(MemoryQueue):
         records = await super().list(which, after=after, limit=limit, oldest_first=oldest_first)
         listed = builtins.list[RequestRecord]()
         for record, entry in [(record, self._requests[record.context.id]) for record in records]:
-            found = record if await self._is_stored(entry) else await self._last_stored(entry, which)
-            listed += [found] if found else []
+            stored = record if await self._is_stored(entry) else await self._last_stored(entry, which)
+            listed += [stored] if stored else []
         return listed
 
     async def _is_stored(self, entry: IndexEntry) -> bool:
-        """Return True when a request is stored as it is now, False if that is impossible until there is room."""
-        if not self._writer.is_blocked(entry):  # else the next attempt to write would be waited for, entry by entry
+        """Wait until the present state of a request is stored. Returns False if the disk is full."""
+        if not self._writer.is_blocked(entry):  # otherwise each entry would wait for another try to write
             with suppress(TransientError):
                 await self._writer.wait_until_written(entry)
                 return True
@@ -162,12 +171,13 @@ class SqliteQueue(MemoryQueue):
         return False
 
     async def _last_stored(self, entry: IndexEntry, which: RequestFilter) -> RequestRecord | None:
-        """The record of a request as it was stored last; None if it was not, or the filter does not select that."""
+        """Return the last stored record of a request, or None if there is none or the filter excludes it."""
         row = await self._in_file("read", self._journal.row, entry.number)
         if row is None:
             return None
+        leased = [stored for stored in row.tasks if stored.token]
         running = [
-            RunningStage(one.task.stage, one.task.attempt, one.worker, one.since) for one in row.tasks if one.token
+            RunningStage(stored.task.stage, stored.task.attempt, stored.worker, stored.since) for stored in leased
         ]
         record = RequestRecord(row.context, tuple(running), None, entry.number)
         stored = IndexEntry(row.context, entry.number, {}, entry.history, status=record.status)
@@ -175,7 +185,7 @@ class SqliteQueue(MemoryQueue):
 
     @override
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """An event comes after it is written."""
+        """Events are yielded once they are written."""
         return self._watch(self._entry(request), after)
 
     async def _watch(self, entry: IndexEntry, after: int) -> AsyncIterator[Event]:
@@ -183,7 +193,7 @@ class SqliteQueue(MemoryQueue):
             while not self._writer.is_written(entry):
                 with suppress(TransientError):  # while the disk is full, the stream waits
                     await self._writer.wait_until_written(entry)
-                    break  # whatever has changed since
+                    break  # this event is written, even if the entry has changed again
                 self._writer.check_file()
             yield event
         self._writer.check_file()
@@ -222,7 +232,10 @@ class SqliteQueue(MemoryQueue):
         self._journal.close()
 
     async def _in_file(self, done: str, work: Callable[..., T], *args: Any) -> T:
-        """Run this in the thread that writes. Raises TransientError if the file cannot be `done` so."""
+        """Run a function in the writer thread. Raises TransientError if it fails.
+
+        `done`: "read" or "written", for the error message.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._journal.thread, work, *args)
         except TransientError:
@@ -231,19 +244,20 @@ class SqliteQueue(MemoryQueue):
             raise TransientError(f"the queue's file cannot be {done}: {error}") from error
 
     def _row(self, entry: IndexEntry) -> RequestRow | None:
-        """The row to store for a request; None if it was dropped."""
+        """Return the row to store for a request, or None if it was dropped."""
         if self._requests.get(entry.context.id) is not entry:
             return None
         tasks = []
         for queued in entry.queued:
             leased = self._leases.of(queued.task.key)
-            held = (leased.lease.worker, leased.lease.token, leased.running.since) if leased else ()
-            tasks.append(StoredTask(queued.arrival, queued.task, queued.pushed, dict(queued.returned), *held))
+            lease_fields = (leased.lease.worker, leased.lease.token, leased.running.since) if leased else ()
+            tasks.append(StoredTask(queued.arrival, queued.task, queued.pushed, dict(queued.returned), *lease_fields))
         return RequestRow(entry.context, tuple(entry.tasks), tuple(tasks), entry.history.lasting(), entry.history.last)
 
     def _restore(self, number: int, row: RequestRow) -> None:
-        """Load a stored request. The first call of `expired` extends its leases, as after any gap."""
-        context, now = row.context, self._clock.now()
+        """Restore a stored request. The first call of `expired` extends its leases, as after any gap."""
+        context = row.context
+        now = self._clock.now()
         last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
         appended = self._journal.appended.pop(context.id, {})
         entry = IndexEntry(
@@ -251,6 +265,7 @@ class SqliteQueue(MemoryQueue):
         )
         self._requests[context.id] = entry
         self._arrivals = max([self._arrivals, number + 1, *(stored.arrival + 1 for stored in row.tasks)])
+
         for stored in row.tasks:
             queued = QueuedTask(stored.task, stored.arrival, stored.pushed, stored.returned)
             entry.tasks[stored.task.stage] = queued

@@ -1,4 +1,4 @@
-"""Tasks in memory: those that wait, by pool, and the leases on the others."""
+"""In-memory task queues by pool, and the leases on running tasks."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, Lea
 
 @dataclass(eq=False, slots=True)
 class QueuedTask:
-    """A task of a stored request, whether it waits or is leased."""
+    """A task of a stored request, waiting or leased."""
 
     task: Task
-    #: Its place among all tasks that were pushed.
+    #: Number of arrival among all pushed tasks.
     arrival: int
     #: When it was pushed, in Unix seconds.
     pushed: float
-    #: How often each worker has turned it down. A worker with MOST_RETURNS does not get it again.
+    #: How often each worker has turned it down. A worker with MOST_RETURNS is excluded.
     returned: dict[str, int] = field(default_factory=dict)
     #: Since when it may be leased, in seconds of the queue's clock. None while it is delayed.
     ready_since: float | None = None
 
     @property
     def rank(self) -> Rank:
-        """The key by which the tasks of a pool are sorted, and the task, which is never compared: arrivals differ."""
+        """The sort key in its pool, followed by the task, which is never compared since arrivals differ."""
         return -self.task.priority, self.task.order, self.arrival, self
 
     def excludes(self, worker: str) -> bool:
-        """Whether this worker does not get the task any more."""
+        """Return whether this worker may not lease the task any more."""
         return self.returned.get(worker, 0) >= MOST_RETURNS
 
 
+#: Negative priority, order, arrival and the task.
 Rank = tuple[float, float, int, QueuedTask]
 
 
 class PoolQueues:
-    """One sorted list of ready tasks for each pool, and one list of tasks whose `not_before` is in the future.
+    """A priority queue of ready tasks for each pool, and one queue of delayed tasks.
 
-    Inserting is a bisection and a move of pointers: microseconds at 100,000 tasks.
+    A task is delayed while its `not_before` is in the future. Inserting is a bisection and a move of pointers:
+    microseconds at 100,000 tasks.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class PoolQueues:
         self._sizes = Counter[str]()
 
     def put(self, queued: QueuedTask, now: float) -> None:
-        """Add a task to its pool's queue, or to the delayed tasks if its time has not come."""
+        """Add a task to its pool's queue, or to the delayed tasks if its `not_before` is in the future."""
         task = queued.task
         self._sizes[task.planned.pool] += 1
         if task.not_before > now:
@@ -67,7 +69,7 @@ class PoolQueues:
             self._insert(queued, now)
 
     def release_due(self, now: float) -> list[str]:
-        """Move delayed tasks whose time has come to their queues. Returns the pools of these tasks."""
+        """Move delayed tasks whose `not_before` has passed to their queues. Returns the pools of these tasks."""
         count = bisect_right(self._delayed, now, key=itemgetter(0))
         due = [queued for _, _, queued in self._delayed[:count]]
         del self._delayed[:count]
@@ -76,11 +78,11 @@ class PoolQueues:
         return [queued.task.planned.pool for queued in due]
 
     def next_due(self) -> float | None:
-        """When the next delayed task may be leased; None if no task is delayed."""
+        """Return the `not_before` of the next delayed task, or None."""
         return self._delayed[0][0] if self._delayed else None
 
     def remove(self, queued: QueuedTask) -> None:
-        """Remove a task that waits."""
+        """Remove a waiting task, ready or delayed."""
         pool = queued.task.planned.pool
         self._sizes[pool] -= 1
         if queued.ready_since is None:
@@ -89,22 +91,23 @@ class PoolQueues:
             del self._queues[pool][bisect_left(self._queues[pool], queued.rank)]
 
     def size(self, pool: str) -> int:
-        """The number of tasks that wait in a pool, delayed ones included."""
+        """Return the number of waiting tasks of a pool, delayed ones included."""
         return self._sizes[pool]
 
     def front(self, pool: str, count: int) -> list[QueuedTask]:
-        """The first tasks of a pool's queue."""
+        """Return up to `count` tasks from the front of a pool's queue."""
         return [queued for *_, queued in self._queues[pool][:count]] if pool in self._queues else []
 
     def position(self, queued: QueuedTask) -> int:
-        """How many tasks of its pool are ahead of this one."""
+        """Return the number of tasks of its pool that are ahead of this one."""
         return bisect_left(self._queues[queued.task.planned.pool], queued.rank)
 
     def next(self, worker: str, wanted: LeaseRequest, now: float, used: Mapping[str, int]) -> QueuedTask | None:
-        """The next task for a worker whose earlier tasks have `used` so much of its resources.
+        """Return the next task that a worker may lease, or None.
 
-        Pools that feed a full one are held back. When a task needs more of a resource than is left, only pools that
-        are later, or do not use this resource, are considered further.
+        `used`: the resources, by name, that tasks of the same call use already.
+        Pools that feed a full pool are held back (back-pressure). When a task needs more of a resource than is left,
+        only later pools, and pools that do not use this resource, are considered further.
         """
         pools = [
             pool
@@ -124,11 +127,15 @@ class PoolQueues:
         return None
 
     def _insert(self, queued: QueuedTask, since: float) -> None:
+        """Add a task to its pool's queue of ready tasks."""
         insort(self._queues[queued.task.planned.pool], queued.rank)
         queued.ready_since = since
 
     def _first(self, worker: str, wanted: LeaseRequest, pools: list[str], now: float) -> QueuedTask | None:
-        """The first task of these pools that the worker may have; within PREFERENCE_S, one that it prefers."""
+        """Return the first task of these pools that the worker may lease, or one that it prefers.
+
+        A preferred task passes over the first one only within PREFERENCE_S of the time when that became ready.
+        """
         heads = []
         for pool in pools:
             head = next((rank for rank in self._queues[pool] if not rank[3].excludes(worker)), None)
@@ -136,11 +143,13 @@ class PoolQueues:
                 heads.append((head[0], -wanted.pools[pool].later, head))
         if not heads:
             return None
+
         negative_priority, negative_later, (*_, first) = min(heads)
         if wanted.above is not None and -negative_priority <= wanted.above:
             return None
         if not (wanted.near or wanted.affinity) or now - (first.ready_since or 0.0) >= PREFERENCE_S:
             return first
+
         equally_late = [pool for pool in pools if -wanted.pools[pool].later == negative_later]
         front = heapq.merge(*(self._queues[pool][:PREFERENCE_AMONG] for pool in equally_late))
         candidates = [
@@ -152,7 +161,7 @@ class PoolQueues:
 
 
 def _preference(wanted: LeaseRequest, task: Task) -> int:
-    """How much a worker prefers a task: 2 for inputs on its node, 1 for its affinity, else 0."""
+    """Return a worker's preference for a task: 2 for inputs on its node, 1 for its affinity, else 0."""
     if wanted.near and task.near == wanted.near:
         return 2
     return int(bool(wanted.affinity) and task.affinity == wanted.affinity)
@@ -160,75 +169,91 @@ def _preference(wanted: LeaseRequest, task: Task) -> int:
 
 @dataclass(eq=False, slots=True)
 class LeasedTask:
-    """A leased task and its progress. It was leased when time limits had counted `began` seconds."""
+    """A leased task and its progress."""
 
     queued: QueuedTask
     lease: Lease
     running: RunningStage
+    #: The reading of `Leases`' time-limit clock when the task was leased, in seconds.
     began: float
 
 
 class Leases:
-    """All leases, by the task's request and stage. Times are seconds of the queue's clock."""
+    """All leases, by the task's request and stage. Times are seconds of the queue's clock.
+
+    Time limits are measured by a clock of their own (`_worked_at`): gaps between two calls of `expired`, in which no
+    scheduler ran, count for at most half a lease.
+    """
 
     def __init__(self) -> None:
         self._leased: dict[tuple[str, str], LeasedTask] = {}
+        #: Time of the last call of `expired`.
         self._swept = -math.inf
-        self._worked = self._most_between = 0.0
+        #: Reading of the time-limit clock at that time.
+        self._worked = 0.0
+        #: Most seconds that it may advance until the next call.
+        self._most_between = 0.0
 
     def give(self, queued: QueuedTask, lease: Lease, now: float, since: float) -> None:
-        """Lease a task. `since` is Unix seconds."""
+        """Lease a task. `since` is the same time as `now`, in Unix seconds."""
         running = RunningStage(lease.task.stage, lease.task.attempt, lease.worker, since)
         self._leased[lease.task.key] = LeasedTask(queued, lease, running, self._worked_at(now))
 
     def running(self, keys: Sequence[tuple[str, str]], now: float) -> tuple[RunningStage, ...]:
-        """The running attempts of those tasks that are leased."""
+        """Return the running attempts of the leased ones among these tasks."""
         worked = self._worked_at(now)
-        leased = [one for key in keys if (one := self._leased.get(key))]
-        return tuple(msgspec.structs.replace(one.running, ran_s=worked - one.began) for one in leased)
+        leased_tasks = [leased for key in keys if (leased := self._leased.get(key))]
+        return tuple(msgspec.structs.replace(leased.running, ran_s=worked - leased.began) for leased in leased_tasks)
 
     def of(self, key: tuple[str, str]) -> LeasedTask | None:
-        """The lease of a task, if it is leased."""
+        """Return the leased task of this key, or None."""
         return self._leased.get(key)
 
     def held(self, claim: Claim) -> LeasedTask | None:
-        """The lease that this claim holds, if it still holds one."""
+        """Return the leased task of this claim, or None if the claim holds no lease."""
         leased = self._leased.get(claim.key)
         return leased if leased is not None and leased.lease.claim == claim else None
 
     def end(self, key: tuple[str, str]) -> LeasedTask | None:
-        """End the lease of a task, if there is one. Returns it."""
+        """End the lease of a task, if it is leased. Returns the task."""
         return self._leased.pop(key, None)
 
     def renew(self, claims: Sequence[Claim], expires: float) -> RenewalResult:
-        """Extend the leases that are still held."""
-        held: list[Claim] = []
+        """Set the expiry of the leases that are still held."""
+        renewed: list[Claim] = []
         ended: list[Claim] = []
         for claim in claims:
             leased = self.held(claim)
-            (ended if leased is None else held).append(claim)
-            if leased is not None:
+            if leased is None:
+                ended.append(claim)
+            else:
+                renewed.append(claim)
                 leased.lease = msgspec.structs.replace(leased.lease, expires=expires)
-        return RenewalResult(tuple(held), tuple(ended))
+        return RenewalResult(tuple(renewed), tuple(ended))
 
     def lapse(self, worker: str, now: float) -> None:
-        """Have all leases of a worker expire."""
+        """Expire all leases of a worker."""
         for leased in self._leased.values():
             if leased.lease.worker == worker:
                 leased.lease = msgspec.structs.replace(leased.lease, expires=min(leased.lease.expires, now))
 
     def expired(self, now: float, ttl: float) -> list[Lease]:
-        """Leases that ran out. If the last call was over ttl / 2 ago, none could be renewed: all are extended."""
+        """Return the expired leases. If the last call was over ttl / 2 ago, all leases are extended instead.
+
+        Nothing could renew them in that time: no scheduler ran, or the clock was set.
+        """
         if now - self._swept > ttl / 2:
             for leased in self._leased.values():
                 leased.lease = msgspec.structs.replace(leased.lease, expires=max(leased.lease.expires, now + ttl))
-        self._worked, self._swept, self._most_between = self._worked_at(now), now, ttl / 2
+        self._worked = self._worked_at(now)
+        self._swept = now
+        self._most_between = ttl / 2
         return [leased.lease for leased in self._leased.values() if leased.lease.expires <= now]
 
     def _worked_at(self, now: float) -> float:
-        """Seconds for which time limits count until now: between two calls of `expired`, ttl / 2 at most."""
+        """Return the reading of the time-limit clock: between two calls of `expired`, it advances ttl / 2 at most."""
         return self._worked + min(max(0.0, now - self._swept), self._most_between)
 
     def by_worker(self) -> Counter[str]:
-        """How many leases each worker holds."""
+        """Return the number of leases of each worker."""
         return Counter(leased.lease.worker for leased in self._leased.values())

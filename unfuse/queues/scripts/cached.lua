@@ -1,4 +1,4 @@
--- Where outputs of encoders are that serve more than one request: handles by key, and the keys by when they were used.
+-- The encoder index: refs by cache key, and the keys sorted by last use (LRU).
 local CACHED, USED = P .. ':cached', P .. ':used'
 
 local function found(key)
@@ -13,7 +13,7 @@ local function give_up(key)
   local entry = found(key)
   call('HDEL', CACHED, key)
   call('ZREM', USED, key)
-  if entry then call('HINCRBY', META, 'cached', 0 - entry.nbytes) end -- a zero of its own sign is no integer to Redis
+  if entry then call('HINCRBY', META, 'cached', 0 - entry.nbytes) end -- not -entry.nbytes: Redis refuses -0
 end
 
 function verbs.cache()

@@ -1,13 +1,14 @@
--- What every verb uses. The files are one script: it runs the verbs ARGV[1], ARGV[3], … one after the other, each a
--- transaction of its own, with the arguments ARGV[2], ARGV[4], …, which are codec messages. Keys share the hash tag
--- KEYS[1]. A task that waits is a member of its pool's sorted set, where all scores are equal, so that bytes decide: its
--- rank (8 bytes of priority, 8 of order, 16 of arrival), then its name.
+-- Functions that all verbs share. The files are one script: it runs the verbs ARGV[1], ARGV[3], … one after the other,
+-- each as its own transaction, with the arguments ARGV[2], ARGV[4], …, which are codec messages. All keys have the hash
+-- tag KEYS[1]. A waiting task is a member of its pool's sorted set, where all scores are equal, so that members sort by
+-- their bytes: the rank (8 bytes of priority, 8 of order, 16 of arrival), then the task's name.
 local P, VERSION = KEYS[1], string.sub(ARGV[2], 1, 1)
 local call, verbs, RANK = redis.call, {}, 32
 local A, now, wall -- the arguments of the verb that runs, and its time
-local pools, news = {}, {} -- what has changed, told by `tell` at the end; of a pool true, or that a task came
+local pools, news = {}, {} -- changed pools (true, or 'came' after a push) and requests, published by `tell`
 
--- What a function answers, or nothing where what is stored is not what it should be: that costs one record, not all.
+-- Returns the result of a function, or nil if it raises because a stored record is damaged. One such record must not
+-- fail the whole verb.
 local function sound(f, ...)
   local is_done, answer = pcall(f, ...)
   if is_done then return answer end
@@ -25,11 +26,11 @@ local function task_key(name) return P .. ':task:' .. name end
 local function task_of(member) return task_key(string.sub(member, RANK + 1)) end
 local function ready_key(pool) return P .. ':ready:' .. pool end
 local function delayed_key(pool) return P .. ':delayed:' .. pool end
-local RETURNED = 'returned:' -- who handed which task back without a step of it: a count in the task for each worker
+local RETURNED = 'returned:' -- prefix of a task's fields that count the refusals of each worker
 local LEASES, META, AWAITED, DAMAGED = P .. ':leases', P .. ':meta', P .. ':awaited', P .. ':damaged'
 
--- Whether a comes before b by rank: Lua's own < follows the server's locale. Whole words are compared first, since most
--- of them are equal.
+-- Returns whether member a sorts before b, by rank. Lua's own < depends on the server's locale. Whole words are
+-- compared first, since most are equal.
 local function before(a, b)
   for word = 1, RANK, 8 do
     if string.sub(a, word, word + 7) ~= string.sub(b, word, word + 7) then
@@ -42,13 +43,13 @@ local function before(a, b)
   return false
 end
 
--- Seconds for which time limits count until now: between two looks for leases that ended, half a lease at most.
+-- The time-limit clock, in seconds: between two calls of `expired`, it advances by half a lease at most.
 local function worked()
   local swept, sum, most = unpack(call('HMGET', META, 'swept', 'worked', 'most_between'))
   return (tonumber(sum) or 0) + math.min(math.max(0, now - (tonumber(swept) or now)), tonumber(most) or 0)
 end
 
--- Tasks whose time has come join the line.
+-- Moves delayed tasks whose `not_before` has passed to the ready tasks.
 local function ripen(pool)
   local due = call('ZRANGEBYSCORE', delayed_key(pool), '-inf', now)
   for _, member in ipairs(due) do
@@ -59,12 +60,13 @@ end
 
 local function size(pool) return call('ZCARD', ready_key(pool)) + call('ZCARD', delayed_key(pool)) end
 
--- A task has left a pool: that matters if a pool that feeds it was held back, or somebody had no room for its first.
+-- Notes that a task has left a pool, if a waiting worker could not lease because of this pool: a pool that feeds it was
+-- held back, or the worker lacked resources for its first task.
 local function left(pool)
   if call('SREM', AWAITED, pool) == 1 then pools[pool] = true end
 end
 
--- A task takes its place in the line, or waits for its time. Answers since when it may be leased.
+-- Adds a task to the ready or delayed tasks of its pool. Returns the time from which it may be leased.
 local function put(pool, member, at)
   if at > now then call('ZADD', delayed_key(pool), at, member) else call('ZADD', ready_key(pool), 0, member) end
   pools[pool] = pools[pool] or 'came'
@@ -76,7 +78,7 @@ local function end_lease(name, worker)
   if call('HINCRBY', P .. ':leased', worker, -1) <= 0 then call('HDEL', P .. ':leased', worker) end
 end
 
--- Takes a task out of the queue, and ends its lease.
+-- Removes a queued task, or ends the lease of a leased one.
 local function remove(name)
   local pool, member, worker = unpack(call('HMGET', task_key(name), 'pool', 'member', 'worker'))
   if not pool then return end
@@ -89,8 +91,8 @@ local function remove(name)
   call('DEL', task_key(name))
 end
 
--- Queues tasks of a request, each in place of an earlier one of its stage, and answers their places. Of a new request
--- there is none yet.
+-- Queues tasks of a request, replacing earlier tasks of their stages, of which a new request has none. Returns the pool
+-- and member of each.
 local function push(id, tasks, is_new)
   local places = {}
   local last = #tasks > 0 and call('HINCRBY', META, 'arrivals', #tasks)
@@ -110,13 +112,13 @@ local function push(id, tasks, is_new)
   return places
 end
 
--- Numbers an event, dates it if it is not dated, and drops the oldest progress of a log that is full.
+-- Numbers and stores an event, sets its time if it has none, and drops the oldest progress of a full history.
 local function log(id, event)
   event.seq = call('HINCRBY', request_key(id), 'seq', 1)
   if not event.at or event.at == 0 then event.at = wall end
   call('ZADD', events_key(id), event.seq, VERSION .. cmsgpack.pack(event))
   if event.type == 'progress' or event.type == 'preview' then call('RPUSH', droppable_key(id), event.seq) end
-  if event.type == 'appended' then -- of a stage only the last is kept
+  if event.type == 'appended' then -- only the last event of a stage is stored
     local last = call('HGET', request_key(id), 'appended:' .. event.stage)
     if last then call('ZREMRANGEBYSCORE', events_key(id), last, last) end
     call('HSET', request_key(id), 'appended:' .. event.stage, event.seq)
@@ -144,17 +146,17 @@ local function lost(claim)
   return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
 end
 
--- All stages of a request that had a task so far, in order; none where they cannot be read.
+-- Returns all stages of a request that ever had a task, in order; none if the record is damaged.
 local function stages_of(id) return sound(call, 'ZRANGE', stages_key(id), 0, -1) or {} end
 
--- The name of a task whose lease somebody holds who can show this.
+-- Returns the name of the claim's task, or false if the claim holds no lease.
 local function held(claim)
   local name = name_of(claim.request, claim.stage)
   return call('HGET', task_key(name), 'mark') == claim.mark and name
 end
 
--- Tells all of it in one message, but for pools whose tasks came and are taken already, which would wake all who wait
--- for nothing.
+-- Publishes all changes in one message. Pools whose pushed tasks are leased already are left out, since they would wake
+-- waiting workers in vain.
 local function tell()
   local told = {}
   for pool, why in pairs(pools) do

@@ -1,4 +1,4 @@
--- What is left of requests: their events, and nothing once they are dropped. Then the workers' registry.
+-- Event histories, removal of requests, and the worker registry.
 local function drop(id)
   local tenant, key = unpack(sound(call, 'HMGET', request_key(id), 'tenant', 'idempotency_key') or {})
   if tenant and key and key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
@@ -27,7 +27,7 @@ function verbs.drop()
   if sound(call, 'HGET', request_key(A.id), 'over') == '1' then drop(A.id) end
 end
 
--- Forgets a request whatever it is, with the tasks and leases of it that can be found, or what was put aside by that id.
+-- Removes all records of this id, even damaged ones: a request with its tasks and leases, a worker, a declaration.
 function verbs.discard()
   local id, cost = A.id, tonumber(sound(call, 'HGET', request_key(A.id), 'cost'))
   for _, stage in ipairs(stages_of(id)) do
@@ -68,7 +68,7 @@ function verbs.bye()
   end
 end
 
--- Whether models of a stored declaration are to be served. Its first byte is the version of its encoding.
+-- Returns whether a stored declaration is current. Its first byte is the codec's version.
 local function is_current(stored)
   local one = sound(cmsgpack.unpack, string.sub(stored, 2))
   return type(one) == 'table' and #(one.cards or {}) > 0 and #(one.gone or {}) == 0 and (one.failed or '') == ''
@@ -81,7 +81,7 @@ function verbs.declare()
   return 1
 end
 
--- The secret of a name: the one that is proposed first.
+-- Returns the secret of a name: the first proposed one.
 function verbs.secret()
   local known = call('HGET', P .. ':secrets', A.name)
   if known then return known end

@@ -1,6 +1,6 @@
--- What requests are found under: for each heading a sorted set of ids by number.
+-- The index of requests: for each index key (`Heading` in base.py) a sorted set of ids by number of arrival.
 local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
-local LISTED = P .. ':listed' -- the facts, packed, by which each request is listed now
+local LISTED = P .. ':listed' -- the facts by which each request is indexed now, packed
 
 local function heading_key(tenant, field, value)
   if not tenant and field == '' then return ALL end
@@ -8,8 +8,8 @@ local function heading_key(tenant, field, value)
   return P .. ':list:' .. (tenant and name_of(tenant, '') or '') .. '/' .. field .. '/' .. value
 end
 
--- The keys of all headings that `Filter.heading` may ask for these facts under, but ALL and ACTIVE: who stores a
--- request keeps those.
+-- Returns the keys of all `RequestFilter.heading`s that must find a request with these facts, except ALL and ACTIVE,
+-- which `store` and `submit` maintain.
 local function headings(number, tenant, status, over, dead, video, fingerprint, unheard)
   local fields, keys = {{'status', status}}, {heading_key(tenant, '', '')}
   for field, value in pairs({dead = dead, video = video, unheard = unheard}) do
@@ -26,8 +26,8 @@ end
 
 local FACTS = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key', 'unheard'}
 
--- What may be asked of a request, as text; nothing of one that is gone, or is none. Its status is the one that is shown;
--- it is looked for where it is not known whether something of the request is leased.
+-- Returns the filterable fields of a request, as text; nil for an unknown or damaged one. The status is the displayed
+-- one: without `is_leased`, the request's tasks are read to find out.
 local function facts(id, is_leased)
   local values = redis.pcall('HMGET', request_key(id), unpack(FACTS))
   if values.err or not values[1] then return end
@@ -41,7 +41,7 @@ local function facts(id, is_leased)
   return fact
 end
 
--- Lists a request as its facts say, and one that has none, since it is gone, nowhere.
+-- Updates the index of a request. A request without facts, because it was dropped, is removed.
 local function relist(id, is_leased)
   local fact, before, was = facts(id, is_leased), call('HGET', LISTED, id), {}
   local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint,
@@ -58,7 +58,7 @@ local function relist(id, is_leased)
   if packed then call('HSET', LISTED, id, packed) else call('HDEL', LISTED, id) end
 end
 
--- At most `scan` pairs of an id and its number under a heading, from behind a number.
+-- Returns at most `scan` pairs of id and number of an index key, starting after a number.
 local function listed(heading, from)
   local tenant, field, value = heading[1], heading[2], heading[3]
   if field == 'idempotency_key' then

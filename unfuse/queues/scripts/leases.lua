@@ -1,12 +1,13 @@
--- Who takes which task.
+-- Leasing: which worker gets which task.
 
--- Whether one line's head goes before another's: by priority, then in the later pool, then by order and arrival.
+-- Returns whether pool a's first task precedes b's: by priority, then the later pool, then order and arrival.
 local function ahead(a, b)
   if string.sub(a.head, 1, 8) == string.sub(b.head, 1, 8) and a.later ~= b.later then return a.later > b.later end
   return before(a.head, b.head)
 end
 
--- The lines that a worker may take from. A pool is held back while more than so many wait in one it feeds.
+-- Returns the pools from which a worker may lease, with their first tasks. A pool is held back while a pool that it
+-- feeds has too many waiting tasks (back-pressure).
 local function open_lines(wanted, seen)
   local full, lines = {}, {}
   for pool, offer in pairs(wanted.pools) do
@@ -22,8 +23,8 @@ local function open_lines(wanted, seen)
   return lines
 end
 
--- Of the first tasks of the first one's priority, in lines as late as its own, the one the worker likes best: inputs
--- that are near, then company.
+-- Returns the task that the worker prefers, near inputs before equal affinity, and its pool. Candidates are the first
+-- tasks with the first one's priority, in pools with the same `later`.
 local function liked(wanted, lines, first, seen)
   local among, best, most = {}, {first.head, first}, -1
   local priority, drawn = string.sub(first.head, 1, 8), 0
@@ -46,14 +47,14 @@ local function liked(wanted, lines, first, seen)
   return unpack(best)
 end
 
--- What a task takes of every resource.
+-- Returns the amounts of all resources that a task uses.
 local function needs_of(task)
   local all = task.needs and cmsgpack.unpack(task.needs) or {}
   all.arena, all.slots = tonumber(task.room), 1
   return all
 end
 
--- The resources, as a set, of which a task needs more than is left of them; nil if there are none.
+-- Returns the set of resources that are too scarce for a task, or nil if all suffice.
 local function lacks(amounts, needs, used)
   local found
   for name, most in pairs(amounts) do
@@ -65,7 +66,7 @@ local function lacks(amounts, needs, used)
   return found
 end
 
--- Whether a line draws on one of these resources.
+-- Returns whether a pool's offer bounds one of these resources.
 local function draws_on(line, resources)
   for name in pairs(resources) do
     if line.amounts[name] then return true end
@@ -73,8 +74,9 @@ local function draws_on(line, resources)
   return false
 end
 
--- The place of the task that a worker takes next, having `used` so much. Where there is not enough for one, only pools
--- go on that are later than its own or need nothing of that; who waits is told when a task leaves that pool.
+-- Returns the next task for a worker whose new leases have `used` some resources. When a task lacks a resource, only
+-- later pools, and pools that do not use the resource, are considered further, and waiting workers are woken when a
+-- task leaves that pool.
 local function next_for(wanted, used, seen)
   local lines = open_lines(wanted, seen)
   while #lines > 0 do
@@ -113,7 +115,7 @@ local function claim(ask, member, task, token)
   return {task.task, task.attempt, count_pieces(name)}
 end
 
--- Claims what a worker that asks takes now.
+-- Leases tasks for one lease request, without waiting.
 local function serve(ask)
   local claims, used, seen = {}, {}, {returned = RETURNED .. ask.worker}
   for pool in pairs(ask.wanted.pools) do sound(ripen, pool) end
@@ -130,12 +132,13 @@ end
 function verbs.commit_and_lease()
   local answer = verbs.commit()
   if answer.err then return answer end
-  local claims, is_repeat = serve(A.ask), answer[1] -- of which this change tells nothing
+  local claims, is_repeat = serve(A.ask), answer[1] -- a repeated commit returns the stored context
   local stands = #claims > 0 and (is_repeat or not A.over) and sound(stored, A.id, answer[5]) or answer
   return {{answer[1], stands[2], stands[3], answer[4], answer[5]}, exact(now), claims, exact(wall)}
 end
 
--- Serves those who ask, one after the other. Answers now, when the next task ripens for who got nothing, the claims.
+-- Leases tasks for several requests, in order. Returns the queue's time, the next `not_before` that concerns a request
+-- without leases, all leases, and the Unix time.
 function verbs.lease()
   local ripens, answers = false, {}
   for i, ask in ipairs(A.asks) do

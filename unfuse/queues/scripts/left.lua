@@ -1,9 +1,9 @@
--- Nanoseconds that are still to be computed, by pool. Each active request stores its own share, packed; LEFT has the
--- sums of all shares. A share or a sum that cannot be read has all of it summed anew: it adds nothing until its next
--- change.
+-- Predicted nanoseconds of stages that are not done, by pool. Each active request stores its own share, packed; LEFT
+-- has the sums of all shares. If a share or a sum is damaged, all sums are computed again, and the damaged share counts
+-- as 0 until its next change.
 local LEFT = P .. ':left'
 
--- A stored share, by pool; nothing where it cannot be read.
+-- Returns a stored share, by pool, or nil if it is damaged.
 local function unpacked(share)
   local found = share and sound(cmsgpack.unpack, share)
   return type(found) == 'table' and found or nil
@@ -16,7 +16,7 @@ local function add(share)
   return true
 end
 
--- Takes one share for another; answers whether that could be done.
+-- Replaces a share in the sums. Returns true, or raises if a sum is damaged.
 local function exchange(was, is)
   local more = {}
   for pool, nanoseconds in pairs(was) do more[pool] = -nanoseconds end
@@ -27,14 +27,14 @@ local function exchange(was, is)
   return add(more)
 end
 
--- The sum of a pool; nothing where it is none.
+-- Returns the sum of a pool, or nil if it is damaged.
 local function left_in(pool)
   local left = sound(call, 'HGET', LEFT, pool)
   if left == false then return '0' end
   return left and string.find(left, '^%d+$') and left
 end
 
--- Sums the shares of all active requests anew.
+-- Computes all sums again from the shares of active requests.
 local function recount()
   call('DEL', LEFT)
   for _, id in ipairs(call('ZRANGE', ACTIVE, 0, -1)) do
@@ -43,7 +43,7 @@ local function recount()
   end
 end
 
--- How many are active; of each pool the tasks that wait, when the first of them came, and what is left.
+-- Returns the number of active requests, and for each pool the waiting tasks, the oldest age and the remaining work.
 function verbs.stats()
   local lines = {}
   for _, pool in ipairs(A.pools) do

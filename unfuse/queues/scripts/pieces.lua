@@ -1,4 +1,4 @@
--- What outputs have grown by: a list for each stage, by its task's name.
+-- Recorded output deltas: a list for each stage, by its task's name.
 local function pieces_key(name) return P .. ':pieces:' .. name end
 
 local function count_pieces(name) return sound(call, 'LLEN', pieces_key(name)) or 0 end

@@ -1,7 +1,7 @@
--- Requests: accepted, changed, read and forgotten.
+-- Requests: admission control, transitions, records and lists.
 local IDLE = VERSION .. cmsgpack.pack({})
 
--- How many tasks go before the first of these places.
+-- Returns the least number of tasks ahead of one of these tasks.
 local function position_of(places)
   local position = false
   for _, place in ipairs(places) do
@@ -12,13 +12,13 @@ local function position_of(places)
   return position
 end
 
--- What an attempt at a task has used, of what is stored; nothing if that is of another attempt.
+-- Returns the stored timings of an attempt, or nil if they are another attempt's.
 local function used_by(attempt, used)
   local stored = used and sound(cmsgpack.unpack, used)
   if type(stored) == 'table' and stored[1] == tonumber(attempt) then return stored[2] end
 end
 
--- What of an active request runs, packed, and how many tasks go before the first that waits.
+-- Returns the running stages of an active request, packed, and its position.
 local function standing(id)
   local running, waiting = {}, {}
   for _, stage in ipairs(call('ZRANGE', stages_key(id), 0, -1)) do
@@ -36,7 +36,7 @@ local function standing(id)
   return VERSION .. cmsgpack.pack(running), #running == 0 and position_of(waiting)
 end
 
--- A request as it stands: its context, and what `standing` says; its id, and its place in the order of arrival.
+-- Returns the record of a request: context, running stages, position, id, number of arrival.
 local function record(id)
   local context, over, number = unpack(call('HMGET', request_key(id), 'context', 'over', 'number'))
   local running, position = IDLE, false
@@ -44,7 +44,8 @@ local function record(id)
   return {context, running, position, id, number}
 end
 
--- Writes a context with what queries ask of it; `was` is its share in what is left, `was_active` how it counted so far.
+-- Stores the context of the verb's arguments. `was` is the last share in the remaining work, `was_active` whether the
+-- request was active.
 local function store(id, number, was, was_active)
   call('HSET', request_key(id), unpack(A.fields))
   local cost = tonumber(call('HGET', META, 'cost')) or 0
@@ -77,18 +78,18 @@ local function overload()
   end
 end
 
--- What each tenant has used of its rate: the microsecond at which all of it is there again.
+-- The rate limit of each tenant, as the microsecond at which all of it is available again.
 local RATES = P .. ':rates'
 
 local function in_microseconds(seconds) return math.floor(seconds * 1000000) end
 
--- When all of a tenant's rate is there again if another request is accepted now.
+-- Returns when the tenant's whole rate is available again if a request is accepted now.
 local function whole_at(may)
   local each = math.floor(may.per_s * 1000000 / may.rate)
   return math.max(tonumber(sound(call, 'HGET', RATES, A.tenant)) or 0, in_microseconds(now)) + each
 end
 
--- Refuses what the tenant may not have beside what it has.
+-- Refuses a request beyond the tenant's limits.
 local function beyond_allowance(may)
   if may.concurrent > 0 then
     local has = sound(call, 'ZCARD', heading_key(A.tenant, 'over', '0')) or 0
@@ -119,12 +120,12 @@ function verbs.submit()
   if keyed then call('HSET', KEYED, keyed, A.id) end
   store(A.id, number, {}, false)
   local places = push(A.id, A.push, true)
-  for _, event in ipairs(A.events) do sound(log, A.id, event) end -- nobody follows it yet
+  for _, event in ipairs(A.events) do sound(log, A.id, event) end -- no caller follows it yet
   relist(A.id, false)
-  return {false, IDLE, position_of(places), A.id, number} -- who asks has the context
+  return {false, IDLE, position_of(places), A.id, number} -- the caller has the context
 end
 
--- The record of a request whose context was stored just now: who asks has that.
+-- Returns the record of a request whose context was stored just now, without the context, which the caller has.
 local function stored(id, number)
   local running, position = standing(id)
   return {false, running, position, id, number}
@@ -164,19 +165,19 @@ function verbs.load()
   return sound(record, A.id) or damaged(A.id)
 end
 
--- Of each request whether it is over, or nothing is known of it, 1 or 0.
+-- Returns for each request 1 if it is over or unknown, else 0.
 function verbs.over()
   local answers = {}
   for i, id in ipairs(A.ids) do
-    local over = sound(call, 'HGET', request_key(id), 'over') -- nothing where it is no hash
+    local over = sound(call, 'HGET', request_key(id), 'over') -- nil if it is no hash
     local is_over = over == '1' or (over == false and call('EXISTS', request_key(id)) == 0)
     answers[i] = is_over and 1 or 0
   end
   return answers
 end
 
--- One page of those asked for, from behind a number; answers where the next one begins, what was found, and the ids of
--- what cannot be read.
+-- Returns one page of matching records after a number: where the next page starts, the records, and the ids of damaged
+-- ones.
 function verbs.list()
   local from, found, unsound = A.beyond, {}, {}
   if A.after then

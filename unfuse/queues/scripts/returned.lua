@@ -1,7 +1,7 @@
 local WORDS = {'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since', 'near', 'affinity', 'needs'}
-local NEEDED, TEXTS = 8, 4 -- so many of these words must be there, and behind the texts be numbers
+local NEEDED, TEXTS = 8, 4 -- so many fields are required; of these, all after the texts must be numbers
 
--- What leasing takes of the task at a place, as it is stored; `seen` has what one who asks was told already.
+-- Returns the fields of a queued task that leasing needs. `seen` caches them for one lease request.
 local function task_at(member, seen)
   local task = seen[member]
   if task then return task end
@@ -19,7 +19,7 @@ local function task_at(member, seen)
   return task
 end
 
--- The first of a line that who asks may get.
+-- Returns the first task of a pool that the worker may lease. Damaged tasks are set aside.
 local head_for
 function head_for(pool, seen)
   local from, many = 0, 16
@@ -39,7 +39,7 @@ function head_for(pool, seen)
   end
 end
 
--- Puts a held task back into its old place, under the next attempt unless nobody has ever heard of this one.
+-- Returns a leased task to its old place, as the next attempt. `undo`: as the same attempt, since no worker got it.
 local function put_back(name, id, undo)
   local key = task_key(name)
   local pool, member, worker = unpack(call('HMGET', key, 'pool', 'member', 'worker'))

@@ -1,4 +1,4 @@
--- Tasks: held, handed back, looked at.
+-- Leased and queued tasks, and the entry point of the script.
 function verbs.renew()
   local answers = {}
   for i, one in ipairs(A.claims) do
@@ -32,7 +32,7 @@ function verbs.hand_back()
   return 1
 end
 
--- After a gap, no lease ends before a full time from now; after the clock was set back, none ends later either.
+-- After a gap, every lease lasts at least a full ttl from now; after the clock was set back, exactly that.
 function verbs.expired()
   local swept = tonumber(call('HGET', META, 'swept'))
   if not swept or math.abs(now - swept) > A.ttl / 2 then
@@ -64,11 +64,10 @@ end
 
 function verbs.now() return exact(now) end
 
--- Fails where the server takes no change, such as for want of memory.
+-- Raises the server's error if it accepts no changes, for example without memory.
 function verbs.check() call('HSET', META, 'checked', exact(now)) end
 
--- Why the keys are not those of this part of a queue in this schema; nothing if they are. Whoever comes first to an empty
--- namespace says what it is.
+-- Refuses keys of another queue, shard or schema version. The first call in an empty namespace stores schema and part.
 local function misplaced()
   local found = sound(call, 'HMGET', META, 'schema', 'part')
   if not found then return end -- META is damaged
